@@ -103,24 +103,8 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
 
     An exact dynamic programme over the blocks: for each block and each time of recomputation, in units of about a
     thousandth of the chain's forward, the least bytes held by the blocks up to it. Fewer bytes held are never worse
-    for what follows, so nothing that is dropped could have become the best. Among the plans of that time, the peak is
-    within 1 % of the least.
-
-    Args:
-        cost: Of the step.
-        budget: Bytes of activations that the step may hold at most; None for the least peak there is, and the least
-            time that has it.
-
-    Example:
-        >>> blocks = tuple(BlockCost(name=name, input=1, saved=3, seconds=1.0) for name in "abcd")
-        >>> plan = choose_segments(StepCost(blocks=blocks), 13)
-        >>> plan.segments, plan.peak, plan.share
-        ((('a',),), 13, 0.25)
-        >>> choose_segments(StepCost(blocks=blocks), None).peak
-        7
-        >>> choose_segments(StepCost(blocks=blocks), 6)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        shared_core.errors.ConfigError: checkpointing: budget must be at least 7 bytes (0.0 MiB, 0.4375 of what the ...
+    for what follows. Among the plans of that time, the peak is within 1 % of the least. Without a budget in bytes, the
+    peak is the least there is.
     """
     chain = _Chain(cost)
     least, full = chain.least_peak(), peak_bytes(cost, ())

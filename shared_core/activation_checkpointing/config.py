@@ -62,7 +62,11 @@ class CheckpointingConfig(TechniqueConfig):
 
     def validate(self) -> None:
         """Refuse a policy that does not exist."""
-        check_policy(self.policy)
+        if self.has_budget:
+            parse_budget(self.policy)
+        elif self.policy not in POLICIES:
+            known = nearest(self.policy, (*POLICIES, "budget:0.5"))
+            raise ConfigError("checkpointing", f"policy must be one that exists, got {self.policy!r}{known}")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
@@ -100,20 +104,8 @@ class Budget:
 def parse_budget(policy: str) -> Budget:
     """Return the budget that a policy names.
 
-    A number below 1 is a fraction of what the step holds without checkpointing, a number from 1 on are GiB: so ``1.0``
-    is one GiB, for all of the memory would be no checkpointing. With ``GiB`` or ``MiB`` behind it, it is that.
-    ``least`` is the least there is.
-
-    Args:
-        policy: ``budget:<fraction|GiB>``, ``budget:<number>GiB``, ``budget:<number>MiB`` or ``budget:least``.
-
-    Example:
-        >>> parse_budget("budget:0.5")
-        Budget(value=0.5, unit='fraction')
-        >>> parse_budget("budget:2").value == parse_budget("budget:2048MiB").value == 2 * 2**30
-        True
-        >>> parse_budget("budget:0.5GiB"), parse_budget("budget:least").unit
-        (Budget(value=536870912.0, unit='bytes'), 'least')
+    ``budget:`` and a number below 1 is a fraction of what the step holds without checkpointing, a number from 1 on are
+    GiB. With ``GiB`` or ``MiB`` behind it, it is that. ``budget:least`` is the least there is.
     """
     kind, _, text = policy.partition(":")
     if (kind, text) == ("budget", "least"):
@@ -136,14 +128,3 @@ def parse_budget(policy: str) -> Budget:
 
 POLICIES = ("block", "sublayer", "sqrt", "stage", "every_k", "selective")
 """Names that `apply_policy` takes, beside ``budget:…``."""
-
-
-def check_policy(policy: str) -> None:
-    """Raise `ConfigError` unless there is such a policy."""
-    if policy.startswith(BUDGET):
-        parse_budget(policy)
-    elif policy not in POLICIES:
-        raise ConfigError(
-            "checkpointing",
-            f"policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, 'budget:0.5'))}",
-        )

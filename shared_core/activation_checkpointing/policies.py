@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shared_core.activation_checkpointing.budget_planner import BlockCost, SegmentPlan, StepCost
-from shared_core.activation_checkpointing.config import BUDGET, check_policy, parse_budget
+from shared_core.activation_checkpointing.config import CheckpointingConfig, parse_budget
 from shared_core.activation_checkpointing.profiler import PeakBytes, StepProfile, device_of, measure_peak
 from shared_core.activation_checkpointing.segments import Handle, apply_segments, selective_contexts
 from shared_core.distributed.collectives import all_reduce_
@@ -139,17 +139,10 @@ def profile_blocks(
     step: Callable[[], object] | None = None,
     names: Sequence[str] | None = None,
 ) -> StepCost:
-    """Return what the blocks of a model cost in a step of training.
+    """Return what the blocks of a model cost in a step of training, of which two are run that leave no trace.
 
-    Runs two steps, in training mode, and leaves no trace of them: gradients, buffers and random state are as before.
-
-    Args:
-        model: Nothing of it is checkpointed yet.
-        example_inputs: What its forward takes: a tensor, a sequence of arguments, a mapping of keyword arguments, or
-            ``(args, kwargs)``. The loss is the one that it returns, or the sum of what it returns; what another loss
-            holds is not in the figures.
-        step: Instead of inputs: runs one forward and backward of the model.
-        names: Of the blocks, in the order in which they run; by default what `find_blocks` finds.
+    `example_inputs` are a tensor, a sequence or mapping of arguments, or ``(args, kwargs)``; the loss is the one that
+    the model returns, or the sum of what it returns. Instead, `step` runs one forward and backward of the model.
     """
     if (example_inputs is None) == (step is None):
         raise ConfigError(
@@ -215,9 +208,8 @@ class LazyBudget:
     """Profiles the first two micro-batches that it is shown, plans, applies, and measures the one after.
 
     Both verbs around every micro-batch, or `after_backward` once for a window of accumulation: then its last one
-    counts. The plan changes no result, so it may come in the middle of a window. Every process decides by the most
-    bytes and times of all, and so alike. A resumed run applies the saved plan at once, unless it has another budget or
-    other blocks.
+    counts. Every process decides by the most bytes and times of all, and so alike. A resumed run applies the saved plan
+    at once, unless it has another budget or other blocks.
     """
 
     def __init__(
@@ -382,9 +374,9 @@ def apply_policy(
         >>> apply_policy(net, "every_k", k=4).names
         ['0', '4', '8']
     """
-    check_policy(policy)
+    config = CheckpointingConfig(policy=policy)
     blocks = chosen_blocks(model, include)
-    if policy.startswith(BUDGET):
+    if config.has_budget:
         return apply_segments(model, plan_segments(model, policy, example_inputs, names=blocks).segments)
     contexts = selective_contexts if policy == "selective" else None
     return apply_segments(model, _segments(model, policy, blocks, k), contexts=contexts)

@@ -32,10 +32,8 @@ MOST_EMPTY = 10
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that operations make while it is entered, and when they are released.
 
-    Each storage counts once, whole, however many tensors see it. What a kernel takes for the moment does not count.
-
-    Args:
-        device_type: Where they are, such as ``cuda``; what lies elsewhere does not count.
+    Each storage of a device type counts once, whole, however many tensors see it. What a kernel takes for the moment
+    does not count.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -90,10 +88,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {number: i for i, (size, number) in enumerate(self.events) if size > 0 and number in there}
 
     def held(self, without: Collection[int] = ()) -> list[int]:
-        """Return the bytes held after each event, some storages left out.
-
-        A storage is held from its first event to its last: `keep_until_now` can come after its release.
-        """
+        """Return the bytes held after each event, each storage from its first to its last, some left out."""
         last = {number: i for i, (_, number) in enumerate(self.events)}
         changes, released = [0] * (len(self.events) + 1), set()
         # An address may be used again, so storages have numbers; the last event may be `keep_until_now`.
@@ -118,10 +113,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Run what is compiled eagerly: a function that torch.compile meets under `LiveBytes` is never compiled again.
-
-    So it is in torch 2.13.
-    """
+    """Run what is compiled eagerly: what torch.compile meets under `LiveBytes` stays eager for good (torch 2.13)."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
 
@@ -225,7 +217,8 @@ class StepProfile:
         elif step.again is not None:
             rule = f"{step.again} must run once in a step to keep a budget, got a second call"
         elif not any(call.saved for call in step.calls.values()):
-            rule, remedy = "blocks must save something for backward, got nothing", "name others than frozen ones"
+            rule = "blocks must save something for backward, got nothing: they are frozen, or checkpointed elsewhere"
+            remedy = "name others with include, or drop it"
         elif self._costs and [block.name for block in self._costs[0].blocks] != list(step.calls):
             rule = "blocks must run in one order in every step to keep a budget, got another"
         else:

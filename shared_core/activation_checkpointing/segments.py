@@ -33,10 +33,8 @@ _UNCOUNTED = ("running_mean", "running_var")  # the kernels of norms write them 
 class Snapshot:
     """The buffers that a block is about to change, as they are now.
 
-    Args:
-        block: About to run forward.
-        moving: What it was seen to change so far; None if it never ran, and then all buffers are copied once. One that
-            begins to move later is kept from moving twice, but not rewound.
+    Those that it was seen to change are copied, all of them if it never ran. One that begins to move later is kept from
+    moving twice, but not rewound.
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
@@ -154,12 +152,8 @@ class Tally:
     """Whether torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
     notes: list[str] = field(default_factory=list)
     """Messages for the user, each once."""
-    _first_backward: int | None = None
-
-    @property
-    def has_measured(self) -> bool:
-        """Whether there was a backward whose bytes were counted."""
-        return self._first_backward is not None
+    first_backward: int | None = None
+    """The backward whose bytes were counted."""
 
     def note(self, text: str) -> None:
         """Keep a line, once."""
@@ -172,9 +166,9 @@ class Tally:
         self.blocks.update(names)
         # Inside one backward the id is the same: bytes are counted for the first backward only.
         backward = torch._C._current_graph_task_id()
-        if self._first_backward is None:
-            self._first_backward = backward
-        if self._first_backward == backward:
+        if self.first_backward is None:
+            self.first_backward = backward
+        if self.first_backward == backward:
             self.saved_bytes += num_bytes
 
 
@@ -244,7 +238,7 @@ class Region:
         self._last = _Output(-1, -1)
         self._kept_elsewhere = 0
         # by weak references, as an address can be that of another tensor soon
-        self._packed: list[StorageWeakRef] | None = None if tally.has_measured else []
+        self._packed: list[StorageWeakRef] | None = None if tally.first_backward is not None else []
         self._handed_on: set[int] = set()
 
     # A tensor counts as this region's own output only if neither its memory nor its version has changed since.

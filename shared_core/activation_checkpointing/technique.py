@@ -23,9 +23,6 @@ from shared_core.errors import TrainingError
 class ActivationCheckpointing(Technique):
     """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit.
 
-    Args:
-        config: The options.
-
     Example:
         >>> from shared_core import Recipe, Session
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))

@@ -48,8 +48,7 @@ class ActivationsConfig(TechniqueConfig):
     min_size: int = option(1024, help="Tensors with fewer elements are left alone.", low=1)
     group_size: int = option(256, help="Values that share a scale in int8.", low=8, only_with={"pack": ("int8",)})
     sparse: bool = option(
-        True,
-        help="Look for zeros and two-valued masks in floating-point tensors; a GPU is waited for at each.",
+        True, help="Look for zeros and two-valued masks in floating-point tensors; a GPU is waited for at each."
     )
 
     @classmethod

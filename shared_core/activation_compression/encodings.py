@@ -77,10 +77,7 @@ def as_is(flat: Tensor) -> Form:
 
 
 def sign_form(flat: Tensor) -> Form:
-    """Return of a ReLU's result what its backward needs: where it is not ``<= 0``, so 1 or 0 for each value.
-
-    NaN counts as positive, as it does in ``threshold_backward``. One bit a value (Jain et al. 2018, Gist).
-    """
+    """Return where a ReLU's result is not ``<= 0``, one bit a value (Jain et al. 2018, Gist); NaN is positive."""
     count, dtype = flat.numel(), flat.dtype
     # NaN stays NaN in relu, and is true. On a CPU a comparison takes longer than both passes (torch 2.13).
     return Form("sign", (pack_bits(flat.relu().bool()),), lambda parts: unpack_bits(parts[0], (count,)).to(dtype))
@@ -94,12 +91,8 @@ def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] |
     - floats of two values, such as a dropout's noise: one bit each, and the two;
     - floats with zeros: bits that tell where the others are, or their indices, and the others.
 
-    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload.
-
-    Args:
-        flat: (n,) of any dtype, contiguous, not empty.
-        sparse: Whether floats are looked at.
-        values: Stores the values that are not zero; as they are if None.
+    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload. Floats are looked at if `sparse`; `values`
+    stores those that are not zero.
     """
     form = _candidate(flat, sparse, values or as_is)
     # Of integers of the same width, of narrow rows or few zeros: what saves little would only cost its passes.
@@ -183,10 +176,7 @@ LEVELS = 255
 
 
 def narrow_form(flat: Tensor, dtype: torch.dtype) -> Form:
-    """Return values rounded to a 16-bit format, to nearest; relative error at most 2^-8 (bf16) or 2^-11 (fp16).
-
-    Values beyond float16's range become its largest; NaN and infinity stay.
-    """
+    """Return values rounded to nearest in 16 bits; beyond float16's range to its largest; NaN and infinity stay."""
     # To the largest number, not to infinity, which would make NaN of whole gradients.
     if dtype is torch.float16:
         bound = torch.finfo(dtype).max
@@ -203,12 +193,8 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
     """Return values as 8-bit codes, each group of consecutive ones with a scale and zero point of its own.
 
     ``code = ⌊(x - min) / s + u⌋`` with ``s = (max - min) / 255`` and u uniform on [0, 1), so the mean over draws of
-    ``code · s + min`` is x, and its variance at most s²/4. A group with NaN or infinity becomes NaN.
-
-    Args:
-        flat: (n,) of any floating type up to 32 bits.
-        group_size: Values in a group; the last one may have fewer.
-        generator: Source of u, on the device of `flat`.
+    ``code · s + min`` is x, and its variance at most s²/4. A group with NaN or infinity becomes NaN; the last one may
+    have fewer values.
 
     Source: Chen et al. 2021, ActNN, arXiv:2104.14294.
     """

@@ -111,9 +111,8 @@ class Moved:
 class HostMover:
     """Takes tensors to the host while forward goes on.
 
-    At most four copies are under way: their sources stay on the device, and the computation waits for the oldest one
-    before a fifth begins. Backward wants them in reverse order, so that each one that it asks for starts the copies
-    of the two before it.
+    At most four copies are under way: the computation waits for the oldest one before a fifth begins. Backward wants
+    them in reverse order, so that each one that it asks for starts the copies of the two before it.
     """
 
     def __init__(self, lane: CudaLane) -> None:
@@ -341,25 +340,15 @@ class Handle:
 
 
 class Ledger:
-    """Packs and unpacks for `torch.autograd.graph.saved_tensors_hooks` around one forward.
+    """Packs and unpacks for `torch.autograd.graph.saved_tensors_hooks` around one forward; adds to `counts`.
 
-    Args:
-        config: The options.
-        counts: Added to.
-        held: The memory of parameters and buffers.
-        mover: Takes packed memory to the host; None: it stays.
-        generator: The source of int8's rounding on a device; torch's global one if None.
+    A `mover` takes packed memory to the host. The `generator` of a device draws int8's rounding, else torch's own.
     """
 
     def __init__(
-        self,
-        config: ActivationsConfig,
-        counts: Counts,
-        *,
-        held: HeldMemory | None = None,
-        mover: HostMover | None = None,
-        generator: Callable[[torch.device], torch.Generator] | None = None,
-    ) -> None:
+        self, config: ActivationsConfig, counts: Counts, *, held: HeldMemory | None = None,
+        mover: HostMover | None = None, generator: Callable[[torch.device], torch.Generator] | None = None,
+    ) -> None:  # fmt: skip
         self._config, self._counts, self._held = config, counts, held
         self._mover, self._generator = mover, generator
         # weakly: what autograd releases during the forward is freed

@@ -21,9 +21,6 @@ class ActivationCompression(Technique):
 
     The model is not touched. With ``pack: exact`` gradients are the same to the bit.
 
-    Args:
-        config: The options.
-
     Example:
         >>> from torch import nn
         >>> from shared_core.engine.recipe import Recipe

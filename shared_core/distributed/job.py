@@ -30,14 +30,9 @@ _TIMEOUT = timedelta(minutes=10)  # of one request to the store, and of the star
 class Job:
     """The part of one process in work that several share; alone, the default, it does all of it.
 
-    Work is shared by tickets: a process that is done with one takes the next number, so that a slow one holds nobody
-    up. What is to be the same as in one process is put together by these numbers. As a context manager it tells the
-    others of an error, which they raise when they next wait for something.
-
-    Args:
-        store: What the processes talk through; None: there is one process.
-        rank: This one's number.
-        size: How many there are.
+    Work is shared by tickets: a process that is done with one takes the next number. What is to be the same as in one
+    process is put together by these numbers. As a context manager it tells the others of an error, which they raise
+    when they next wait for something.
     """
 
     def __init__(self, store: Any = None, rank: int = 0, size: int = 1) -> None:
@@ -135,10 +130,7 @@ def launched() -> int:
 def check_alone(where: str, why: str = "", size: int | None = None) -> None:
     """Refuse to be one of several processes, each of which would do all the work and write over the others' files.
 
-    Args:
-        where: What cannot share its work.
-        why: With what options, as ``" with --jobs"``.
-        size: How many processes there are; None: as many as a launcher started.
+    `why` names the options, as ``" with --jobs"``; `size` is by default what a launcher started.
     """
     size = launched() if size is None else size
     if size > 1:

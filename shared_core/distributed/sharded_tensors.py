@@ -82,10 +82,7 @@ def apply_in_parts(function: Callable[[Tensor], Tensor], tensor: Any, whole_axes
 
 
 def sum_parts(part: Tensor, like: Any) -> Tensor:
-    """Return of the sum of whole tensors, one on each process, the part that `like`'s placement gives this process.
-
-    Every process must call it.
-    """
+    """Return the part that `like`'s placement gives of the sum of whole tensors; every process must call it."""
     from torch.distributed.tensor import DTensor, Partial
 
     # Partial: each process holds a summand. Redistributing it to shards is a reduce-scatter, not an all-reduce.
@@ -144,10 +141,7 @@ def shards(model: nn.Module) -> bool:
 
 
 def place_gradients_(model: nn.Module) -> None:
-    """Have every gradient lie as its parameter does, of which tensor parallelism may leave sums unmade.
-
-    Every process must call it, after the last backward of a step.
-    """
+    """Have gradients lie as their parameters do, after the last backward of a step; every process must call it."""
     parameter: Any
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -156,10 +150,7 @@ def place_gradients_(model: nn.Module) -> None:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Let a model hold its sharded parameters, the ones to write into.
-
-    FSDP2 keeps the outermost module gathered after a forward, and would go on computing with what it has gathered.
-    """
+    """Let a model hold its sharded parameters to write into: FSDP2 keeps the outermost module gathered."""
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
             cast(Any, module).reshard()

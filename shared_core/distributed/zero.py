@@ -17,10 +17,7 @@ from shared_core.errors import CompatibilityError
 
 
 class ZeroOptimizer:
-    """Optimizer of an engine, with the model's parameters in its groups.
-
-    Its `state` is empty: moments are of parts, which `clear_moments_` reaches.
-    """
+    """Optimizer of an engine, with the model's parameters in its groups; moments are of parts: `state` is empty."""
 
     def __init__(self, optimizer: Any) -> None:
         self._zero, self.optimizer = optimizer, optimizer.optimizer
@@ -49,10 +46,7 @@ class ZeroOptimizer:
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
-        """Have the whole gradients in `grad` meanwhile; the engine steps with what is in them at the end.
-
-        Every process must call it, after the last backward of a step.
-        """
+        """Have the whole gradients in `grad` meanwhile, after a step's last backward; every process must call it."""
         from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
         parameters = self._parameters()
@@ -79,10 +73,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Let the float32 parts hold what was written into parameters, or the next step would undo it.
-
-        Elements that nobody wrote into keep the bits that 16-bit parameters do not show.
-        """
+        """Let the float32 parts hold what was written into parameters, and no more, or the next step would undo it."""
         for parameter in self._parameters():
             if (part := parameter._hp_mapping) is None:
                 continue  # all of it belongs to other processes
@@ -104,10 +95,7 @@ class ZeroOptimizer:
                 value.narrow(0, mine.start, mine.numel).masked_fill_(gone, 0)
 
     def in_full_precision(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return 16-bit parameters as the float32 values that are stepped, other tensors as they are.
-
-        Every process must call it.
-        """
+        """Return 16-bit parameters as the float32 values that are stepped; every process must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         stepped = {id(parameter) for parameter in self._parameters() if parameter.dtype != torch.float32}

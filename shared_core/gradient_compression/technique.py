@@ -105,11 +105,7 @@ def _reduce(switch: _Switch, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 class GradientCompression(Technique):
-    """Has DDP send gradients in 16 bits or as products of low rank, FSDP2 in 16 bits, and counts the bytes.
-
-    Args:
-        config: The options.
-    """
+    """Has DDP send gradients in 16 bits or as products of low rank, FSDP2 in 16 bits, and counts the bytes."""
 
     key: ClassVar[str] = "comm"
     config: CommConfig

@@ -89,11 +89,7 @@ class LossScaleConfig(TechniqueConfig):
         only_with={"kind": ("auto",)},
     )
     smoothing: float = option(
-        0.9,
-        low=0,
-        below=1,
-        help="share of the past in the smoothed largest gradient",
-        only_with={"kind": ("auto",)},
+        0.9, low=0, below=1, help="share of the past in the smoothed largest gradient", only_with={"kind": ("auto",)}
     )
     telemetry_every: int = option(
         100, low=0, help="measure underflow of the gradients every so many applied steps; 0: never"
@@ -102,9 +98,7 @@ class LossScaleConfig(TechniqueConfig):
         0, low=0, help="repeat a backward in fp32 every so many applied steps and count flushed gradients; 0: never"
     )
     histogram_every: int = option(
-        0,
-        low=0,
-        help="count log2 of weights, activations, gradients and updates every so many applied steps; 0: never",
+        0, low=0, help="count log2 of weights, activations, gradients and updates every so many applied steps; 0: never"
     )
 
     def validate(self) -> None:

@@ -163,13 +163,6 @@ class AutoFloor(FloorSchedule):
     steps overflowed. The floor never rises above the scale itself, so that it holds what the scale has proven and
     provokes no overflow. Overflow in a row at the floor lowers it within the window, every `patience` steps: what no
     longer fits must not end the run.
-
-    Args:
-        start: The first floor.
-        lowest: It never falls below this.
-        window: Steps of a window, skipped ones included.
-        overflows: Share of overflowing steps, in (0, 1], that makes a window a bad one.
-        patience: Skipped steps in a row at the floor after which it falls.
     """
 
     def __init__(self, *, start: float, lowest: float, window: int, overflows: float, patience: int) -> None:

@@ -1,12 +1,11 @@
-"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates really use.
-
-Collects log2|x| histograms of one training step: weights, activations, gradients and updates, layer by layer.
-"""
+"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates of a step really use."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,21 +31,20 @@ class Log2Histogram:
     zeros: int = 0
     infinite: int = 0
     nan: int = 0
-    exponents: dict[int, int] = field(default_factory=dict)
+    exponents: Counter[int] = field(default_factory=Counter)
     """Exponent e → elements with ``2^e <= |x| < 2^(e + 1)``; no key where there are none."""
 
     @property
     def elements(self) -> int:
         """Number of elements that were counted."""
-        return self.zeros + self.infinite + self.nan + sum(self.exponents.values())
+        return self.zeros + self.infinite + self.nan + self.exponents.total()
 
     def add(self, other: Log2Histogram) -> None:
         """Add the counts of other elements."""
         self.zeros += other.zeros
         self.infinite += other.infinite
         self.nan += other.nan
-        for exponent, count in other.exponents.items():
-            self.exponents[exponent] = self.exponents.get(exponent, 0) + count
+        self.exponents.update(other.exponents)
 
     def below(self, exponent: int) -> float:
         """Return the share of elements with ``0 < |x| < 2^exponent``."""
@@ -55,19 +53,12 @@ class Log2Histogram:
     @property
     def median(self) -> int | None:
         """The exponent of the median magnitude of the finite elements that are not zero; None without any."""
-        half, seen = sum(self.exponents.values()) / 2, 0
-        for exponent in sorted(self.exponents):
-            seen += self.exponents[exponent]
-            if seen >= half:
-                return exponent
-        return None
+        half, order = self.exponents.total() / 2, sorted(self.exponents)
+        seen = itertools.accumulate(self.exponents[exponent] for exponent in order)
+        return next((exponent for exponent, count in zip(order, seen, strict=True) if count >= half), None)
 
     def summary(self, format: str) -> dict[str, Any]:
-        """Return element count, shares below the smallest normal and subnormal number of a format, and the range.
-
-        Args:
-            format: ``"fp16"`` or ``"fp8_e5m2"``.
-        """
+        """Return element count, shares below a format's smallest normal and subnormal number, and the range."""
         normal, subnormal = smallest_exponents(format)
         return {
             "elements": self.elements,
@@ -92,7 +83,7 @@ class Log2Histogram:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Log2Histogram:
         """Return the histogram whose `state_dict` this is."""
-        exponents = {int(exponent): count for exponent, count in state["exponents"].items()}
+        exponents = Counter({int(exponent): count for exponent, count in state["exponents"].items()})
         return cls(state["zeros"], state["infinite"], state["nan"], exponents)
 
 
@@ -141,7 +132,8 @@ def read_counts(found: Exponents) -> Log2Histogram:
     """Return the counts as a histogram; this waits for the device."""
     lowest, counts = found
     zeros, *finite, infinite, nan = counts.tolist()
-    return Log2Histogram(zeros, infinite, nan, {lowest + i: count for i, count in enumerate(finite) if count})
+    exponents = Counter({lowest + i: count for i, count in enumerate(finite) if count})
+    return Log2Histogram(zeros, infinite, nan, exponents)
 
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")

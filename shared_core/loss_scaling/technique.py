@@ -18,11 +18,7 @@ from shared_core.loss_scaling.underflow import FlushProbe, UnderflowTelemetry
 
 
 class LossScaling(Technique):
-    """Holds `scaler`; whoever drives the optimizer calls it: ``scale``, ``unscale_``, ``step``, ``update``.
-
-    Args:
-        config: The options.
-    """
+    """Holds `scaler`; whoever drives the optimizer calls it: ``scale``, ``unscale_``, ``step``, ``update``."""
 
     key = "loss_scale"
     config: LossScaleConfig
@@ -39,6 +35,9 @@ class LossScaling(Technique):
         """The latest histograms of weights, activations, gradients and updates."""
         self.loss_dtype = LossDtype()
         """The dtype of the first training loss."""
+        self._kept: dict[str, Any] = {
+            "telemetry": self.telemetry, "flush": self.flush, "histograms": self.histograms, "loss": self.loss_dtype,
+        }  # fmt: skip
         self._steps_at_begin = 0
         self._flush_due = False
 
@@ -67,10 +66,8 @@ class LossScaling(Technique):
         """Note how many steps the scaler has seen; let it unscale the gradients of 16-bit parameters."""
         if state is not None:
             self.scaler.load_state_dict(state["scaler"])  # harmless where the trainer restored it already
-            self.telemetry.load_state_dict(state.get("telemetry", {}))
-            self.flush.load_state_dict(state.get("flush", {}))
-            self.histograms.load_state_dict(state.get("histograms", {}))
-            self.loss_dtype.load_state_dict(state.get("loss", {}))
+            for key, kept in self._kept.items():
+                kept.load_state_dict(state.get(key, {}))
         self._steps_at_begin = self.scaler.num_steps
         self.scaler.widen_gradients = context.widen_gradients
         if self.config.flush_every:
@@ -127,13 +124,7 @@ class LossScaling(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state and the latest measurements."""
-        return {
-            "scaler": self.scaler.state_dict(),
-            "telemetry": self.telemetry.state_dict(),
-            "flush": self.flush.state_dict(),
-            "histograms": self.histograms.state_dict(),
-            "loss": self.loss_dtype.state_dict(),
-        }
+        return {"scaler": self.scaler.state_dict()} | {key: kept.state_dict() for key, kept in self._kept.items()}
 
     def figures(self) -> dict[str, float]:
         """Return the scale, the number of skipped steps, and the latest underflow, zero share and head-room."""

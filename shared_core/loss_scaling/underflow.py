@@ -83,12 +83,7 @@ class UnderflowTelemetry:
         """Replace the figures by those of these parameters' gradients, and return whether it could be done.
 
         A step whose gradients hold Inf or NaN, or that has no gradients, is left out. Under FSDP2 every process must
-        call it.
-
-        Args:
-            parameters: Names and parameters with unscaled gradients; those without one are left out.
-            scale: What the gradients were multiplied by in the backward.
-            step: Applied steps so far.
+        call it. Gradients are unscaled, `scale` is what they were multiplied by in the backward.
         """
         grads = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
         smallest = min(max(self._limits.smallest_normal / scale, _FLOAT32.tiny), _FLOAT32.max)
@@ -174,11 +169,10 @@ class FlushProbe:
 
     Under autocast flushed gradients arrive as exact zeros, which no later count can tell from true ones. The second
     pass has autocast off, but every module without children hands on the values that it had, so that both backwards
-    see the same activations and take the same branch of every ReLU; it starts from the very gradients of the model's
-    outputs that the first one got, scale included. For that micro-batch the model hands its outputs out in fp32, as
-    accelerate always does: else the first gradient would be flushed before anyone saw it. Parameters, their gradients,
-    buffers and the random state stay as they are. It costs one more forward and backward, and the memory of the
-    activations and their gradients.
+    take the same branches; it starts from the gradients of the model's outputs that the first one got, scale included.
+    For that micro-batch the model hands its outputs out in fp32, as accelerate always does. Parameters, their
+    gradients, buffers and the random state stay as they are. It costs one more forward and backward, and the memory of
+    the activations and their gradients.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

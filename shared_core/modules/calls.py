@@ -20,10 +20,7 @@ from shared_core.modules.matching import is_transformers_conv1d
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:
-    """Return what the model makes of a tensor, a tuple of arguments or a mapping of keyword arguments.
-
-    A function without arguments is called instead: it may call the model's parts one by one.
-    """
+    """Return what the model makes of a tensor, a tuple or a mapping of arguments, or what a function returns."""
     if callable(example_inputs):
         return example_inputs()
     if isinstance(example_inputs, Mapping):

@@ -11,17 +11,10 @@ STACKED_DIMS = 3
 
 
 def output_axis_of_experts(module: nn.Module) -> int | None:
-    """Return the axis along which the outputs of each expert lie in the parameters that stack them; None of others.
+    """Return the axis of each expert's outputs in the parameters that stack them; None of others.
 
     1 in (experts, out, in), as Mixtral, Qwen3-MoE and DeepSeek have them; 2 in (experts, in, out), as GPT-OSS and
-    Llama 4 have them. Modules of transformers say it themselves (`is_transposed`), or are laid out as sizes tell that
-    gate, up and down projections have in common.
-
-    Example:
-        >>> module = nn.Module()
-        >>> module.gate_up_proj, module.down_proj = (nn.Parameter(Tensor(4, *size)) for size in ((16, 6), (6, 8)))
-        >>> output_axis_of_experts(module), output_axis_of_experts(nn.Linear(2, 2))
-        (1, None)
+    Llama 4 have them. Modules of transformers say it (`is_transposed`), or sizes in common tell.
     """
     stacked = [value for value in module._parameters.values() if value is not None and value.ndim == STACKED_DIMS]
     if not stacked or len({len(value) for value in stacked}) > 1:

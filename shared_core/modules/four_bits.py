@@ -15,13 +15,7 @@ _BLOCK = 64
 
 
 def linear_of_four_bits(weight: Tensor, *, bias: bool, quant_type: str = "nf4", double_quant: bool = True) -> Any:
-    """Return bitsandbytes' layer of a weight, which stays as it is; a bias is on the meta device.
-
-    Args:
-        weight: (outputs, inputs), of floating point.
-        bias: Whether it has one.
-        quant_type: ``nf4`` or ``fp4``.
-        double_quant: Whether the scales of blocks are 8-bit codes too.
+    """Return bitsandbytes' layer of a weight, (outputs, inputs), which stays as it is; a bias is on meta.
 
     Source: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """

@@ -86,10 +86,7 @@ _NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$|^log_|
 
 @dataclass(frozen=True)
 class Matched:
-    """A module that a technique may touch: its dotted name, without compile and wrapper prefixes, and itself.
-
-    Of a module that stacks experts there is one for each parameter.
-    """
+    """A module that a technique may touch, by its plain dotted name; of stacked experts one for each parameter."""
 
     name: str
     module: nn.Module

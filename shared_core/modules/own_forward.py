@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,7 +68,8 @@ def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
     if not is_own or stock_kind(kind) is not None or not isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         return None
     stored = module.weight.detach()
-    with _as_found(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with modes_restored(module), buffers_restored(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        module.eval()
         try:
             seen = _products(module, stored)
             if seen.stored or not keeps_zeros or stored.is_meta:
@@ -111,14 +110,6 @@ def _input(module: Any) -> Tensor:
     return torch.ones(rows, module.in_channels, *sides, **like)
 
 
-@contextlib.contextmanager
-def _as_found(module: nn.Module) -> Iterator[None]:
-    """Run a layer in evaluation mode, and leave its mode and buffers as they were."""
-    with modes_restored(module), buffers_restored(module):
-        module.eval()
-        yield
-
-
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches for products by a weight, or by a view of it, and keeps other tensors of its shape that are factors."""
 
@@ -142,19 +133,14 @@ Undo = list[tuple[nn.Module, str, Any]]
 
 
 def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Undo:
-    """Switch off the fused evaluation of `nn.TransformerEncoder` where it would bypass a swapped layer.
-
-    In evaluation the fused path reads ``linear1.weight`` itself, so what is evaluated would be the float
-    model.
-    """
+    """Switch off the fused evaluation of `nn.TransformerEncoder`, which reads weights itself, past swapped layers."""
     undo: Undo = []
     for parent in model.modules():
         if not any(isinstance(child, layers) for child in parent.modules()):
             continue
-        name = {
-            nn.TransformerEncoderLayer: "activation_relu_or_gelu",
-            nn.TransformerEncoder: "use_nested_tensor",
-        }.get(type(parent))
+        name = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}.get(
+            type(parent)
+        )
         if name is not None and hasattr(parent, name):
             undo.append((parent, name, getattr(parent, name)))
             setattr(parent, name, 0)

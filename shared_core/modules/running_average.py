@@ -10,13 +10,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def move_towards_(means: Iterable[Tensor], values: Iterable[Tensor], weight: float) -> None:
-    """Put ``m + weight (x - m)`` in the place of each mean, in the mean's dtype.
-
-    Args:
-        means: Tensors, written to.
-        values: As many, of the same shapes, any float dtypes.
-        weight: In [0, 1]: ``1 - decay`` of a moving average, ``1 / n`` of a mean of n values.
-    """
+    """Put ``m + weight (x - m)`` in the place of each mean, in the mean's dtype; `weight` is in [0, 1]."""
     alike: list[tuple[Tensor, Tensor]] = []
     for mean, value in zip(means, values, strict=True):
         if mean.dtype == value.dtype:

@@ -67,12 +67,7 @@ def channel_axis(module: nn.Module, x: Tensor) -> int:
 
 
 def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return one value an input channel, (channels,), shaped to be multiplied with a weight of this shape.
-
-    Example:
-        >>> over_inputs(nn.Linear(2, 3), torch.tensor([1.0, 2.0]), (3, 2)).shape
-        torch.Size([1, 2])
-    """
+    """Return one value an input channel, (channels,), shaped to be multiplied with a weight of this shape."""
     rest = (1,) * (len(shape) - 2)
     if isinstance(module, TRANSPOSED) or is_transformers_conv1d(module):
         return channels.view(-1, 1, *rest)
@@ -95,10 +90,6 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
     (in, out / groups, ...) becomes (out, in / groups, ...): output channel ``g·(out/groups) + j`` is computed from
     ``weight[g·(in/groups) : (g+1)·(in/groups), j]``, the g-th group's inputs. What works per output channel along
     axis 0 (scales, LSQ, ternary) then works for transposed convolutions too.
-
-    Example:
-        >>> output_channels_first(torch.zeros(6, 5, 3, 3), groups=2).shape
-        torch.Size([10, 3, 3, 3])
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or len(weight) % groups:
         rule = f"groups must divide the first axis of the weight, {len(weight)}, got {groups!r}"
@@ -107,10 +98,7 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that hold a layer's weights, by name.
-
-    A recurrent layer has several, all 2-D, and so have stacked experts, 3-D.
-    """
+    """Return the parameters that hold a layer's weights, by name: several of recurrent layers and stacked experts."""
     found = {
         name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
     }
@@ -123,15 +111,7 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a weight with one row for each output channel (or embedding vector); a view where that can be.
-
-    Of stacked experts the rows of one follow those of another.
-
-    Example:
-        >>> layer = nn.ConvTranspose1d(4, 6, 3, groups=2)
-        >>> as_rows(layer, layer.weight).shape
-        torch.Size([6, 6])
-    """
+    """Return a weight with a row for each output channel or embedding vector, experts one after the other."""
     if isinstance(module, TRANSPOSED):
         weight = output_channels_first(weight, module.groups)
     if (axis := output_axis_of_experts(module)) is not None:
@@ -190,11 +170,6 @@ def by_channel(weight: Tensor, module: nn.Module, channels: int | None = None) -
     """Return a view (groups, outputs a group, inputs a group, …) of a layer's weight.
 
     `channels` are those of the (channels, positions) map that a Linear layer reads flattened, all features by default.
-
-    Example:
-        >>> layer = nn.Conv2d(4, 6, 3, groups=2)
-        >>> tuple(by_channel(layer.weight, layer).shape)
-        (2, 3, 2, 3, 3)
     """
     if isinstance(module, nn.Linear):
         return _split(weight.unsqueeze(0), 2, channels or module.in_features)

@@ -28,12 +28,6 @@ class Draws:
 
     A process draws those for what other processes hold of a sharded tensor too: so each part is what one process would
     make of it on a CPU, and no two parts are rounded by the same numbers.
-
-    Example:
-        >>> weight, seed = torch.zeros(4, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
-        >>> draws = Draws(seed, {id(weight): 0})
-        >>> draws.round_(weight, "weight", weight, torch.full((4,), 1 + 2**-8)).tolist()  # half way between neighbours
-        [1.0078125, 1.0, 1.0, 1.0]
     """
 
     def __init__(self, generator: torch.Generator, places: Mapping[int, int]) -> None:
@@ -73,14 +67,10 @@ def _elements_before(parameter: Tensor) -> Iterator[int]:
 
 
 def compensated(weight: Tensor, lost: Tensor) -> Tensor:
-    """Return the float32 sum of a 16-bit weight and what its rounding lost: ``w + c``.
+    """Return the float32 sum of a 16-bit weight and what its rounding lost, in bf16: ``w + c``.
 
     Where someone else has written the weight since (a mask, a clamp), c is of another value, and w counts alone: where
     half of it would move the rounded weight.
-
-    Args:
-        weight: fp16 or bf16.
-        lost: Same shape, bf16.
     """
     wide, extra = weight.float(), lost.float()
     # Half of it: c may be half an ulp, and a tie would round to the other neighbour.
@@ -93,11 +83,6 @@ def round_compensated_(weight: Tensor, lost: Tensor, values: Tensor) -> None:
 
     Kahan's compensated sum, with the sum of both in float32: from step to step w + c has 16 significant bits or more
     in bf16, so that updates above ``2^-18·|w|`` are not lost.
-
-    Args:
-        weight: fp16 or bf16; written.
-        lost: bf16, same shape; written.
-        values: float32, same shape.
 
     Source: Kahan, 1965, *Further remarks on reducing truncation errors*; for weights: Zamirai et al., 2020,
     *Revisiting BFloat16 Training*, arXiv:2010.06192.
@@ -121,11 +106,7 @@ class Copies:
     """float32 copies of parameters, which follow what others write into these.
 
     Copies of small parameters of one format and row shape lie one after the other, up to a megabyte: what is asked of
-    every copy in every step is asked of a few tensors.
-
-    Args:
-        parameters: fp16 or bf16, each once.
-        known: Copies of some of the parameters, whose values are to be kept.
+    every copy in every step is asked of a few tensors. Copies that are `known` keep their values.
     """
 
     @torch.no_grad()
@@ -260,10 +241,7 @@ class WideGradients:
         return gradient
 
     def restore(self) -> None:
-        """Put the reduced tensors back after the step, with the values of the wide ones.
-
-        The very tensors: with ``gradient_as_bucket_view`` they are windows into DDP's buckets.
-        """
+        """Put the very tensors that were reduced, DDP's buckets, back with the values of the wide ones."""
         for parameter, gradient in self._reduced.items():
             wide, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
@@ -321,10 +299,7 @@ class CopiesOfShards:
 
 @torch.no_grad()
 def restore_(kept: Tensor, parameter: Tensor, saved: Tensor, name: str) -> None:
-    """Put back what was saved of a parameter, whole: its float32 copy, or in bf16 what rounding lost of it.
-
-    Either is made from the other where a run goes on with another kind.
-    """
+    """Put back a parameter's saved float32 copy, or what rounding lost of it; either is made from the other."""
     if saved.shape != kept.shape or saved.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(
             "primary_weights",

@@ -282,10 +282,8 @@ class SlicedStep:
     ) -> None:
         """Step on float32 values in the places of parameters or parts of them, with their options and state.
 
-        Args:
-            values: With gradients.
-            narrow: Format in which float32 state of the parameter's shape is kept between steps; None: its own.
-            round_: Writes new state into the old, in that format: part, name, target and float32 source.
+        Float32 state of the parameter's shape is kept in the format `narrow` between steps. `round_` writes new state
+        into the old one, in that format: part, name, target and float32 source.
         """
         optimizer = self.optimizer
         groups, state = optimizer.param_groups, optimizer.state

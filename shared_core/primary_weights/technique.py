@@ -63,9 +63,6 @@ class PrimaryWeights(Technique):
     ``stochastic_rounding``, and an optimizer that updates each parameter by itself, only within the step, a few
     parameters at a time.
 
-    Args:
-        config: The options.
-
     Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.1; the rounding: Gupta et al., 2015,
     arXiv:1502.02551.
 
@@ -257,7 +254,9 @@ class PrimaryWeights(Technique):
         if self.config.kind == "fp32_copy":
             self._copies.write_()
         elif not self._in_slices:
-            self._write_all(context.generator)
+            draws = self._draws(self._copies.parameters, context.generator)
+            for parameter, primary in self._copies.by_parameter.items():
+                self._write(Part(parameter), primary, draws)
         self._put_back()
 
     @property
@@ -395,11 +394,6 @@ class PrimaryWeights(Technique):
             and all(exchange.is_current for exchange in self._exchanges)
             and not any(map(is_trained_in_16_bit, self._others))
         )
-
-    def _write_all(self, generator: torch.Generator) -> None:
-        draws = self._draws(self._copies.parameters, generator)
-        for parameter, primary in self._copies.by_parameter.items():
-            self._write(Part(parameter), primary, draws)
 
     def _draws(self, parameters: list[Tensor], generator: torch.Generator) -> Draws:
         if not are_same(parameters, self._places[0]):

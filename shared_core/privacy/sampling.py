@@ -24,10 +24,7 @@ class Secret:
     """Random numbers of any step, as a function of a key alone: a resumed run, or another process, draws the same.
 
     torch's generators draw them. They are not cryptographic ones: whoever sees enough of a tensor's noise can tell the
-    rest of it. Each tensor and step has a generator of its own, which tells nothing of the key.
-
-    Args:
-        key: The key, 16 bytes.
+    rest of it. Each tensor and step has a generator of its own, which tells nothing of the key, 16 bytes.
     """
 
     def __init__(self, key: bytes) -> None:

@@ -35,9 +35,6 @@ class DifferentialPrivacy(Technique):
     The sum runs over a Poisson sample of the data with B expected examples, whatever number of micro-batches and
     processes it is spread over; noise is added once. Batches must come from `loader`; the front ends see to it.
 
-    Args:
-        config: The options.
-
     Source: Abadi et al. 2016, arXiv:1607.00133.
 
     Example:

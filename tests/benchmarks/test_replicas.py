@@ -117,10 +117,7 @@ def test_images_are_new_in_every_batch_or_copies_made_once():
 
 @pytest.mark.parametrize(("step", "met"), [(800, True), (850, False)])
 def test_early_stopping_is_judged_by_the_mean_iterations(step, met):
-    found = [
-        {"0 none step": 500, "6 none step": step - 200},
-        {"0 none step": 1500, "6 none step": step + 200},
-    ]
+    found = [{"0 none step": 500, "6 none step": step - 200}, {"0 none step": 1500, "6 none step": step + 200}]
     for run in found:
         run |= {"0 none accuracy": 90.0, "6 none accuracy": 91.0, "6 none left": 26.3}
     training = lottery_ticket.Training(1600, 1e-3)

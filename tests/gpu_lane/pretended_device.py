@@ -323,10 +323,7 @@ def _on_cpu(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 # What only Triton computes. Tests of the kernels look at the numbers; here what is read, and where, is at stake.
 _BY_TRITON = {
     f"eff_kernels::{name}"
-    for name in (
-        *("round_to_grid", "grid_gradients", "round_rows", "mx_round", "nvfp4_round"),
-        "round_float_",
-    )
+    for name in (*("round_to_grid", "grid_gradients", "round_rows", "mx_round", "nvfp4_round"), "round_float_")
 }
 
 

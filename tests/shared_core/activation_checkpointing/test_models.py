@@ -73,10 +73,7 @@ MODELS = {
         ),
         tokens,
     ),
-    "albert": (
-        lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(embedding_size=8, **WORDS)),
-        words,
-    ),
+    "albert": (lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(embedding_size=8, **WORDS)), words),
     "resnet": (
         lambda: transformers.ResNetForImageClassification(
             transformers.ResNetConfig(

@@ -1,15 +1,11 @@
 """Two processes: under DDP and FSDP2 gradients are those without checkpointing, to the bit."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import leave, run_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.activation_checkpointing import apply_policy
 
@@ -67,26 +63,20 @@ def gradients(wrapper, policy, rank):
     return found, handle.tally.recomputations if handle else 0
 
 
-def rank_main(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def work(rank, folder):
     told = {}
     for wrapper in WRAPPERS:
         plain, _ = gradients(wrapper, None, rank)
         for policy in POLICIES:
             found, recomputations = gradients(wrapper, policy, rank)
-            told[f"{wrapper} {policy}"] = (
-                len(plain), recomputations,
-                [n for n, value in plain.items() if n not in found or not torch.equal(value, found[n])],
-            )  # fmt: skip
-    torch.save(told, f"{folder}/{rank}.pt")
-    leave()
+            different = [n for n, value in plain.items() if n not in found or not torch.equal(value, found[n])]
+            told[f"{wrapper} {policy}"] = len(plain), recomputations, different
+    return told
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return saved_by_two_ranks(__file__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -100,4 +90,4 @@ def test_gradients_are_equal_to_the_bit(told, wrapper, policy):
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), Path(sys.argv[2]))
+    be_a_rank(work)

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared_core.activation_compression.encodings import (
-    exact_form,
-    int8_form,
-    narrow_form,
-    sign_form,
-)
+from shared_core.activation_compression.encodings import exact_form, int8_form, narrow_form, sign_form
 
 
 @pytest.fixture(autouse=True)

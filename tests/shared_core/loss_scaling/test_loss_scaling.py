@@ -31,16 +31,6 @@ def one_step(model, optimizer, scaler, bad=0.0):
 
 
 class TestFloor:
-    def test_torch_reaches_zero_and_writes_nan(self):
-        model, optimizer = net()
-        scaler = GradScaler("cpu")
-        for _ in range(200):
-            one_step(model, optimizer, scaler, NAN)
-        assert scaler.get_scale() == 0.0
-        assert torch.isfinite(model.weight).all()
-        one_step(model, optimizer, scaler)  # finite, but 0 * (1 / 0) is not
-        assert torch.isnan(model.weight).all()
-
     def test_ours_holds_at_the_floor_and_recovers(self):
         model, optimizer = net()
         scaler = LossScaler(max_skips=1000, growth_interval=1)
@@ -169,9 +159,7 @@ def test_one_host_read_a_step(kind, fused, bad, monkeypatch):
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy", "cpu"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor,
-            name,
-            lambda self, *a, _n=name, _o=original, **k: reads.append(_n) or _o(self, *a, **k),
+            torch.Tensor, name, lambda self, *a, _n=name, _o=original, **k: reads.append(_n) or _o(self, *a, **k)
         )
     scaler.step(optimizer)
     scaler.update()
@@ -285,19 +273,6 @@ class TestTechnique:
             }  # fmt: skip
             results[fused] = model.weight.detach().clone()
         torch.testing.assert_close(results[False], results[True])
-
-    def test_a_scaled_gradient_is_seen_and_fp16_underflow_is_avoided(self):
-        tiny, lost = 2.0**-20, []
-        for kind in ("none", "dynamic"):
-            technique = LossScaling(LossScaleConfig(kind="dynamic"))
-            weight = torch.nn.Parameter(torch.ones(8))
-            half = weight.half()
-            seen = []
-            half.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
-            loss = (half * tiny * 2.0**-6).float().sum()
-            (loss if kind == "none" else technique.scaler.scale(loss)).backward()
-            lost.append((seen[0] == 0).all().item())
-        assert lost == [True, False]
 
     def test_a_loop_that_steps_past_the_scaler_is_an_error(self):
         model, optimizer = net()

@@ -1,14 +1,11 @@
 """Loss scaling under two processes: one verdict, one scale, one floor, sharded gradients counted once."""
 
-import os
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 from loss_scaling_runs import Loop
 from torch import nn
-from two_ranks import run_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.loss_scaling import LossScaler, UnderflowTelemetry
 
@@ -67,45 +64,34 @@ def sharded(rank):
     return *found, loop.get_scale()
 
 
-WORKS = {work.__name__: work for work in (overflow_on_one, own_losses, own_gradients, sharded)}
+def work(rank, folder):
+    return {each.__name__: each(rank) for each in (overflow_on_one, own_losses, own_gradients, sharded)}
 
 
-def worker(name, rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(WORKS[name](rank), f"{folder}/{rank}.pt")
-    dist.barrier()  # nobody leaves while the other still reads
-    dist.destroy_process_group()
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return saved_by_two_ranks(__file__, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.fixture
-def two(tmp_path):
-    def run(work):
-        run_two_ranks(__file__, tmp_path, work.__name__, tmp_path)
-        return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-
-    return run
-
-
-def test_an_overflow_on_one_rank_is_skipped_on_all(two):
-    first, second = two(overflow_on_one)
+def test_an_overflow_on_one_rank_is_skipped_on_all(ranks):
+    first, second = (rank["overflow_on_one"] for rank in ranks)
     assert first == second
     assert [skipped for _, skipped, _ in first] == [False, True, False, False] * 2
     assert first[-1][0] == 32.0
 
 
-def test_all_ranks_have_one_floor(two):
-    first, second = two(own_losses)
+def test_all_ranks_have_one_floor(ranks):
+    first, second = (rank["own_losses"] for rank in ranks)
     assert first == second == [8192.0, 8192.0, 8192.0, 16384.0]
 
 
-def test_all_ranks_have_one_automatic_scale(two):
-    first, second = two(own_gradients)
+def test_all_ranks_have_one_automatic_scale(ranks):
+    first, second = (rank["own_gradients"] for rank in ranks)
     assert first == second == [(2.0**13, False), (2.0**13, False), (2.0**12, True), (2.0**13, False)]
 
 
-def test_sharded_gradients_are_counted_once_and_measured_whole(two):
-    first, second = two(sharded)
+def test_sharded_gradients_are_counted_once_and_measured_whole(ranks):
+    first, second = (rank["sharded"] for rank in ranks)
     assert first[0] == second[0]
     expected, histograms = measured(small_net())
     assert first[1].sum() == histograms.sum() == 6 * 5 + 5 + 5 * 3 + 3
@@ -115,4 +101,4 @@ def test_sharded_gradients_are_counted_once_and_measured_whole(two):
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(os.environ["RANK"]), sys.argv[2])
+    be_a_rank(work)

@@ -193,49 +193,33 @@ def test_state_dict_goes_both_ways(source, target, used):
     assert torch.equal(model.weight, other.weight)
 
 
+MISUSE = {
+    "unscale twice": (
+        lambda s, o: (s.unscale_(o), s.unscale_(o)),
+        RuntimeError,
+        "already been called on this optimizer",
+    ),
+    "step twice": (lambda s, o: (s.step(o), s.step(o)), RuntimeError, "already been called since the last update"),
+    "unscale after step": (lambda s, o: (s.step(o), s.unscale_(o)), RuntimeError, "after step"),
+    "closure": (lambda s, o: s.step(o, closure=lambda: 0.0), RuntimeError, "Closure use"),
+    "nothing to step": (lambda s, o: (o.zero_grad(), s.step(o)), AssertionError, "were recorded for this optimizer"),
+    "nothing checked": (lambda s, o: s.update(), AssertionError, "No inf checks were recorded prior to update"),
+    "unscale first": (lambda s, o: type(s)("cpu").unscale_(o), AssertionError, "_scale is None"),
+    "step first": (lambda s, o: type(s)("cpu").step(o), AssertionError, "_scale is None"),
+    "update first": (lambda s, o: type(s)("cpu").update(), AssertionError, "_scale is None"),
+    "empty state": (lambda s, o: s.load_state_dict({}), RuntimeError, "empty"),
+}
+
+
 @pytest.mark.parametrize("kind", [LossScaler, GradScaler])
 class TestMisuse:
-    def test_unscale_twice(self, kind):
+    @pytest.mark.parametrize(("call", "error", "words"), MISUSE.values(), ids=MISUSE)
+    def test_is_refused_as_by_torch(self, kind, call, error, words):
         model, optimizer = make()
         scaler = kind("cpu")
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-        scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match="already been called on this optimizer"):
-            scaler.unscale_(optimizer)
-
-    def test_step_twice_and_unscale_after_step(self, kind):
-        model, optimizer = make()
-        scaler = kind("cpu")
-        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-        scaler.step(optimizer)
-        with pytest.raises(RuntimeError, match="already been called since the last update"):
-            scaler.step(optimizer)
-        with pytest.raises(RuntimeError, match="after step"):
-            scaler.unscale_(optimizer)
-
-    def test_nothing_scaled(self, kind):
-        _, optimizer = make()
-        for verb in ("unscale_", "step"):
-            with pytest.raises(AssertionError, match="_scale is None"):
-                getattr(kind("cpu"), verb)(optimizer)
-        with pytest.raises(AssertionError, match="_scale is None"):
-            kind("cpu").update()
-
-    def test_nothing_checked(self, kind):
-        _, optimizer = make()
-        scaler = kind("cpu")
-        scaler.scale(torch.ones(()))
-        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-            scaler.step(optimizer)
-        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-            scaler.update()
-
-    def test_closure(self, kind):
-        model, optimizer = make()
-        scaler = kind("cpu")
-        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-        with pytest.raises(RuntimeError, match="Closure use"):
-            scaler.step(optimizer, closure=lambda: 0.0)
+        with pytest.raises(error, match=words):
+            call(scaler, optimizer)
 
     def test_fp16_parameters(self, kind):
         model, optimizer = make(False, dtype=torch.float16)
@@ -243,10 +227,6 @@ class TestMisuse:
         scaler.scale(model(torch.ones(1, 4, dtype=torch.float16)).sum()).backward()
         with pytest.raises(ValueError, match=r"FP16 gradients|gradients to unscale .* got float16"):
             scaler.step(optimizer)
-
-    def test_empty_state(self, kind):
-        with pytest.raises(RuntimeError, match="empty"):
-            kind("cpu").load_state_dict({})
 
     def test_disabled(self, kind):
         model, optimizer = make()

@@ -9,11 +9,7 @@ from shared_core.errors import CompatibilityError
 
 peft = pytest.importorskip("peft")
 
-RECIPES = {
-    "prune": {"sparsity": 0.8},
-    "cluster": {"bits": 2, "min_size": 1},
-    "lottery": {"out": "rounds"},
-}
+RECIPES = {"prune": {"sparsity": 0.8}, "cluster": {"bits": 2, "min_size": 1}, "lottery": {"out": "rounds"}}
 
 
 def wrapped(**options):
@@ -51,8 +47,4 @@ def test_layers_that_are_trained_whole_are_pruned_and_stay_so_when_adapters_are_
 
 def test_merged_models_are_pruned():
     model = wrapped().merge_and_unload().requires_grad_(True)
-    assert set(attach("prune", model).context.touched["prune"].tensors) == {
-        "0.weight",
-        "2.weight",
-        "4.weight",
-    }
+    assert set(attach("prune", model).context.touched["prune"].tensors) == {"0.weight", "2.weight", "4.weight"}

@@ -7,7 +7,7 @@ import bitsandbytes
 import pytest
 import torch
 from plain_loop import plain_step
-from primary_weights_runs import STEPS, begin, loss_of, net, stepped
+from primary_weights_runs import KINDS, STEPS, begin, loss_of, net, stepped
 from torch import nn
 from transformers.optimization import Adafactor
 
@@ -15,7 +15,7 @@ from shared_core.activation_checkpointing.profiler import LiveBytes
 from shared_core.primary_weights import optimizer_swap
 from shared_core.primary_weights.copies import compensated, round_compensated_
 
-KAHAN, DRAWN = {"kind": "kahan"}, {"kind": "stochastic_rounding"}
+COPY, DRAWN, KAHAN = ({"kind": kind} for kind in KINDS)
 NARROW = [{**options, "state_dtype": "bfloat16"} for options in (KAHAN, DRAWN)]
 
 
@@ -134,7 +134,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("options", [KAHAN, DRAWN, *NARROW], ids=["kahan", "drawn", "kahan-narrow", "drawn-narrow"])
+@pytest.mark.parametrize("options", [COPY, KAHAN, DRAWN, *NARROW], ids=lambda options: "-".join(options.values()))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stopped_run_goes_on_bit_for_bit(name, options):
     model = net(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Primary weights beside loss scaling, pruning and two processes, saved and resumed through a file."""
+"""Primary weights beside loss scaling, pruning and two processes, and resumed from other runs."""
 
 import copy
 
@@ -14,7 +14,6 @@ from two_ranks import be_a_rank, run_two_ranks
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError
 
 STEPS = 12
@@ -125,53 +124,6 @@ def test_a_skipped_step_changes_nothing(kind):
     old, new = (s["techniques"]["primary_weights"]["copies"] for s in (state, now))
     assert all(torch.equal(old[key], new[key]) for key in new)
     assert session.skipped == 1
-
-
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("dtype", "scaled"), [(torch.float16, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("stop", [1, 8])
-def test_stop_and_resume_equals_uninterrupted(tmp_path, kind, name, dtype, scaled, stop):
-    make, wanted = OPTIMIZERS[name], recipe(kind, scaled)
-    whole = net(dtype)
-    optimizer = make(whole.parameters())
-    session = start(whole, optimizer, wanted)
-    train(whole, optimizer, session, range(STEPS))
-
-    first = net(dtype)
-    first_optimizer = make(first.parameters())
-    part = start(first, first_optimizer, wanted)
-    train(first, first_optimizer, part, range(stop))
-    save_state(tmp_path, part.state_dict())
-    torch.save([first.state_dict(), first_optimizer.state_dict()], tmp_path / "checkpoint.pt")
-
-    weights, moments = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert all(value.dtype == dtype for value in weights.values())
-    resumed = net(dtype, seed=5)
-    resumed.load_state_dict(weights)
-    resumed_optimizer = make(resumed.parameters())
-    rest = Session(wanted)
-    rest.attach(resumed)
-    rest.prepare_optimizers([resumed_optimizer])
-    resumed_optimizer.load_state_dict(moments)
-    rest.load_state_dict(load_state(tmp_path))
-    rest.begin([resumed_optimizer], total_steps=STEPS)
-    assert [*resumed_optimizer.state] == [*resumed.parameters()]
-    train(resumed, resumed_optimizer, rest, range(stop, STEPS))
-
-    assert same(whole, resumed)
-    for one, other in zip(optimizer.state.values(), resumed_optimizer.state.values(), strict=True):
-        assert all(torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
-    keys = ("primary_weights",)
-    assert [session.techniques[key].report() for key in keys] == [rest.techniques[key].report() for key in keys]
-    assert session.figures() == rest.figures()
 
 
 def test_moments_that_were_loaded_in_16_bit_are_refused():

@@ -3,19 +3,16 @@
 import copy
 import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from privacy_runs import Run, net, steps_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from two_ranks import leave, saved_by_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core import Recipe, Session, training
 from shared_core.distributed.collectives import local_part
@@ -605,8 +602,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    return saved_by_two_ranks(__file__, folder)
+    return saved_by_two_ranks(__file__, tmp_path_factory.mktemp("ranks"))
 
 
 def test_two_processes_make_one_draw_and_add_noise_once(ranks):
@@ -691,8 +687,7 @@ def shard(model):
         fully_shard(module, mesh=mesh)
 
 
-def rank_main(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def work(rank, folder):
     weights = steps_of(Run(net(), batch_size=4, noise_multiplier=0.5))
     alone = Run(net(), noise_multiplier=1.0, seed=None)
     sharded = Run(net(), batch_size=2, accumulate=2, noise_multiplier=0.0, max_grad_norm=2.0, shard=shard)
@@ -720,7 +715,7 @@ def rank_main(rank, folder):
         unfit.append(str(refused.value))
     saved, state = saved_between_micro_batches(True)
     early = [saved_between_micro_batches(False)[0], saved, saved_between_micro_batches(False, state)[0]]
-    found = {
+    return {
         "early": early,
         "weights": weights,
         "key": alone.technique._secret.key.hex(),
@@ -732,9 +727,7 @@ def rank_main(rank, folder):
         "complex_noise": model[1].unused.grad,
         "unfit": unfit,
     }
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    leave()
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), sys.argv[2])
+    be_a_rank(work)
