@@ -138,18 +138,21 @@ def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def pad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
     """Return labels of a padded tensor; padding along a labelled dim fixes its size."""
     source = tracer.get(args[0]) or Tracked()
-    labels = []
-    for label in source.labels:
-        # Padding adds positions without an id, and the size would be the old one plus the padding.
-        if any(label.shape[dim] != out.shape[dim] for dim in varying_dims(label)):
-            tracer.positions.pin(label, f"it is padded to a fixed size in {tracer.here()}")
-            continue
-        for dim in range(label.ndim):
-            if label.shape[dim] != out.shape[dim]:
-                label = label.narrow(dim, 0, 1)
-        labels.append(label.expand(out.shape))
+    # Padding adds positions without an id, and the size would be the old one plus the padding.
+    labels = _resized(tracer, source.labels, out.shape, "it is padded to a fixed size in")
     value = None if source.value is None else func(source.value, *args[1:], **kwargs)
     return Tracked(labels, value)
+
+
+def _resized(tracer: Tracer, labels: list[Tensor], shape: torch.Size, reason: str) -> list[Tensor]:
+    """Return labels in another shape; those along a dim of another size are pinned, for `reason` and the place."""
+    found = []
+    for label in labels:
+        if any(label.shape[dim] != shape[dim] for dim in varying_dims(label)):
+            tracer.positions.pin(label, f"{reason} {tracer.here()}")
+        else:
+            found.append(core(label).expand(shape))
+    return found
 
 
 @rule("index", "index_select", "gather", "embedding_bag", "take_along_dim")
@@ -374,16 +377,9 @@ def pool(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the labels of channels; pooling and resizing act on the dims behind them."""
     source = tracer.get(args[0]) or Tracked()
     target = out[0] if isinstance(out, tuple) else out
-    labels = []
-    for label in source.labels:
-        # Pooling acts on the last dims, which have other sizes after it; ids cannot be followed through a resize.
-        if any(label.shape[dim] != target.shape[dim] for dim in varying_dims(label)):
-            tracer.positions.pin(label, f"{func._schema.name.removeprefix('aten::')} in {tracer.here()} resizes it")
-            continue
-        for dim in range(label.ndim):
-            if dim not in varying_dims(label):
-                label = label.narrow(dim, 0, 1)
-        labels.append(label.expand(target.shape))
+    # Pooling acts on the last dims, which have other sizes after it; ids cannot be followed through a resize.
+    name = func._schema.name.removeprefix("aten::")
+    labels = _resized(tracer, source.labels, target.shape, f"it is resized by {name} in")
     value = None
     if source.value is not None:
         found = func(source.value, *args[1:], **kwargs)

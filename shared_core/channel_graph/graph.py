@@ -236,7 +236,7 @@ def flat_ids(label: Tensor) -> Ids:
 class Tracked:
     """The known facts about a tensor.
 
-    `labels` are int64 tensors of its shape (see `positions.varying_dims`), one for each set of dims that can be
+    `labels` are int64 tensors of its shape (see `varying_dims`), one for each set of dims that can be
     narrowed; `value` its values where they do not depend on the input; `is_parameter`: it comes from the model's
     state alone.
     """
@@ -427,15 +427,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-def real_dims(tensor: Tensor) -> set[int]:
-    """Return the dims along which a tensor has different elements, not one that is repeated."""
-    return {
-        dim
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-        if size > 1 and stride != 0
-    }
-
-
 def covered(labels: list[Tensor]) -> set[int]:
     """Return the dims along which one of the labels varies."""
     return {dim for label in labels for dim in varying_dims(label)}
@@ -443,7 +434,7 @@ def covered(labels: list[Tensor]) -> set[int]:
 
 def restrict(tracer: Tracer, labels: list[Tensor], other: Tensor, other_labels: list[Tensor]) -> None:
     """Fix labels along the dims of another operand that no label of its own covers: its size stays."""
-    fixed = (real_dims(other) - covered(other_labels)) & covered(labels)
+    fixed = (set(varying_dims(other)) - covered(other_labels)) & covered(labels)
     # what is the same for all positions is made as wide as it must be: zeros to which a mask was added
     if fixed and other.untyped_storage().data_ptr() not in tracer.inputs:
         fixed = {dim for dim in fixed if not bool((other == other.narrow(dim, 0, 1)).all())}

@@ -67,10 +67,8 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     outputs, inputs = weight.shape
     layer: Any
     if config.base == "int8" and weight.device.type == "cpu" and not int8_sums_exactly():
-        rule = (
-            "base int8 must be multiplied exactly, but bitsandbytes' product saturates here: it adds pairs of 8-bit "
-            "products in 16 bits"
-        )
+        # it adds pairs of 8-bit products in 16 bits
+        rule = "base int8 must be multiplied exactly, but bitsandbytes' product saturates here"
         raise CompatibilityError("lora", rule, "unset ONEDNN_MAX_CPU_ISA, or use --lora_base nf4")
     with on_device(weight.device, config.base):
         if config.base == "int8":

@@ -227,15 +227,12 @@ class Lora(Technique):
     def _check_wrapping(self) -> None:
         for name, layer in self.layers.items():
             if isinstance(layer, AdaptedStack) and is_sharded(layer.weight):
-                rule = (
-                    f"{name} must not be sharded, got a stack of experts that is: its adapters would be gathered apart"
-                )
+                # its adapters would be gathered apart
+                rule = f"{name} must not be sharded, got a stack of experts that is"
                 raise CompatibilityError("lora", rule, "skip it, or train in DDP")
             if hasattr(layer, "set_reshard_after_forward"):
-                rule = (
-                    f"{name} must be sharded with the block that it is in, got one that is sharded by itself, of which "
-                    "nothing would be gathered after the merging"
-                )
+                # nothing of it would be gathered after the merging
+                rule = f"{name} must be sharded with the block that it is in, got one that is sharded by itself"
                 raise CompatibilityError("lora", rule, "name the blocks around it")
 
     @property

@@ -42,10 +42,8 @@ def parse_rank(given: Any) -> RankRule:
             raise ValueError
         return RankRule("number" if is_number else kind if colon else "share", value)
     except ValueError:
-        rule = (
-            "rank must be a whole number from 1, a share in (0, 1], energy:, budget: or sensitivity: with such a "
-            f"share, or a report (.json), got {given!r}"
-        )
+        shares = "a share in (0, 1], energy:, budget: or sensitivity: with such a share"
+        rule = f"rank must be a whole number from 1, {shares}, or a report (.json), got {given!r}"
         raise ConfigError("low_rank", rule, "16, 0.25, energy:0.95 and budget:0.5 are examples") from None
 
 

@@ -277,10 +277,8 @@ class LowRank(Technique):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Check that the model has the structure that was saved."""
         if not self.fits(state):
-            rule = (
-                "checkpoint must have the same layers and ranks, got others, and sharded weights are loaded before "
-                "that is known"
-            )
+            # sharded weights are loaded before that is known
+            rule = "checkpoint must have the same layers and ranks, got others"
             raise CheckpointError("low_rank", rule, "start from the same model with the same options")
         self._is_fresh = False
         if found := state.get("found"):

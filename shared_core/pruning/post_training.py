@@ -365,9 +365,7 @@ def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num
     if not needs:
         return []
     if world_size() > 1:
-        rule = (
-            f"calibration must run in one process, got {world_size()}, which would prune differently by their batches"
-        )
+        rule = f"calibration must run in one process, got {world_size()}, each with masks of its own batches"
         raise CompatibilityError("prune", rule, "prune before they start, and load the result")
     batches = list(itertools.islice(() if calibration is None else calibration, num_batches))
     if not batches:

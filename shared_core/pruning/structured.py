@@ -254,10 +254,7 @@ class UnitPruning(MaskPolicy):
         found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
         # on every process, where one that differs would not come to the next collective
         if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
-            rule = (
-                f"every process must find the same {granularity}s, but their first micro-batches took different paths "
-                "through the model"
-            )
+            rule = f"every process must find the same {granularity}s, got first micro-batches on different paths"
             raise CompatibilityError("prune", rule, "use granularity filter")
         self._take(groups)
 

@@ -223,10 +223,7 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
         odd = next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None)
         if odd is None:
             return None
-        rule = (
-            f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and averaging "
-            "A and B apart is not averaging BA"
-        )
+        rule = f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}"
         raise CompatibilityError("soup", rule, "make the model by peft.get_peft_model")
     if len(found) > 1:
         rule = f"model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}"

@@ -350,7 +350,6 @@ def masked_ingredients(
         rule = "at least one checkpoint must be from after its pruning ended, got none"
         raise CheckpointError("eff soup", rule, "give later ones, or pass --unpruned")
     notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
-
     return usable, functools.partial(_remask, masks), notes  # it pickles: processes re-apply masks too
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from shared_core.checkpoint_formats import ADAPTER, Ingredient, averaged
 from shared_core.config.options import checked
 from shared_core.distributed.job import Job
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
 from shared_core.soup.averaging import CHUNK, Candidate
 from shared_core.soup.greedy import Mode
-from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.ingredients import Source, check_able, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -152,9 +152,7 @@ def _alone(opened: Sequence[Ingredient], scoring: Scoring) -> tuple[list[_Scored
             left_out[item.name] = reason
         else:
             able.append((number, item, single))
-    if len(able) < 2:
-        rule = f"at least two ingredients must have finite weights and a finite metric, got {len(able)}"
-        raise CheckpointError("soup", rule, "; ".join(f"{name} {reason}" for name, reason in left_out.items()))
+    check_able(able, 2, "a finite metric", left_out)
     return able, left_out
 
 

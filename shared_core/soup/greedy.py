@@ -17,12 +17,12 @@ from torch import Tensor
 from shared_core.checkpoint_formats import Ingredient
 from shared_core.config.options import checked
 from shared_core.distributed.job import Job
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
 from shared_core.soup.adapters import AdapterCandidate, AdapterWeights, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.ingredients import Source, check_number_of, open_ingredients
+from shared_core.soup.ingredients import Source, check_able, check_number_of, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
 
 Mode = Literal["max", "min"]
@@ -181,10 +181,7 @@ def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -
             row.single, row.reason = None, not_finite(bad)
         if not row.reason:
             able.append(row)
-    if not able:
-        told = "; ".join(f"{row.item.name} {row.reason}" for row in rows)
-        rule = f"at least one ingredient must have finite weights and a finite metric, got {told}"
-        raise CheckpointError("soup", rule)
+    check_able(able, 1, "a finite metric", {row.item.name: row.reason for row in rows})
     # A stable sort: of equal metrics, the one given first is tried first.
     if by_metric:
         able.sort(key=lambda row: -sign * (row.single or 0.0))

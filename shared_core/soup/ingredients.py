@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,14 @@ def check_number_of(what: str, given: Sequence[Any] | None, count: int) -> None:
     """Raise `ConfigError` unless there is one of something for each of `count` ingredients, or None."""
     if given is not None and len(given) != count:
         raise ConfigError("soup", f"{what} must be one for each of {count} ingredients, got {len(given)}")
+
+
+def check_able(able: Sized, least: int, what: str, left_out: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` if fewer than `least` ingredients have finite weights and `what`."""
+    if len(able) < least:
+        told = "; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"
+        needed = "two ingredients" if least > 1 else "one ingredient"
+        raise CheckpointError("soup", f"at least {needed} must have finite weights and {what}, got {told}")
 
 
 def _differences(first: Ingredient, other: Ingredient) -> Iterator[str]:

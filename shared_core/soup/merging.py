@@ -21,7 +21,7 @@ from shared_core.config.options import checked
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.adapters import candidate_for
 from shared_core.soup.averaging import Candidate, accumulator_dtype, chunks, non_finite_tensor
-from shared_core.soup.ingredients import Source, check_number_of, open_ingredients
+from shared_core.soup.ingredients import Source, check_able, check_number_of, open_ingredients
 from shared_core.soup.scoring import not_finite
 
 
@@ -102,10 +102,7 @@ def average_of(
             left_out[item.name] = not_finite(bad)
         elif share > 0:
             members.append((item, share))
-    if not members:
-        told = "; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"
-        rule = f"at least one ingredient must have finite weights and a weight above 0, got {told}"
-        raise CheckpointError("soup", rule)
+    check_able(members, 1, "a weight above 0", left_out)
     candidate.begin_mean(*members[0])
     for number, (item, share) in enumerate(members, start=1):
         if number > 1:

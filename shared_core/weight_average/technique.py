@@ -338,10 +338,8 @@ class WeightAverage(Technique):
         # Step 0 has no weights of a step: the first update is after `every` steps.
         self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
-            rule = (
-                f"first update must come within the {context.total_steps} steps of this run, got step {self._first} "
-                f"from begin {config.start!r} and every {config.every}"
-            )
+            got = f"got step {self._first} from begin {config.start!r} and every {config.every}"
+            rule = f"first update must come within the {context.total_steps} steps of this run, {got}"
             raise ConfigError("average", rule, "begin earlier")
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return Plan(
