@@ -371,7 +371,6 @@ def decompress(path: str | Path, *, max_bytes: int | None = None) -> dict[str, T
 
     Example:
         >>> import tempfile
-        >>> from shared_core.tools.compression.writer import compress
         >>> path = Path(tempfile.mkdtemp()) / "model.eff"
         >>> done = compress({"bias": torch.tensor([0.1, 0.2])}, path)
         >>> decompress(path)
