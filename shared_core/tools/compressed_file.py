@@ -222,7 +222,7 @@ def _holds(entry: TensorEntry) -> bool:
     fits = entry.gap_bits >= 1 and entry.weights <= count and (entry.values > 0 or not entry.weights)
     # Each weight has one symbol; each filler stands for 2^b - 1 elements.
     fits &= entry.weights <= entry.gaps <= entry.weights + count // max(filler, 1)
-    return fits and entry.bytes >= table + filler + 1
+    return bool(fits and entry.bytes >= table + filler + 1)
 
 
 def is_plain_name(name: str) -> bool:
