@@ -68,9 +68,9 @@ def open_adapter(folder: Path) -> Ingredient:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(folder, f"peft_type must be LORA, got {config.get('peft_type')!r}", "leave it out")
     kinds = {"r": int, "lora_alpha": int | float, "rank_pattern": dict | None, "alpha_pattern": dict | None}
-    for field in kinds.keys() & config.keys():
-        if not isinstance(config[field], kinds[field]):
-            raise CheckpointError(folder, f"{field} must be a {kinds[field]}, got {config[field]!r}", "it is damaged")
+    for field, kind in kinds.items():
+        if field in config and not isinstance(config[field], kind):
+            raise CheckpointError(folder, f"{field} must be a {kind}, got {config[field]!r}", "it is damaged")
     file = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(folder, f"folder must hold one of {', '.join(_FILES)}, got none", "check the path")
@@ -136,11 +136,8 @@ def check_adapters(first: Ingredient, other: Ingredient) -> None:
     for field in sorted((first.config.keys() & other.config.keys()) - _FREE_FIELDS):
         one, two = (_comparable(adapter.config[field]) for adapter in (first, other))
         if one != two and not (field in _OPTIONAL_FIELDS and None in (one, two)):
-            raise CheckpointError(
-                "soup",
-                f"adapters must have the same {field}, got {one!r} in {first.name} and {two!r} in {other.name}",
-                "leave one of them out",
-            )
+            rule = f"adapters must have the same {field}, got {one!r} in {first.name} and {two!r} in {other.name}"
+            raise CheckpointError("soup", rule, "leave one of them out")
 
 
 def _not_averaged(adapter: Ingredient) -> Iterator[str]:

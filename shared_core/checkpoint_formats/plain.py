@@ -42,13 +42,12 @@ class PlainKeys:
         """
         lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
         if lazy:
-            raise TrainingError(
-                "session",
-                f"model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers",
-                "pass a batch through the model first",
-            )
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if _sized(tensor)}
-        self._names = set(model.state_dict())
+            rule = f"model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers"
+            raise TrainingError("session", rule, "pass a batch through the model first")
+        state = model.state_dict()
+        # Extra state (`get_extra_state`) may be any object; only tensors have a shape to hold.
+        self._shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        self._names = set(state)
 
     def check(self, state_dict: Mapping[str, Tensor]) -> None:
         """Refuse a state dict that the untouched model could not load strictly.
@@ -64,17 +63,9 @@ class PlainKeys:
             if name in state_dict and tuple(state_dict[name].shape) != shape
         }
         if missing or unexpected or reshaped:
-            raise CheckpointError(
-                "checkpoint",
-                f"keys must be those of the plain model, got missing {sorted(missing)}, unexpected "
-                f"{sorted(unexpected)}, other shapes {reshaped}",
-                "nothing was written",
-            )
-
-
-def _sized(tensor: object) -> bool:
-    # Extra state (`get_extra_state`) may be any object; only tensors have a shape to hold.
-    return isinstance(tensor, Tensor)
+            got = f"missing {sorted(missing)}, unexpected {sorted(unexpected)}, other shapes {reshaped}"
+            rule = f"keys must be those of the plain model, got {got}"
+            raise CheckpointError("checkpoint", rule, "nothing was written")
 
 
 def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
@@ -107,11 +98,9 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
             return dict(json.loads(file.read_text(encoding="utf-8")))
         return dict(load_checkpoint(file)[DEPLOYMENT_KEY])
     except Exception as error:  # torch.load raises whatever the damage makes it
-        raise CheckpointError(
-            "deployment",
-            f"{file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}",
-            "save the model after training with a technique that needs it (qat)",
-        ) from error
+        rule = f"{file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}"
+        remedy = "save the model after training with a technique that needs it (qat)"
+        raise CheckpointError("deployment", rule, remedy) from error
 
 
 # Buffers that models make from their config or count up, and that files of other versions hold or lack: of positions
@@ -191,9 +180,8 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
             except NotImplementedError:  # torchao's codes
                 largest = torch.linalg.vector_norm(value.detach().dequantize(), float("inf"))
             if not torch.isfinite(largest):
-                raise CheckpointError(
-                    where, f"{name} must be finite, got {float(largest)}", "the run that saved it had diverged"
-                )
+                rule = f"{name} must be finite, got {float(largest)}"
+                raise CheckpointError(where, rule, "the run that saved it had diverged")
 
 
 CARD = "README.md"

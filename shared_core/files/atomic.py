@@ -146,9 +146,8 @@ def named_failure(path: Path, what_became: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _OF_TORCH_SAVE):
             raise
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise CheckpointError(
-            "write", f"{path} must be writable, got {cause}", f"{what_became}; make room, or choose another place"
-        ) from error
+        remedy = f"{what_became}; make room, or choose another place"
+        raise CheckpointError("write", f"{path} must be writable, got {cause}", remedy) from error
 
 
 def fsync(path: Path) -> None:

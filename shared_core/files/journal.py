@@ -43,11 +43,9 @@ def check_same(file: Path, known: Mapping[str, Any], plan: Mapping[str, Any], wh
     """Refuse to go on with a journal of other work."""
     odd = next((name for name in sorted({*known, *plan}) if known.get(name) != plan.get(name)), None)
     if odd is not None:
-        raise CheckpointError(
-            file,
-            f"folder must be of this {what}, got that of one whose {odd} is {known.get(odd)!r}, now {plan.get(odd)!r}",
-            "give another folder, or the same options",
-        )
+        got = f"that of one whose {odd} is {known.get(odd)!r}, now {plan.get(odd)!r}"
+        remedy = "give another folder, or the same options"
+        raise CheckpointError(file, f"folder must be of this {what}, got {got}", remedy)
 
 
 @contextlib.contextmanager

@@ -67,22 +67,6 @@ from shared_core.tools.export.source import (
 _SHORTEST = 3  # torch.export takes a length of 1 for a constant, and the file is run with one less, too
 
 
-def check_length(inputs: Any) -> None:
-    """Refuse inputs without a length to leave open."""
-    shape = tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape)
-    if len(shape) < 2 or shape[1] < _SHORTEST:
-        rule = f"dynamic_length must come with example_inputs of (batch, length, ...), {_SHORTEST} long at least"
-        raise ConfigError("export_onnx", f"{rule}, got {shape}", "give longer ones or leave it out")
-
-
-def two_examples(inputs: Any) -> Any:
-    """Return inputs whose batch is not 1, which torch.export would take for a constant."""
-    if _batch(inputs) != 1:
-        return inputs
-    # Two equal examples: the batch axis stays open, and what is traced does not depend on their values.
-    return tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
-
-
 def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
     """Return for `torch.export` which axes of the inputs stay open, None for none.
 
@@ -240,9 +224,7 @@ def export_onnx(
         >>> report.quantized, report.integer_nodes, report.largest_difference < 1e-5
         (('0',), {'QGemm': 1}, True)
     """
-    _check_arguments(example_inputs, opset, calibration is not None)
-    if dynamic_length:
-        check_length(plain(example_inputs))
+    _check_arguments(example_inputs, opset, calibration is not None, dynamic_length)
     unsigned = wants_unsigned(weight_codes)
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
@@ -307,11 +289,15 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
         return report.quantized_activations
 
 
-def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
+def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_length: bool) -> None:
     for library in ("onnx", "onnxscript", *["onnxruntime"] * calibrates):
         check_installed("export_onnx", library, "onnx")
     checked(opset, int, "export_onnx", "opset", low=21, high=23)
     check_inputs(example_inputs, "export_onnx")
+    shape = tuple(next(leaf for leaf in tree_leaves(plain(example_inputs)) if isinstance(leaf, Tensor)).shape)
+    if dynamic_length and (len(shape) < 2 or shape[1] < _SHORTEST):
+        rule = f"dynamic_length must come with example_inputs of (batch, length, ...), {_SHORTEST} long at least"
+        raise ConfigError("export_onnx", f"{rule}, got {shape}", "give longer ones or leave it out")
 
 
 def _exportable(
@@ -340,8 +326,8 @@ def _export(
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
     inputs = plain(inputs)
-    if dynamic_batch:
-        inputs = two_examples(inputs)
+    if dynamic_batch and _batch(inputs) == 1:  # which torch.export would take for a constant
+        inputs = tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
     shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
     open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
     hint = "".join(f", or pass {_FIXED[name]}" for name, is_open in open_axes.items() if is_open)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -219,31 +219,23 @@ def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
         qparams = None if quantizer is None else quantizer.qparams(module)
         if quantizer is not None and multiplies_token_codes(module, quantizer.scheme):
             changed.append(quantizer)
-            quantizer.input = _forced_tokens(quantizer.scheme.activation_bits, forced)
+            quantizer.input = partial(_forced_tokens, quantizer.scheme.activation_bits, forced)
         elif qparams is not None:
-            # The file's codes are unsigned; `lowest` moves the model's to them.
-            (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
+            # The file's codes are unsigned; the lowest code moves the model's to them.
+            scale, shift = qparams[0], int(qparams[1]) - quantizer.scheme.input_range[0]
             changed.append(quantizer)
-            quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
+            quantizer.input = partial(_forced_input, quantizer.input, scale, shift, forced)
     return changed
 
 
-def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int, forced: _Forced) -> Any:
-    shift = int(zero_point) - lowest
-
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        mine = (quantize(module, x) / scale).round_().add_(shift)
-        return forced.take(mine).sub_(shift).mul_(scale)
-
-    return forward
+def _forced_input(quantize: Any, scale: Tensor, shift: int, forced: _Forced, module: nn.Module, x: Tensor) -> Tensor:
+    mine = (quantize(module, x) / scale).round_().add_(shift)
+    return forced.take(mine).sub_(shift).mul_(scale)
 
 
-def _forced_tokens(bits: int, forced: _Forced) -> Any:
-    def forward(module: nn.Module, x: Tensor) -> Tensor:
-        scale = token_scale(x, bits)
-        return forced.take((x / scale).round_().add_(128)).sub_(128).mul_(scale)
-
-    return forward
+def _forced_tokens(bits: int, forced: _Forced, module: nn.Module, x: Tensor) -> Tensor:
+    scale = token_scale(x, bits)
+    return forced.take((x / scale).round_().add_(128)).sub_(128).mul_(scale)
 
 
 def relative_change(file: Path, other: Path, inputs: Any) -> float:

@@ -74,9 +74,8 @@ def quantized_reference(
     reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module) and not module.quantizer.bank.quantizing:  # type: ignore[union-attr]
-            raise CompatibilityError(
-                where, f"{name} must be quantised, got a layer before qat's begin", "train past it, or let qat finish"
-            )
+            rule = f"{name} must be quantised, got a layer before qat's begin"
+            raise CompatibilityError(where, rule, "train past it, or let qat finish")
     # Before the ranges are read: a merged batch norm scales the weight, and so changes its codes.
     merge_folds_(reference)
     entries = {
@@ -97,9 +96,8 @@ def quantized_reference(
     half = (torch.float16, torch.bfloat16)  # the runtimes compute neither on a CPU as torch does
     odd = next((name for name, value in reference.named_parameters() if value.dtype in half), None)
     if odd is not None:
-        raise CompatibilityError(
-            where, f"model must be float32, got {reference.get_parameter(odd).dtype} for {odd}", "call model.float()"
-        )
+        rule = f"model must be float32, got {reference.get_parameter(odd).dtype} for {odd}"
+        raise CompatibilityError(where, rule, "call model.float()")
     return reference, names
 
 

@@ -31,6 +31,17 @@ def make_batch(rows, length=6):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def logits_of(opened, batch):
+    return opened.run(None, {name: value.numpy() for name, value in batch.items()})[0]
+
+
+@torch.no_grad()
+def assert_near(opened, model, batch):
+    reference = model(**batch).logits.numpy()
+    # rounding may move a code of a row
+    assert np.abs(logits_of(opened, batch) - reference).max() <= 0.02 * np.abs(reference).max()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_classifier_by_keywords(rows, make, tmp_path):
@@ -41,12 +52,7 @@ def test_a_classifier_by_keywords(rows, make, tmp_path):
     opened = session(tmp_path / "model.onnx")
     assert [entry.name for entry in opened.get_inputs()] == ["input_ids", "attention_mask"]
     assert [entry.name for entry in opened.get_outputs()] == ["logits"]
-    batch = make_batch(5)
-    (logits,) = opened.run(None, {name: value.numpy() for name, value in batch.items()})
-    with torch.no_grad():
-        reference = model(**batch).logits.numpy()
-    # rounding may move a code of a row
-    assert np.abs(logits - reference).max() <= 0.02 * np.abs(reference).max()
+    assert_near(opened, model, make_batch(5))
 
 
 @pytest.mark.slow
@@ -66,11 +72,7 @@ def test_an_open_length(scheme, make, tmp_path):
     assert report.inputs == dict.fromkeys(("input_ids", "attention_mask"), ("batch", "length"))
     opened = session(tmp_path / "model.onnx")
     for rows, length in ((1, 3), (4, 7), (2, 12)):
-        batch = make_batch(rows, length)
-        (logits,) = opened.run(None, {name: value.numpy() for name, value in batch.items()})
-        with torch.no_grad():
-            reference = model(**batch).logits.numpy()
-        assert np.abs(logits - reference).max() <= 0.02 * np.abs(reference).max()
+        assert_near(opened, model, make_batch(rows, length))
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_encoder_and_decoder_have_lengths_of_their_own(tmp_path):
 
     export_onnx(model, tokens(5, 5), tmp_path / "model.onnx", dynamic_length=True)
     batch = tokens(9, 4)
-    logits, *_ = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+    logits = logits_of(session(tmp_path / "model.onnx"), batch)
     with torch.no_grad():
         assert np.allclose(logits, model(**batch).logits, atol=1e-5)
 
@@ -108,7 +110,7 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
             write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
             apply_ranges(model, ranges)
         assert told in eff(*arguments, "--length", "6").output
-        (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+        logits = logits_of(session(tmp_path / "model.onnx"), batch)
         with torch.no_grad():
             difference = np.abs(logits - model(**batch).logits.numpy())
         if ranges:  # a code of an input may flip: its step, 2/255, by a weight of 1 at most, in one row
@@ -143,6 +145,6 @@ def test_the_command_exports_a_mixture_of_experts_whose_config_asks_for_a_cache(
     arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx"), "--length", "6"]
     eff(*arguments)
     batch = make_batch(5)
-    (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+    logits = logits_of(session(tmp_path / "model.onnx"), batch)
     with torch.no_grad():
         assert np.allclose(logits[:, :4], model(**batch).logits[:, :4], atol=1e-6)

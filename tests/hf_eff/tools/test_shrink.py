@@ -22,6 +22,7 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from zeroed import zero_units
 
 from shared_core.channel_graph import find_groups
 from shared_core.cli.loading import made_up_inputs
@@ -48,11 +49,7 @@ INPUTS = {"input_ids": torch.tensor([[3, 4, 5, 6, 7], [9, 8, 7, 6, 5]])}
 
 
 def zero(model, name, units, roles=("out", "norm")):
-    group = next(group for group in find_groups(model, INPUTS) if group.name == name)
-    for part in group.slices:
-        if part.role in roles:
-            places = torch.from_numpy(part.positions[units].reshape(-1))
-            model.state_dict()[part.tensor].index_fill_(part.axis, places, 0)
+    zero_units(model, next(group for group in find_groups(model, INPUTS) if group.name == name), units, roles)
 
 
 def logits(model, inputs=INPUTS):

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import transformers
+from zeroed import zero_every
 
-from shared_core.channel_graph import find_groups
 from shared_core.tools.shrink import shrink
 
 ENCODER = {
@@ -170,23 +170,11 @@ def masked_model(name, config):
     return model
 
 
-def zero_a_quarter(model, inputs):
-    state, kinds = model.state_dict(), {}
-    for group in find_groups(model, inputs):
-        if group.reason_kept is None and group.kind != "width":
-            kinds[group.name] = group.kind
-            for part in group.slices:
-                if part.role in ("out", "norm"):
-                    places = torch.from_numpy(part.positions[1::4].reshape(-1))
-                    state[part.tensor].index_fill_(part.axis, places, 0)
-    return kinds
-
-
 @pytest.mark.parametrize("name", SHRINK)
 def test_it_shrinks_and_loads(name, tmp_path):
     config, make_inputs, expected = SHRINK[name]
     model, inputs = masked_model(name, config), make_inputs()
-    kinds = zero_a_quarter(model, inputs)
+    kinds = {group.name: group.kind for group in zero_every(4, model, inputs)}
     result = shrink(model, inputs, latency_repeats=0, multiple_of=4 if "Mixtral" in name else 1)
     assert {kinds[group] for group in result.removed} == expected, result.kept
     assert result.bytes[1] < result.bytes[0]
@@ -204,7 +192,7 @@ def test_it_shrinks_and_loads(name, tmp_path):
 def test_what_no_configuration_describes_is_kept_and_told(name):
     config, make_inputs, reason = KEPT[name]
     model, inputs = masked_model(name, config), make_inputs()
-    zero_a_quarter(model, inputs)
+    zero_every(4, model, inputs)
     result = shrink(model, inputs, latency_repeats=0)
     assert result.removed == {}
     assert any(reason in told for told in result.kept.values())

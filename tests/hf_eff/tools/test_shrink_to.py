@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import eff
 from transformers import AutoConfig, AutoModelForCausalLM
+from zeroed import zero_units
 
 from shared_core.channel_graph import find_groups
 from shared_core.cli.smaller_models import SHRINK_FILE
@@ -45,11 +46,7 @@ def logits(model, inputs=INPUTS):
 
 
 def clear(model, name, units, roles):
-    group = next(group for group in find_groups(model, INPUTS) if group.name == name)
-    for part in group.slices:
-        if part.role in roles:
-            places = torch.from_numpy(part.positions[units].reshape(-1))
-            model.state_dict()[part.tensor].index_fill_(part.axis, places, 0)
+    zero_units(model, next(group for group in find_groups(model, INPUTS) if group.name == name), units, roles)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from zeroed import zero_every
 
 from shared_core.channel_graph import find_groups
 from shared_core.tools.shrink import shrink
@@ -148,13 +149,7 @@ def test_the_outputs_are_those_of_the_masked_net(name):
     torch.manual_seed(0)
     make, make_inputs, expected = NETS[name]
     model, inputs = make().double().eval(), make_inputs()
-    state = model.state_dict()
-    for group in find_groups(model, inputs):
-        if group.reason_kept is None and group.kind != "width":
-            for part in group.slices:
-                if part.role in ("out", "norm"):
-                    places = torch.from_numpy(part.positions[1::3].reshape(-1))
-                    state[part.tensor].index_fill_(part.axis, places, 0)
+    zero_every(3, model, inputs)
     result = shrink(model, inputs, latency_repeats=0)
     assert result.removed == expected, result.kept
     for given in (inputs, make_inputs(), make_inputs()):

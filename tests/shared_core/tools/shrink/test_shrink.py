@@ -1,11 +1,13 @@
 """`shrink`: the smaller model computes what the masked one does, and what cannot be cut is told."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zeroed import zero_every, zero_units
 
 from shared_core.channel_graph import find_groups
 from shared_core.errors import CompatibilityError, ConfigError
@@ -18,16 +20,7 @@ def _seeded():
     torch.set_num_threads(1)
 
 
-def zero(model, inputs, fraction=3, kinds=("channel", "neuron", "head"), roles=("out", "norm")):
-    """Zero every third unit of every group that can lose some, in place, and return which groups those were."""
-    state, groups = model.state_dict(), find_groups(model, inputs)
-    groups = [group for group in groups if group.reason_kept is None and group.kind in kinds]
-    for group in groups:
-        for part in group.slices:
-            if part.role in roles:
-                places = torch.from_numpy(part.positions[1::fraction].reshape(-1))
-                state[part.tensor].index_fill_(part.axis, places, 0)
-    return groups
+zero = partial(zero_every, 3)
 
 
 def assert_same(model, result, inputs, tolerance=1e-10):
@@ -274,10 +267,7 @@ def test_units_can_be_given_instead_of_found():
     assert result.removed == {"1.gate": 5, "2.q": 1}
     masked = copy.deepcopy(model)
     for name, mask in keep.items():
-        for part in groups[name].slices:
-            if part.role == "out":
-                places = torch.from_numpy(part.positions[~mask.numpy()].reshape(-1))
-                masked.state_dict()[part.tensor].index_fill_(part.axis, places, 0)
+        zero_units(masked, groups[name], ~mask.numpy(), ("out",))
     assert_same(masked, result, (inputs,))
 
 
