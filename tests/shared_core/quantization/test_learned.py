@@ -93,42 +93,24 @@ def test_a_scale_of_a_narrow_type_gets_its_gradient_in_it():
 
 # Not below zero: there the per-tensor op's backward takes another zero point than its forward (torch 2.13, -2 becomes
 # -1); the per-channel op does not.
-@pytest.mark.parametrize("zero_point", [0.0, 3.0, 2.4, 5.6])
-def test_lsq_equals_torchs_learnable_op(zero_point):
+@pytest.mark.parametrize(
+    ("axis", "point"), [*((None, point) for point in (0.0, 3.0, 2.4, 5.6)), (0, 0), (1, 0), (-1, 0)]
+)
+def test_lsq_equals_torchs_learnable_op(axis, point):
     torch.manual_seed(2)
-    start, grad = torch.randn(3000) * 6, torch.randn(3000)
-    factor = lsq_grad_scale((3000,), 7)
+    shape = (3000,) if axis is None else (4, 6, 8)
+    start, grad = torch.randn(shape) * 6, torch.randn(shape)
+    channels = torch.arange(1 if axis is None else shape[axis])
     results = []
     for ours in (True, False):
-        x, s, z = start.clone().requires_grad_(), torch.tensor([0.5]), torch.tensor([zero_point])
-        s, z = s.requires_grad_(), z.requires_grad_()
+        x, s = start.clone().requires_grad_(), (2.0 ** -(1 + channels % 4)).requires_grad_()
+        z = (torch.full((1,), point) if axis is None else channels % 5 - 2.4).requires_grad_()
         if ours:
-            y = lsq_fake_quantize(x, s, -8, 7, zero_point=z, gate="rounded")
+            y = lsq_fake_quantize(x, s, -8, 7, axis=axis, zero_point=z, gate="rounded", grad_scale=0.125)
+        elif axis is None:
+            y = torch._fake_quantize_learnable_per_tensor_affine(x, s, z, -8, 7, 0.125)
         else:
-            y = torch._fake_quantize_learnable_per_tensor_affine(x, s, z, -8, 7, factor)
-        y.backward(grad)
-        results.append((y.detach(), x.grad, s.grad, z.grad))
-    (y, dx, ds, dz), (their_y, their_dx, their_ds, their_dz) = results
-    assert torch.equal(y, their_y)
-    assert torch.equal(dx, their_dx)
-    torch.testing.assert_close(ds, their_ds, rtol=1e-5, atol=0)
-    torch.testing.assert_close(dz, their_dz, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_lsq_per_channel_equals_torchs_learnable_op(axis):
-    torch.manual_seed(3)
-    start, grad = torch.randn(4, 6, 8) * 3, torch.randn(4, 6, 8)
-    channels = start.shape[axis]
-    results = []
-    for ours in (True, False):
-        x = start.clone().requires_grad_()
-        s = (2.0 ** -(torch.arange(channels) % 4)).requires_grad_()
-        z = (torch.arange(channels) % 5 - 2.4).requires_grad_()
-        if ours:
-            y = lsq_fake_quantize(x, s, -8, 7, axis=axis, zero_point=z, gate="rounded", grad_scale=0.5)
-        else:
-            y = torch._fake_quantize_learnable_per_channel_affine(x, s, z, axis % 3, -8, 7, 0.5)
+            y = torch._fake_quantize_learnable_per_channel_affine(x, s, z, axis % 3, -8, 7, 0.125)
         y.backward(grad)
         results.append((y.detach(), x.grad, s.grad, z.grad))
     for mine, theirs in zip(*results, strict=True):

@@ -162,9 +162,10 @@ RANGES = ["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
 @pytest.mark.parametrize("options", [*({"scheme": scheme} for scheme in SCHEMES),
                                      *({"scheme": "int8", "range": name, "begin": 2} for name in RANGES[1:]),
                                      {"scheme": "int8", "rounding": "stochastic"},
+                                     {"scheme": "int8", "begin": 2, "freeze_observers": 4},
                                      {"scheme": "binary", "activation_bits": 2, "range": "lsq"}],
                          ids=str)  # fmt: skip
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [1, 3, 5])
 def test_resume_is_exact(options, stop):
     whole = make_net()
     session, optimizer = start(whole, options, decay=0.1)
