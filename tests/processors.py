@@ -24,8 +24,7 @@ TESTS = (
     "shared_core/tools/export/test_export.py",
     "shared_core/tools/export/test_unsigned.py",
     "shared_core/quantization/integer/test_backends.py",
-    "shared_core/quantization/integer/test_convolution.py",
-    "shared_core/quantization/integer/test_linear.py",
+    "shared_core/quantization/integer/test_onednn.py",
 )
 
 

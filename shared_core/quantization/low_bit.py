@@ -160,7 +160,6 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
     Source: Li and Liu 2016, arXiv:1605.04711.
 
     Example:
-        >>> import torch
         >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]))
         tensor([[ 2., -2.,  0.]])
     """
@@ -185,7 +184,6 @@ def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
     Source: Rastegari et al. 2016, arXiv:1603.05279; the gate: Courbariaux et al. 2016, arXiv:1602.02830.
 
     Example:
-        >>> import torch
         >>> binarize(torch.tensor([[0.5, -1.0, 0.0]]))
         tensor([[ 0.5000, -0.5000,  0.5000]])
     """
@@ -208,7 +206,6 @@ def binarize_activation(x: Tensor) -> Tensor:
     Source: Courbariaux et al. 2016, arXiv:1602.02830.
 
     Example:
-        >>> import torch
         >>> binarize_activation(torch.tensor([-0.3, 0.0, 2.0]))
         tensor([-1.,  1.,  1.])
     """

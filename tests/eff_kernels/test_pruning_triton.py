@@ -3,7 +3,7 @@
 import pytest
 import torch
 from eff_kernels import top_k as digits
-from eff_kernels.pruning import apply_mask_, kth_smallest, kth_smallest_there, rank_below_, store_zeros_
+from eff_kernels.pruning import apply_mask_, kth_smallest, kth_smallest_there, rank_below_
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
 
@@ -87,13 +87,6 @@ def test_a_score_that_is_nan_is_told():
         masks = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
         for mark in (mark_largest_triton_, digits.mark_largest_):
             assert mark(masks, scores, 2)[:, 1].tolist() == [0, 1]
-
-
-def test_the_operators_are_what_they_say():
-    found, masks = weights([(3, 5)])
-    torch.library.opcheck(store_zeros_, (found, masks))
-    counts, prefix = torch.zeros(256, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    torch.library.opcheck(digits.count_digits_, (counts, torch.randn(9), prefix, 24))
 
 
 @pytest.mark.gpu

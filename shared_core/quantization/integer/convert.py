@@ -79,7 +79,6 @@ def convert(
         CompatibilityError: If a layer's weights are not finite, or its sums could overflow 32 bits.
 
     Example:
-        >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 1, bias=False))
         >>> _ = net[0].weight.data.copy_(torch.tensor([[0.5, 1.27]]))
         >>> integer = convert(net, {"0": {"min": 0.0, "max": 2.55}})

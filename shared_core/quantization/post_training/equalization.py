@@ -254,8 +254,8 @@ def _follow(flow: Flow, start: Node) -> Link | str | None:
         if node.label == "output" and node.module is None:
             return None
         if type(node.module) in LAYERS:
-            reason = flow.why_not(node)
-            return f"{node} follows it: {reason}" if reason else _join(start, node, flat)
+            why = flow.why_not(node)
+            return f"{node} follows it: {why}" if why else _join(start, node, flat)
         # Behind a flatten each channel becomes a block of features: the scale must repeat for each of them.
         if _is_flatten(node):
             flat = True

@@ -1,7 +1,7 @@
 """The range policy of a run: how the inputs' ranges, and the scales of weights, are found while a model trains.
 
 `make_policy` chooses one at the start, and the technique drives it: `ObservedRanges` for what is observed,
-`LearnedRanges` for LSQ, LSQ+ and PACT, each with its clipped form for inputs that a GELU makes.
+`_LearnedRanges` for LSQ, LSQ+ and PACT, each with its clipped form for inputs that a GELU makes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ObservedRanges:
             quantizer.has_range = known
 
 
-class ClippedRanges(ObservedRanges):
+class _ClippedRanges(ObservedRanges):
     """Observed ranges of which those of a GELU's output end at `clip_gelu`."""
 
     quantizer_class = ClippedQuantizer
@@ -214,46 +214,37 @@ class ClippedRanges(ObservedRanges):
         self.gelu_inputs = GeluInputs(quantizers, cast("float", config.clip_gelu))
 
     def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Watch the layers until each is known to read a GELU or not."""
         super().attach(model, layers)
         self.gelu_inputs.watch(model)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Let go of layers before anything was observed, and look at their inputs no longer."""
         super().leave_out(names)
         self.gelu_inputs.leave_out(names, self.bank)
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take the window of this step, if every layer knew what it reads when it observed."""
         self.settle()
         super().before_step(optimizers)
 
     def calibrating(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward that is observed without training; it keeps the graph."""
         return self.gelu_inputs.gradients(model)
 
     def settle(self) -> None:
-        """Agree with the other ranks on which layers read a GELU; every rank must call it."""
         if self.bank.observing and self.gelu_inputs.settle(self.bank.device):
             # Layers found late have been observed unclipped in this step.
             self.bank.clear_window()
 
     def close(self) -> None:
-        """Release the layers, which are about to become stock ones."""
         super().close()
         self.gelu_inputs.close()
 
     def report(self, name: str) -> dict[str, Any]:
-        """Return a layer's range for the receipt, and whether it is clipped; empty if it has none by its scheme."""
         found = super().report(name)
         return {**found, "clip_gelu": name in self.gelu_inputs.found} if found else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ranges, the open window, what is learned, and which layers are clipped."""
         return {**super().state_dict(), "gelu_inputs": self.gelu_inputs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges, each for the layer of its name."""
         super().load_state_dict(state)
         if state.get("gelu_inputs") is not None:
             self.gelu_inputs.load_state_dict(state["gelu_inputs"])
@@ -310,7 +301,7 @@ OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, *RECURRENT, StackedExpe
 """Layers whose weights are quantised with the scales that they give, neither learned nor searched."""
 
 
-class LearnedRanges(ObservedRanges):
+class _LearnedRanges(ObservedRanges):
     """Scales are parameters that layers learn beside their weights (LSQ, LSQ+, PACT); an observed range starts them.
 
     Embeddings, recurrent layers and stacked experts keep the scales that their weights give: of the one a step sees few
@@ -327,7 +318,6 @@ class LearnedRanges(ObservedRanges):
         self._decay, self._positive = NoDecay([]), list[nn.Parameter]()
 
     def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Register the parameters that the layers learn."""
         super().attach(model, layers)
         self.layers = dict(layers)
         kind = self.config.range
@@ -351,7 +341,6 @@ class LearnedRanges(ObservedRanges):
                 quantizer.weight_scale = WeightScale(layer, scheme, kind == "lsq_plus", rounded)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Let go of layers before anything was observed, which learn nothing then."""
         super().leave_out(names)
         self.layers = {name: layer for name, layer in self.layers.items() if name not in names}
 
@@ -372,14 +361,12 @@ class LearnedRanges(ObservedRanges):
         self._positive = [value for _, name, value in found if name != "input_offset"]
 
     def start(self) -> None:
-        """Set the scales of weights from the weights that there are: fake quantisation comes on."""
         with checked_together():
             for layer, quantizer in self._learning():
                 if quantizer.weight_scale is not None:
                     quantizer.weight_scale.start(layer)
 
     def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
-        """Set the switches for the next step, and where a range has been seen what layers learn of their inputs."""
         super().set_step(step, observing=observing, quantizing=quantizing)
         self._start_inputs()
 
@@ -395,20 +382,17 @@ class LearnedRanges(ObservedRanges):
                 learned.start(layer, *rows[index])
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take the window; gradients are complete: keep weight decay away."""
         super().before_step(optimizers)
         self._decay.before_step(optimizers)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """The step was applied: move the ranges, and keep positive what must be."""
         super().after_step()
         self._decay.after_step()
         # A scale must stay positive; below the bound its gradient could not bring it back soon.
         torch._foreach_clamp_min_([local_part(value) for value in self._positive], SMALLEST_MAGNITUDE)
 
     def reestimate(self, calibrate: Callable[[], None]) -> bool:
-        """Find the ranges anew, and start what is learned from them: the weights came from elsewhere."""
         if not super().reestimate(calibrate):
             return False
         for _, quantizer in self._learning():
@@ -420,17 +404,14 @@ class LearnedRanges(ObservedRanges):
         return True
 
     def gather(self) -> None:
-        """Hold all that is sharded whole until `release`; every process must call it."""
         for layer in self.layers.values():
             layer.gathered = {key: whole(value.detach()) for key, value in _parameters(layer) if is_sharded(value)}  # type: ignore[assignment]
 
     def release(self) -> None:
-        """Undo `gather`."""
         for layer in self.layers.values():
             vars(layer).pop("gathered", None)
 
     def close(self) -> None:
-        """Release the layers, which are about to become stock ones."""
         super().close()
         if self._closed is None:
             whole_here = all(
@@ -450,12 +431,10 @@ class LearnedRanges(ObservedRanges):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ranges, the open window and what is learned, by layer; readable after `close` too."""
         return {**super().state_dict(), "learned": self._learned() if self._closed is None else self._closed}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges and what was learned, each for the layer of its name."""
         super().load_state_dict(state)
         for name, layer in self.layers.items():
             for key, value in state["learned"][name]["parameters"].items():
@@ -465,7 +444,7 @@ class LearnedRanges(ObservedRanges):
                 learned.load_state_dict(state["learned"][name]["input"])
 
 
-class ClippedLearnedRanges(LearnedRanges, ClippedRanges):
+class _ClippedLearnedRanges(_LearnedRanges, _ClippedRanges):
     """Learned scales (PACT) that start from clipped ranges where a layer reads a GELU's output."""
 
     quantizer_class = ClippedLearnedQuantizer
@@ -476,9 +455,9 @@ def make_policy(config: QatConfig, schemes: Mapping[str, LayerScheme]) -> Observ
     learns, clips = config.learns_ranges, config.clip_gelu is not None
     kinds = {
         (False, False): ObservedRanges,
-        (False, True): ClippedRanges,
-        (True, False): LearnedRanges,
-        (True, True): ClippedLearnedRanges,
+        (False, True): _ClippedRanges,
+        (True, False): _LearnedRanges,
+        (True, True): _ClippedLearnedRanges,
     }
     return kinds[learns, clips](config, schemes)
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from shared_core.config.options import checked
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.errors import ConfigError
+from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import plain_name
 from shared_core.modules.own_forward import fast_paths_off
 from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
@@ -24,6 +26,7 @@ from shared_core.quantization.fake_quant_layers import (
     restore,
     swap,
 )
+from shared_core.quantization.layer_graph import chosen_layers
 from shared_core.quantization.layer_quantizer import SavedQuantizer
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
@@ -87,15 +90,8 @@ def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str,
     """Return the named layers, each of a type that can be quantised."""
     know_layers(model)
     known = {plain_name(name): module for name, module in model.named_modules()}
-    able = [name for name, module in known.items() if type(module) in FAKE_QUANT or is_quantized(module)]
-    layers: dict[str, nn.Module] = {}
-    for name in names:
-        if name not in able:
-            raise MatchError(where, f"{name!r} must be a layer of the model that can be quantised{nearest(name, able)}")
-        layers[name] = known[name]
-    if not layers:
-        raise MatchError(where, "ranges must name at least one layer, got none", "train with qat first")
-    return layers
+    able = {name: one for name, one in known.items() if type(one) in FAKE_QUANT or is_quantized(one)}
+    return chosen_layers(able, list(names), "layer of the model that can be quantised", where)
 
 
 def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:

@@ -1,4 +1,4 @@
-"""Block-scaled products of hardware: the call that torch wants, and the measurement that guards it.
+"""Block-scaled products of hardware: where scales lie, the call that torch wants, and the measurement that guards it.
 
 No device here multiplies blocks, so torch's function is replaced by one that checks what it is given as torch does,
 looks scales up where cuBLAS's documentation says that they are, and multiplies in float64.
@@ -10,15 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
+from eff_kernels.fp8 import swizzled_e8m0
 from fp8_runs import data, net, start
 from fp8_values import E4M3, memory, quantized
 from plain_loop import update
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from shared_core.fp8 import Fp8Config, convert_to_fp8, native
 from shared_core.fp8 import native as probe
 from shared_core.fp8.native import BLOCKS, native_mm
+from shared_core.fp8.scaling import inner_major, outer_major, whole_blocks
 
 E5M2, E8M0 = torch.float8_e5m2, torch.float8_e8m0fnu
 CPU = torch.device("cpu")
@@ -146,30 +149,6 @@ def test_native_products_are_the_emulations(recipe, m, n, k, scaled_matmul):
             values = 2.0**-23 * size if recipe == "blockwise" else 0.0
             assert ((found.double() - wanted).abs() <= once + values).all()
             assert ((found.double() - emulated.double()).abs() <= 2 * once + 1e-6 * size).all()
-
-
-@pytest.mark.parametrize("recipe", NATIVE)
-def test_three_native_products_a_layer_and_step(recipe, scaled_matmul):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(21, 160, generator=generator) * torch.logspace(-3, 2, 160)
-    gradient = torch.randn(21, 144, generator=generator) * torch.logspace(-2, 1, 21)[:, None]
-    weight = torch.randn(144, 160, generator=generator) * 0.05
-    results = []
-    for backend in ("auto", "emulated"):
-        layer = nn.Linear(160, 144, bias=False)
-        layer.weight.data.copy_(weight)
-        convert_to_fp8(layer, Fp8Config(recipe=recipe, include=["first"], backend=backend))
-        given = x.clone().requires_grad_()
-        y = layer(given)
-        y.backward(gradient)
-        results.append((y.detach(), given.grad, layer.weight.grad))
-        once = {"forward": 1, "grad_input": 1, "grad_weight": 1}
-        assert (layer.fp8.scaled, layer.fp8.emulated) == ((once, {}) if backend == "auto" else ({}, once))
-    weights = TILES if recipe == "blockwise" else ONE_PER_32
-    values = ONE_PER_128 if recipe == "blockwise" else ONE_PER_32
-    assert scaled_matmul.calls == [(values, weights), (values, weights), (values, values)]
-    for found, emulated in zip(*results, strict=True):
-        assert (found - emulated).abs().max() <= 1e-5 * emulated.abs().max()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -367,3 +346,54 @@ def test_measuring_draws_no_random_number_and_ignores_autocast(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert probe.disagreement("mx", E4M3, CPU) is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+E8M0 = torch.float8_e8m0fnu
+SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (300, 9), (127, 3), (256, 16)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_swizzled_scales_are_torchaos_and_lie_where_the_formula_says(rows, columns):
+    exponents = torch.randint(-126, 128, (rows, columns), generator=torch.Generator().manual_seed(rows))
+    scale = torch.exp2(exponents.double()).float()
+    scale[rows // 2, columns // 2] = math.nan
+    ours = swizzled_e8m0(scale)
+    assert ours.dtype == E8M0
+    wide = -(-columns // 4)
+    assert ours.shape == (512 * -(-rows // 128) * wide,)
+    codes = torch.where(scale.isnan(), 255, exponents + 127).to(torch.uint8)
+    assert torch.equal(ours.view(torch.uint8), to_blocked(codes))
+    assert torch.equal(from_blocked(ours.view(torch.uint8), rows, columns), codes)
+    for r in range(rows):
+        for c in range(columns):
+            place = (r // 128 * wide + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+            assert ours.view(torch.uint8)[place] == codes[r, c]
+    # what CPUs and torch convert it to is the same number
+    assert torch.equal(scale.to(E8M0).view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_scales_of_128_lie_where_the_formula_says(rows, columns, transposed):
+    scale = torch.arange(rows * columns).float().view(rows, columns) + 1
+    given = scale.t().contiguous().t() if transposed else scale
+    outer, inner, padded = outer_major(given), inner_major(given), -(-columns // 4) * 4
+    assert (outer.shape, outer.stride()) == ((rows, columns), (1, rows))
+    assert (inner.shape, inner.stride()) == ((padded, rows), (1, padded))
+    for r in range(rows):
+        for c in range(columns):
+            assert memory(outer)[r + c * rows] == memory(inner)[c + r * padded] == scale[r, c]
+    assert torch.isfinite(memory(inner)).all()
+    assert outer_major(scale[:, :1]).stride() == (1, rows)  # one block along K, of whatever stride
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mx"])
+def test_whole_blocks_append_zeros_and_keep_every_value(recipe):
+    for side, block in enumerate(BLOCKS[recipe][:2]):
+        matrix = quantized(144, 160, block, BLOCKS[recipe][2], side)
+        padded = whole_blocks(matrix, block[1])
+        assert not any(size % block[1] for size in padded.codes.shape)
+        wanted = torch.zeros(padded.codes.shape)
+        wanted[:144, :160] = kernels.dequantize(matrix)
+        assert torch.equal(kernels.dequantize(padded), wanted)
+        assert whole_blocks(padded, block[1]) is padded

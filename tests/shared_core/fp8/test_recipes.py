@@ -249,12 +249,28 @@ def test_what_the_formats_ask_of_a_run():
     assert {recipe for recipe, is_narrow in narrow.items() if is_narrow} == {"tensorwise", "delayed", "hfp8"}
     assert not Fp8Config(recipe="tensorwise", format="e4m3").backward_is_narrow
     assert [recipe for recipe in ALL if Fp8Config(recipe=recipe).needs_loss_scaling] == ["hfp8"]
-    for recipe in CASTS:
-        with pytest.raises(ConfigError, match=f"backend=scaled_mm must come with .*, got recipe={recipe}"):
-            Fp8Config(recipe=recipe, backend="scaled_mm")
-        for fmt in ("e4m3", "hybrid"):
-            with pytest.raises(ConfigError, match=f"format={fmt} must come with .*, got recipe={recipe}"):
-                Fp8Config(recipe=recipe, format=fmt)
-    for recipe in ("hfp8", "int16"):
-        with pytest.raises(ConfigError, match=f"recipe must be one without history, got '{recipe}'"):
-            convert_to_fp8(net(), Fp8Config(recipe=recipe))
+    assert Fp8Config(recipe="tensorwise", format="e4m3").gradient_dtype == torch.float8_e4m3fn
+
+
+NOT_IN = {
+    "backend=scaled_mm": {*CASTS, "blockwise", "mx"},
+    "backend=torchao": {*ALL} - {"tensorwise", "rowwise"},
+    "format=e4m3": {*CASTS},
+    "format=hybrid": {*ALL} - {"tensorwise", "delayed"},
+}
+
+
+@pytest.mark.parametrize(("option", "recipe"), [(option, recipe) for option in NOT_IN for recipe in ALL])
+def test_options_go_with_their_recipes(option, recipe):
+    name, value = option.split("=")
+    if recipe not in NOT_IN[option]:
+        Fp8Config(recipe=recipe, **{name: value})
+        return
+    with pytest.raises(ConfigError, match=f"{option} must come with .*, got recipe={recipe}"):
+        Fp8Config(recipe=recipe, **{name: value})
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "hfp8", "int16"])
+def test_recipes_with_history_need_a_session(recipe):
+    with pytest.raises(ConfigError, match=f"recipe must be one without history, got '{recipe}'"):
+        convert_to_fp8(net(), Fp8Config(recipe=recipe))

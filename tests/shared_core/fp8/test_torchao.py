@@ -12,11 +12,10 @@ from fp8_runs import Quiet
 from fp8_runs import start as start_fp8
 from plain_loop import plain_step
 from torch import nn
-from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from shared_core.engine.session import Session
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, MissingExtraError
 from shared_core.fp8 import Fp8Config, Fp8Linear, convert_to_fp8
 from shared_core.fp8 import native as probe
 
@@ -129,19 +128,6 @@ def test_what_torchao_multiplies_by_follows_the_device_at_the_start_of_training(
     assert session._services.of_fp8() == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_training_is_that_of_our_backend(recipe):
-    ends = []
-    for backend in ("torchao", "emulated"):
-        model = net()
-        session, optimizer = start(model, recipe=recipe, backend=backend)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(5):
-            step(session, optimizer, model, torch.randn(12, 16, generator=generator))
-        ends.append(model[2].weight.detach())
-    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_step_with_nan_or_infinity_is_discarded(bad):
     model = net()
@@ -168,13 +154,6 @@ def test_a_compiled_model_is_one_graph():
         y.square().sum().backward()
     torch.testing.assert_close(models[0][2].weight.grad, models[1][2].weight.grad)
     torch._dynamo.reset()
-
-
-def test_recipes_that_torchao_does_not_have_are_refused():
-    for recipe in ("delayed", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"):
-        with pytest.raises(ConfigError, match=f"backend=torchao must come with .*, got recipe={recipe}"):
-            Fp8Config(recipe=recipe, backend="torchao")
-    assert Float8LinearConfig.from_recipe_name("rowwise").round_scales_to_power_of_2
 
 
 def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):

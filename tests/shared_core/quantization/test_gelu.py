@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, MatchError
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, quantize
+from shared_core.quantization import QatConfig, QuantizationAwareTraining, quantize
 from shared_core.quantization.post_training.quantize import quantize_with_report
 
 
@@ -138,22 +138,6 @@ def test_the_moving_average_is_that_of_the_clipped_values():
     assert [found["min"], found["max"]] == pytest.approx(list(expected), rel=1e-5)
 
 
-def test_small_negative_values_get_codes_of_their_own():
-    codes = {}
-    for clip in (None, 10):
-        torch.manual_seed(0)
-        model = Mlp(nn.GELU())
-        with torch.no_grad():
-            model.up.weight.mul_(8)  # up to about 200
-        technique, context = start(model, clip_gelu=clip)
-        step(technique, context, model, [torch.randn(64, 4)])
-        row = technique.policy.static.index("down")
-        lobe = F.gelu(torch.linspace(-4, 0, 1000))
-        codes[clip] = len(torch.unique((lobe / technique.bank.scale[row]).round()))
-    assert codes[None] == 1
-    assert codes[10] == 5  # 0.17 of a step of 10.17/255, rounded: 0 to −4
-
-
 def test_the_model_is_watched_until_its_layers_were_reached_and_no_longer():
     class Branches(nn.Module):
         def __init__(self):
@@ -247,20 +231,6 @@ def test_a_resumed_run_knows_the_layers_and_goes_on_bit_for_bit():
     assert resumed.ranges() == technique.ranges()
     assert clipped(resumed) == ["down"]
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
-
-
-def test_saved_ranges_carry_it():
-    torch.manual_seed(0)
-    model = Mlp(nn.GELU())
-    technique, context = trained(model)
-    x = torch.randn(64, 4)
-    during = model.eval()(x)
-    ranges = technique.ranges()
-    technique.finish(context)
-    assert not any(module._forward_hooks for module in model.modules())
-    fresh = Mlp(nn.GELU())
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(apply_ranges(fresh, ranges).eval()(x), during)
 
 
 @pytest.mark.parametrize("between", [F.gelu, NewGELUActivation(), nn.Sequential(nn.GELU(), nn.Dropout(0.5))])

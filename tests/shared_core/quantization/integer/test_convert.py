@@ -220,26 +220,25 @@ def test_fused_encoder_evaluation_does_not_walk_past_integer_layers():
     assert torch.allclose(fused, integer(x).detach(), atol=1e-6)
 
 
-def test_refusals():
-    plain, _ = net("linear")
-    with pytest.raises(MatchError, match="found none; train it with qat"):
-        convert(plain)
-    with pytest.raises(MatchError, match="'00' must be a layer of the model that can be"):
-        convert(plain, {"00": {"min": 0.0, "max": 1.0}})
-    with pytest.raises(MatchError, match="at least one layer"):
-        convert(plain, {})
-    for entry in ({"min": 0.0}, {"min": 1.0, "max": 0.0}, {"min": 0.0, "max": float("nan")}):
-        with pytest.raises(ConfigError, match="convert: 0: "):
-            convert(plain, {"0": entry})
-    with pytest.raises(ConfigError, match=r"weight_bits must be in \[1, 8\], got 16"):
-        convert(plain, {"0": {"min": 0.0, "max": 1.0, "weight_bits": 16}})
-    wide = nn.Sequential(nn.Linear(70_000, 1))
-    with pytest.raises(CompatibilityError, match="overflow 32 bits"):
-        convert(wide, {"0": {"min": 0.0, "max": 1.0}})
-    with torch.no_grad():
-        plain[0].weight[0, 0] = float("nan")
-    with pytest.raises(CompatibilityError, match="weights must be finite"):
-        convert(plain, {"0": {"min": 0.0, "max": 1.0}})
+LINEAR, RANGE = nn.Sequential(nn.Linear(20, 3)), {"min": 0.0, "max": 1.0}
+NAN_WEIGHT = copy.deepcopy(LINEAR)
+NAN_WEIGHT[0].weight.data[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize(("model", "ranges", "error", "message"), [
+    (LINEAR, None, MatchError, "found none; train it with qat"),
+    (LINEAR, {"00": RANGE}, MatchError, "'00' must be a layer of the model that can be"),
+    (LINEAR, {}, MatchError, "at least one layer"),
+    (LINEAR, {"0": {"min": 0.0}}, ConfigError, "convert: 0: max must be a finite number, got None"),
+    (LINEAR, {"0": {"min": 1.0, "max": 0.0}}, ConfigError, "convert: 0: min and max must be in this order"),
+    (LINEAR, {"0": {"min": 0.0, "max": float("nan")}}, ConfigError, "convert: 0: max must be a finite number"),
+    (LINEAR, {"0": {**RANGE, "weight_bits": 16}}, ConfigError, r"weight_bits must be in \[1, 8\], got 16"),
+    (nn.Sequential(nn.Linear(70_000, 1)), {"0": RANGE}, CompatibilityError, "overflow 32 bits"),
+    (NAN_WEIGHT, {"0": RANGE}, CompatibilityError, "weights must be finite"),
+])  # fmt: skip
+def test_refusals(model, ranges, error, message):
+    with pytest.raises(error, match=message):
+        convert(model, ranges)
 
 
 def learned(model, x, **options):

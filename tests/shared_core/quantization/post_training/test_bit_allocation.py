@@ -67,26 +67,29 @@ def test_the_floor_keeps_two_bits_out_and_fixed_layers_count():
     assert plan_bits(costs, sizes, 19 / 3 - 0.01, fixed={"head": 8}).bits["b"] == 3
 
 
-def test_planning_refuses():
-    costs, sizes = {"a": {4: 1.0, 8: 0.0}}, {"a": 10}
-    with pytest.raises(ConfigError, match=r"budget must be at least 4 bits.*lower floor"):
-        plan_bits(costs, sizes, 3)
-    with pytest.raises(ConfigError, match="budget must be a finite number"):
-        plan_bits(costs, sizes, math.nan)
-    with pytest.raises(ConfigError, match="floor = 9"):
-        plan_bits(costs, sizes, 8, floor=9)
-    with pytest.raises(MatchError, match="sizes must hold 'a'"):
-        plan_bits(costs, {"b": 1}, 8)
-    with pytest.raises(MatchError, match="finite cost at 6 bits"):
-        plan_bits(costs, sizes, 8, [6])
-    with pytest.raises(MatchError, match="finite cost at 4 bits"):
-        plan_bits({"a": {4: math.nan}}, sizes, 8)
-    with pytest.raises(ConfigError, match="at least one layer"):
-        plan_bits({}, {}, 8)
-    with pytest.raises(ConfigError, match="size of 'a'"):
-        plan_bits(costs, {"a": 0}, 8)
-    with pytest.raises(ConfigError, match="bits of 'a'"):
-        BitPlan({"a": 12}, {"a": 1})
+COSTS, SIZES = {"a": {4: 1.0, 8: 0.0}}, {"a": 10}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: plan_bits(COSTS, SIZES, 3), ConfigError, r"budget must be at least 4 bits.*lower floor"),
+    (lambda: plan_bits(COSTS, SIZES, math.nan), ConfigError, "budget must be a finite number"),
+    (lambda: plan_bits(COSTS, SIZES, 8, floor=9), ConfigError, "floor = 9"),
+    (lambda: plan_bits(COSTS, {"b": 1}, 8), MatchError, "sizes must hold 'a'"),
+    (lambda: plan_bits(COSTS, SIZES, 8, [6]), MatchError, "finite cost at 6 bits"),
+    (lambda: plan_bits({"a": {4: math.nan}}, SIZES, 8), MatchError, "finite cost at 4 bits"),
+    (lambda: plan_bits({}, {}, 8), ConfigError, "at least one layer"),
+    (lambda: plan_bits(COSTS, {"a": 0}, 8), ConfigError, "size of 'a'"),
+    (lambda: BitPlan({"a": 12}, {"a": 1}), ConfigError, "bits of 'a'"),
+    (lambda: selective(math.nan), ConfigError, "largest_loss"),
+    (lambda: selective(start="half"), ConfigError, "start"),
+    (lambda: selective(bits=4), ConfigError, "'0' must have a finite cost at 4 bits"),
+    (lambda: selective(keep=("0", "1")), ConfigError, "keep does not"),
+    (lambda: selective(keep=("7",)), MatchError, "'7' must be"),
+    (lambda: selective(quality=math.nan), TrainingError, "NaN with 0 layers"),
+])  # fmt: skip
+def test_planning_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_a_plan_goes_through_its_file(tmp_path):
@@ -107,18 +110,13 @@ def test_a_plan_goes_through_its_file(tmp_path):
     assert config.skip == ("b",)
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("format: other\n", "format must be"),
-        ("- 1\n", "format must be"),
-        ("a: [\n", "must be a YAML file"),
-        ("format: efftrain bit plan 1\nlayers: {a: 4}\n", "must map names"),
-        ("format: efftrain bit plan 1\nlayers: {a: {bits: 1, weights: 3}}\n", "bits of 'a'"),
-        ("format: efftrain bit plan 1\nlayers: {a: {bits: 4, weights: x}}\n", "size of 'a'"),
-        ("!!python/object/apply:os.getcwd []\n", "must be a YAML file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "match"), [
+    ("format: other\n", "format must be"), ("- 1\n", "format must be"), ("a: [\n", "must be a YAML file"),
+    ("format: efftrain bit plan 1\nlayers: {a: 4}\n", "must map names"),
+    ("format: efftrain bit plan 1\nlayers: {a: {bits: 1, weights: 3}}\n", "bits of 'a'"),
+    ("format: efftrain bit plan 1\nlayers: {a: {bits: 4, weights: x}}\n", "size of 'a'"),
+    ("!!python/object/apply:os.getcwd []\n", "must be a YAML file"),
+])  # fmt: skip
 def test_a_damaged_plan_is_refused(text, match, tmp_path):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ConfigError, match=match):
@@ -135,6 +133,11 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 def chain(length=5):
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(length)])
+
+
+def selective(loss=0, quality=0.0, **options):
+    costs = {"0": {8: 1.0}, "1": {8: 2.0}}
+    return plan_by_quality(chain(2), lambda net: quality, costs, largest_loss=loss, **options)
 
 
 def quality_by_layers(model, worth, reference):
@@ -219,19 +222,3 @@ def test_rules_of_thumb_keep_layers_high():
             "down": "it reads the output of gelu",
             "head": "the last layer",
         }
-
-
-def test_selective_planning_refuses():
-    model, costs = chain(2), {"0": {8: 1.0}, "1": {8: 2.0}}
-    with pytest.raises(ConfigError, match="largest_loss"):
-        plan_by_quality(model, lambda net: 0.0, costs, largest_loss=math.nan)
-    with pytest.raises(ConfigError, match="start"):
-        plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, start="half")
-    with pytest.raises(ConfigError, match="'0' must have a finite cost at 4 bits"):
-        plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, bits=4)
-    with pytest.raises(ConfigError, match="keep does not"):
-        plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, keep=("0", "1"))
-    with pytest.raises(MatchError, match="'7' must be"):
-        plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, keep=("7",))
-    with pytest.raises(TrainingError, match="NaN with 0 layers"):
-        plan_by_quality(model, lambda net: math.nan, costs, largest_loss=0)

@@ -202,20 +202,37 @@ def test_layers_whose_channels_do_not_meet_are_refused():
         equalize(nn.Sequential(shared, nn.ReLU(), shared))
 
 
-def test_bad_options_and_weights_are_refused():
+def pair(fill=None):
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="max_iterations"):
-        equalize(net, max_iterations=0)
-    with pytest.raises(ConfigError, match="tolerance"):
-        equalize(net, tolerance=float("nan"))
-    with pytest.raises(CompatibilityError, match=r"'0', '9'.*'2' follows it"):
-        equalize(net, pairs=[("0", "9")])
-    with torch.no_grad():
-        net[0].weight[0, 0] = float("nan")
-    with pytest.raises(CompatibilityError, match="'0' must be finite"):
-        equalize(net)
-    with pytest.raises(MatchError, match="none found"):
-        equalize(nn.Sequential(nn.Linear(2, 2)))
+    if fill is not None:
+        net[0].weight.data[0, 0] = fill
+    return net
+
+
+ONE = torch.ones(3, 2)
+
+
+def corrected(batches=(ONE,), net=None, **options):
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()) if net is None else net
+    return correct_bias(net, net, batches, **options)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: equalize(pair(), max_iterations=0), ConfigError, "max_iterations"),
+    (lambda: equalize(pair(), tolerance=float("nan")), ConfigError, "tolerance"),
+    (lambda: equalize(pair(), pairs=[("0", "9")]), CompatibilityError, r"'0', '9'.*'2' follows it"),
+    (lambda: equalize(pair(float("nan"))), CompatibilityError, "'0' must be finite"),
+    (lambda: equalize(nn.Sequential(nn.Linear(2, 2))), MatchError, "none found"),
+    (lambda: corrected(iter([ONE])), ConfigError, "several times"),
+    (lambda: corrected([]), ConfigError, "at least one batch"),
+    (lambda: corrected(layers=["9"]), MatchError, "'9' must be a Linear"),
+    (lambda: corrected(net=nn.ReLU()), MatchError, "at least one Linear"),
+    (lambda: corrected([ONE * float("nan")]), TrainingError, "'0' must be finite"),
+    (lambda: corrected(net=nn.Sequential(*[nn.Linear(2, 2)] * 2)), CompatibilityError, "once in a forward"),
+])  # fmt: skip
+def test_bad_options_models_and_batches_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def quantised(net, bits=3):
@@ -268,22 +285,6 @@ def test_a_layer_without_bias_gets_one_only_on_request():
     torch.testing.assert_close(model[0](x).mean(0), net[0](x).mean(0))
     model = quantised(net)
     assert list(correct_bias(model, net, [x], layers=["2"]).corrected) == ["2"]
-
-
-def test_bias_correction_refuses():
-    net, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(3, 2)
-    with pytest.raises(ConfigError, match="several times"):
-        correct_bias(net, net, iter([x]))
-    with pytest.raises(ConfigError, match="at least one batch"):
-        correct_bias(net, net, [])
-    with pytest.raises(MatchError, match="'9' must be a Linear"):
-        correct_bias(net, net, [x], layers=["9"])
-    with pytest.raises(MatchError, match="at least one Linear"):
-        correct_bias(nn.ReLU(), nn.ReLU(), [x])
-    with pytest.raises(TrainingError, match="'0' must be finite"):
-        correct_bias(net, net, [x * float("nan")])
-    with pytest.raises(CompatibilityError, match="once in a forward"):
-        correct_bias(nn.Sequential(net[0], net[0]), nn.Sequential(net[0], net[0]), [x])
 
 
 def test_an_integer_model_is_corrected_too():

@@ -153,27 +153,29 @@ def test_transposed_convolutions_and_embeddings_have_channels_of_their_own():
     assert set(layer_sensitivity(model, [torch.tensor([[0, 1]])], metric="kl")) == {"0", "1"}
 
 
-def test_sensitivity_refuses():
-    model, data = small(), batches(1)
-    with pytest.raises(ConfigError, match="probes"):
-        hessian_trace(model, cross_entropy, data, probes=1)
-    with pytest.raises(ConfigError, match="at least one batch"):
-        hessian_trace(model, cross_entropy, [])
-    with pytest.raises(ConfigError, match="scalar"):
-        hessian_trace(model, lambda net, batch: net(batch[0]), data)
-    with pytest.raises(MatchError, match=r"'4' must be a Linear"):
-        hessian_trace(model, cross_entropy, data, layers=["4"])
-    with pytest.raises(MatchError, match="at least one Linear"):
-        hessian_trace(nn.ReLU(), cross_entropy, data)
-    with pytest.raises(TrainingError, match="curvature of '0' must be finite"):
-        hessian_trace(model, lambda net, batch: cross_entropy(net, batch) * math.nan, data, probes=2)
-    with pytest.raises(ConfigError, match="metric"):
-        layer_sensitivity(model, data, metric="mse")
-    with pytest.raises(ConfigError, match="bits"):
-        layer_sensitivity(model, data, metric="kl", bits=[1])
-    with pytest.raises(ConfigError, match="loss must be given"):
-        layer_sensitivity(model, data)
-    with pytest.raises(MatchError, match="traces must hold every layer"):
-        layer_sensitivity(model, data, traces={})
-    with pytest.raises(TrainingError, match="costs of '0' must be finite"):
-        layer_sensitivity(model, [data[0][0] * math.nan], metric="rmse")
+def traced(loss=cross_entropy, data=None, **options):
+    return hessian_trace(small(), loss, batches(1) if data is None else data, **options)
+
+
+def costed(data=None, **options):
+    return layer_sensitivity(small(), batches(1) if data is None else data, **options)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: traced(probes=1), ConfigError, "probes"),
+    (lambda: traced(data=[]), ConfigError, "at least one batch"),
+    (lambda: traced(lambda net, batch: net(batch[0])), ConfigError, "scalar"),
+    (lambda: traced(layers=["4"]), MatchError, "'4' must be a Linear"),
+    (lambda: hessian_trace(nn.ReLU(), cross_entropy, batches(1)), MatchError, "at least one Linear"),
+    (lambda: traced(lambda net, batch: cross_entropy(net, batch) * math.nan, probes=2), TrainingError,
+     "curvature of '0' must be finite"),
+    (lambda: costed(metric="mse"), ConfigError, "metric"),
+    (lambda: costed(metric="kl", bits=[1]), ConfigError, "bits"),
+    (lambda: costed(metric="kl", bits=[]), ConfigError, "bits"),
+    (costed, ConfigError, "loss must be given"),
+    (lambda: costed(traces={}), MatchError, "traces must hold every layer"),
+    (lambda: costed([batches(1)[0][0] * math.nan], metric="rmse"), TrainingError, "costs of '0' must be finite"),
+])  # fmt: skip
+def test_sensitivity_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,18 +1,24 @@
-"""Groups, tokens, output channels, FP8, stochastic rounding and activation codes against float64 references."""
+"""Fake quantisation, its scales and its ranges for groups, tokens and channels against float64 references."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from eff_kernels.quantization import affine as kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from torchao.quantization import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine
+from torchao.quantization import MappingType, dequantize_affine, quantize_affine
+from torchao.quantization import choose_qparams_affine as theirs_qparams
 
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import output_channels_first
 from shared_core.numerics import round_to
 from shared_core.quantization import (
     choose_qparams_activation,
+    choose_qparams_affine,
+    choose_qparams_symmetric,
     dequantize_groups,
     fake_quantize,
     fake_quantize_groups,
@@ -23,7 +29,198 @@ from shared_core.quantization import (
 )
 
 
-def reference(group, bits, symmetric):
+def reference(x, scale, zero_point, qmin, qmax):
+    """Values and gate of the formula, in float64."""
+    exact = np.asarray(x, np.float64) / scale
+    codes = np.clip(np.rint(exact) + zero_point, qmin, qmax)
+    inside = (exact + zero_point >= qmin) & (exact + zero_point <= qmax)
+    return scale * (codes - zero_point), inside
+
+
+@pytest.mark.parametrize(("scale", "zero_point", "qmin", "qmax"), [
+    (0.0625, 0, -127, 127), (0.03125, 17, -128, 127), (0.25, 0, 0, 15), (0.5, -2, -2, 1),
+    (0.125, 200, 0, 255), (1.0, 9, 4, 16), (1.0, -9, -16, -4),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_formula_in_every_type(scale, zero_point, qmin, qmax, dtype):
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(2000) * 6, torch.arange(-300, 300) * scale / 2]).to(dtype).requires_grad_()
+    y = fake_quantize(x, scale, zero_point, qmin, qmax)
+    grad_out = torch.randn(x.shape).to(dtype)
+    y.backward(grad_out)
+    value, inside = reference(x.detach().double().numpy(), scale, zero_point, qmin, qmax)
+    assert y.dtype == dtype
+    assert x.grad.dtype == dtype
+    assert torch.equal(y.detach(), torch.from_numpy(value).to(dtype))
+    # powers of two keep x/s + z exact, so the gate must be right at its very edges
+    assert torch.equal(x.grad != 0, torch.from_numpy(inside) & (grad_out != 0))
+    assert torch.equal(x.grad[torch.from_numpy(inside)], grad_out[torch.from_numpy(inside)])
+
+
+def test_arbitrary_scales_against_float64():
+    torch.manual_seed(1)
+    x = torch.randn(20_000) * 3
+    for scale, zero_point in ((0.0173, 5), (0.1, -128), (3.3e-3, 100)):
+        s = float(np.float32(scale))
+        value, _ = reference(x.double().numpy(), s, zero_point, -128, 127)
+        y = fake_quantize(x, scale, zero_point, -128, 127).double().numpy()
+        wrong = np.abs(y - value) > 1e-6 * np.abs(value) + 1e-12
+        # float32 division may round onto a tie; there both neighbours are as near
+        assert wrong.mean() < 1e-4
+        assert np.abs(y - value).max() <= s * 1.0001
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_per_channel_equals_each_channel_alone(axis):
+    torch.manual_seed(2)
+    x = torch.randn(4, 5, 6)
+    channels = x.shape[axis]
+    scale, zero_point = torch.rand(channels) * 0.1 + 0.01, torch.arange(channels)
+    whole = fake_quantize(x, scale, zero_point, -8, 7, axis=axis)
+    for index in range(channels):
+        alone = fake_quantize(x.select(axis, index), scale[index], zero_point[index], -8, 7)
+        assert torch.equal(whole.select(axis, index), alone)
+
+
+def test_agrees_with_torch_away_from_the_edge_and_at_it_with_the_rounded_gate():
+    torch.manual_seed(3)
+    start = torch.randn(5000) * 6
+    ours, rounded, theirs = (start.clone().requires_grad_() for _ in range(3))
+    y = fake_quantize(ours, 0.0625, 3, -128, 127)
+    z = fake_quantize(rounded, 0.0625, 3, -128, 127, gate="rounded")
+    t = torch.fake_quantize_per_tensor_affine(theirs, 0.0625, 3, -128, 127)
+    for out in (y, z, t):
+        out.sum().backward()
+    assert torch.equal(y, t)
+    assert torch.equal(z, t)
+    assert torch.equal(rounded.grad, theirs.grad)
+    exact = start / 0.0625 + 3
+    edge = ((exact > 127) & (exact <= 127.5)) | ((exact < -128) & (exact >= -128.5))
+    assert edge.any()
+    assert torch.equal(ours.grad[~edge], theirs.grad[~edge])
+    assert not ours.grad[edge].any()
+    assert theirs.grad[edge].all()
+
+
+def test_per_channel_agrees_with_torch():
+    torch.manual_seed(4)
+    x = torch.randn(8, 30, requires_grad=True)
+    scale = torch.tensor([2.0**-k for k in range(3, 11)])
+    y = fake_quantize(x, scale, 0, -127, 127, axis=0)
+    t = torch.fake_quantize_per_channel_affine(x, scale, torch.zeros(8, dtype=torch.int32), 0, -127, 127)
+    assert torch.equal(y, t)
+
+
+def test_codes_are_those_of_onnx_quantize_linear():
+    from onnx import helper
+    from onnx.reference import ReferenceEvaluator
+
+    torch.manual_seed(5)
+    x = torch.cat([torch.randn(3000), torch.arange(-400, 400) * 0.005])
+    scale, zero_point = choose_qparams_affine(x.min(), x.max(), -128, 127)
+    node = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"])
+    back = helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])
+    infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("x", 1), ("s", 1), ("z", 3))]
+    graph = helper.make_graph([node, back], "qdq", infos, [helper.make_tensor_value_info("y", 1, None)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
+    feed = {"x": x.numpy(), "s": scale.numpy(), "z": zero_point.numpy().astype(np.int8)}
+    (theirs,) = ReferenceEvaluator(model).run(None, feed)
+    assert np.array_equal(fake_quantize(x, scale, zero_point, -128, 127).numpy(), theirs)
+
+
+def test_nan_and_infinity_are_not_swallowed():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0], requires_grad=True)
+    y = fake_quantize(x, 0.5, 0, -4, 3)
+    assert y[0].isnan()
+    assert y[1:].tolist() == [1.5, -2.0, 1.0]
+    y.backward(torch.tensor([float("nan"), 1.0, 1.0, 1.0]))
+    assert x.grad[0].isnan()
+    assert x.grad[1:].tolist() == [0.0, 0.0, 1.0]
+    weight = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
+    assert kernels.fake_quantize_symmetric(weight, 0, 127)[0].isnan().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(2.0**-13, 1024.0, width=32), st.integers(-128, 127), st.integers(2, 8), st.integers(0, 2**31),
+)  # fmt: skip
+def test_idempotent_and_within_half_a_step(scale, zero_point, bits, seed):
+    qmin, qmax = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    zero_point = max(qmin, min(qmax, zero_point))
+    x = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * scale * 2 ** (bits - 1)
+    once = fake_quantize(x, scale, zero_point, qmin, qmax)
+    assert torch.equal(fake_quantize(once, scale, zero_point, qmin, qmax), once)
+    inside = (x / scale + zero_point >= qmin) & (x / scale + zero_point <= qmax)
+    assert ((once - x).abs()[inside] <= scale * 0.5001).all()
+    assert len(once.unique()) <= 2**bits
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=8),
+       st.sampled_from([1, 3, 7, 31, 63, 127]))  # fmt: skip
+def test_largest_weight_is_never_outside(values, qmax):
+    weight = torch.tensor([values])
+    scale = choose_qparams_symmetric(weight, 0, qmax)
+    assert (scale > 0).all()
+    assert (weight.abs() / scale[:, None]).max() <= qmax
+    amax = np.abs(np.float64(weight.numpy())).max()
+    if amax > 1e-30:
+        assert scale.item() == pytest.approx(amax / qmax, rel=2e-7)
+
+
+def test_symmetric_shortcut_equals_the_general_op():
+    torch.manual_seed(6)
+    for shape in ((7, 9), (4, 3, 2, 2), (5,)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            weight = torch.randn(shape).to(dtype)
+            weight[0] = 0
+            general = fake_quantize(weight, choose_qparams_symmetric(weight), 0, -127, 127, axis=0)
+            assert torch.equal(kernels.fake_quantize_symmetric(weight, 0, 127), general)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(-(2.0**100), 2.0**100, width=32),
+    st.floats(0, 2.0**100, width=32),
+    st.sampled_from([(-128, 127), (0, 255), (-2, 1)]),
+)
+def test_affine_scale_and_zero_point(minimum, span, codes):
+    qmin, qmax = codes
+    maximum = float(np.float32(minimum + span))
+    scale, zero_point = choose_qparams_affine(minimum, maximum, qmin, qmax)
+    low, high = min(minimum, 0.0), max(maximum, 0.0)
+    exact = np.float32((high - low) / (qmax - qmin))
+    assert scale.item() == (exact if exact else 1.0)
+    assert zero_point.item() == np.clip(np.rint(qmin - low / np.float64(scale.item())), qmin, qmax)
+    assert fake_quantize(torch.zeros(1), scale, zero_point, qmin, qmax).item() == 0.0
+
+
+def test_degenerate_and_extreme_ranges():
+    assert choose_qparams_affine(0.0, 0.0, -128, 127) == (torch.tensor(1.0), torch.tensor(-128))
+    big = 3.4e38
+    scale, _ = choose_qparams_affine(-big, big, -128, 127)
+    assert scale.item() == pytest.approx(2 * big / 255)
+    assert choose_qparams_affine(torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 5.0]), 0, 255)[0].shape == (2,)
+
+
+def test_compiles_as_one_graph():
+    scale, zero_point = torch.tensor(0.0625), torch.tensor(3, dtype=torch.int32)
+
+    def step(x, w):
+        y = fake_quantize(x, scale, zero_point, -128, 127)
+        return (y @ kernels.fake_quantize_symmetric(w, 0, 127).T).square().sum()
+
+    torch.manual_seed(7)
+    x, w = torch.randn(8, 16) * 6, torch.randn(4, 16)
+    grads = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        run(*leaves).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def group_reference(group, bits, symmetric):
     """Values of one group by the formulas, with the scale as float32 stores it."""
     exact = np.asarray(group, np.float64)
     if symmetric:
@@ -49,7 +246,7 @@ def test_groups_equal_the_formula(bits, group_size, symmetric):
     for row in range(6):
         for start in range(0, 256, group_size):
             group = x[row, start : start + group_size].numpy()
-            expected = reference(group, bits, symmetric)
+            expected = group_reference(group, bits, symmetric)
             step = np.abs(group).max() / (2 ** (bits - 1) - 1) + 1e-30
             wrong = np.abs(y[row, start : start + group_size] - expected) > 1e-5 * step
             # float32 division may round onto a tie; there both neighbours are as near
@@ -90,7 +287,7 @@ def test_equals_torchao(group_size, bits, symmetric, exact):
         groups[..., 0], groups[..., 1] = qmin, qmax
         x = (groups * 2.0 ** -torch.arange(16.0)[:, None, None]).view(16, 256)
     kind = MappingType.SYMMETRIC if symmetric else MappingType.ASYMMETRIC
-    scale, zero_point = choose_qparams_affine(x, kind, (1, group_size), torch.int8, qmin, qmax)
+    scale, zero_point = theirs_qparams(x, kind, (1, group_size), torch.int8, qmin, qmax)
     codes = quantize_affine(x, (1, group_size), scale, zero_point, torch.int8, qmin, qmax)
     theirs = dequantize_affine(codes, (1, group_size), scale, zero_point, torch.int8, qmin, qmax)
     ours = fake_quantize_groups(x, group_size, bits, symmetric=symmetric)
@@ -186,7 +383,7 @@ def test_fp8_equals_rounding_to_the_format(format, axis, dtype):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_not_swallowed(bad):
+def test_groups_do_not_swallow_what_is_not_finite(bad):
     x = torch.ones(2, 8)
     x[0, 3] = bad
     for symmetric in (True, False):
@@ -278,7 +475,7 @@ def test_a_clipped_gelu_keeps_codes_for_its_negative_values():
 
 
 @pytest.mark.slow
-def test_compiles_as_one_graph_and_batches():
+def test_groups_compile_as_one_graph_and_batch():
     def loss(x):
         parts = (
             fake_quantize_groups(x, 16), fake_quantize_tokens(x), fake_quantize_weight(x), fp8_fake_quantize(x, axis=0),
@@ -296,10 +493,28 @@ def test_compiles_as_one_graph_and_batches():
         torch.testing.assert_close(batched[index], torch.func.grad(loss)(x[index]))
 
 
-X = torch.ones(2, 12)
+X, PAIR, NAN, INF = torch.ones(2, 12), torch.ones(2), float("nan"), float("inf")
+
+
+def one(x=PAIR, scale=0.1, zero_point=0, qmin=-128, qmax=127, **options):
+    return fake_quantize(x, scale, zero_point, qmin, qmax, **options)
 
 
 @pytest.mark.parametrize(("call", "message"), [
+    (lambda: one(torch.ones(2, dtype=torch.int8)), "x must be a floating-point tensor"),
+    *((lambda scale=scale: one(scale=scale), "scale must be positive and finite") for scale in (0.0, NAN, INF)),
+    *((lambda zero=zero: one(zero_point=zero), "zero_point must be a whole number in") for zero in (300, 0.5)),
+    (lambda: one(qmin=127), "qmin must be below qmax"),
+    (lambda: one(qmax=1.5), "qmax must be a whole number"),
+    (lambda: one(scale=torch.ones(3)), "scale must be one number without an axis"),
+    (lambda: one(scale=torch.ones(3), axis=0), "one value for each of the 2 channels"),
+    (lambda: one(axis=1), "axis must name one of the 1 axes"),
+    (lambda: one(gate="soft"), "gate must be"),
+    (lambda: choose_qparams_symmetric(torch.tensor([[1.0, NAN]])), "weight must be finite"),
+    (lambda: choose_qparams_symmetric(torch.zeros(0, 3)), "weight must be a floating-point tensor with elements"),
+    (lambda: choose_qparams_symmetric(torch.ones(2), 1), "axis must name"),
+    *((lambda ends=ends: choose_qparams_affine(*ends, -128, 127), "finite and in this order")
+      for ends in ((1.0, 0.0), (NAN, 1.0), (0.0, INF))),
     (lambda: fake_quantize_groups(X, 8), "group_size must be a whole number that divides the last axis, 12, got 8"),
     (lambda: fake_quantize_groups(X, 0), "group_size must be"),
     (lambda: fake_quantize_groups(X, 4, 9), "bits must be a whole number from 2 to 8"),
@@ -315,7 +530,7 @@ X = torch.ones(2, 12)
     (lambda: fp8_fake_quantize(X, axis=2), "axis must name one of the 2 axes"),
     (lambda: choose_qparams_activation(0.0, 1.0, clip=0.0), r"clip must be in \(0, inf\)"),
     (lambda: choose_qparams_activation(0.0, 1.0, 1), "bits must be"),
-    (lambda: choose_qparams_activation(float("nan"), 1.0), "finite and in this order"),
+    (lambda: choose_qparams_activation(NAN, 1.0), "finite and in this order"),
 ])  # fmt: skip
 def test_refusals(call, message):
     with pytest.raises(ConfigError, match=message):

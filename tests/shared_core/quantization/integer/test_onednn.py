@@ -1,4 +1,4 @@
-"""Converted linear layers on oneDNN: the reference's codes and sums, NaN kept, copies and files, a truthful report."""
+"""Converted layers on oneDNN: the reference's codes and sums, NaN kept, copies and files, a truthful report."""
 
 import copy
 import importlib.util
@@ -12,8 +12,8 @@ from torch import nn
 from shared_core.quantization import conversion_report, convert, quantize
 from shared_core.quantization.integer import convert as fast_convert
 from shared_core.quantization.integer import onednn as onednn_layer
-from shared_core.quantization.integer.layers import IntLinear
-from shared_core.quantization.integer.onednn import OneDnnLinear, OneDnnTokenLinear
+from shared_core.quantization.integer.layers import IntConv2d, IntLinear
+from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLinear, OneDnnTokenLinear
 
 SCHEMES = {"int8": OneDnnLinear, "int8_dynamic": OneDnnTokenLinear}
 DYNAMIC = {"scheme": "int8_dynamic", "weight_bits": WIDEST["linear"]}
@@ -129,41 +129,12 @@ def test_a_row_with_nan_comes_out_as_nan_and_infinity_saturates_or_does_too(sche
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_copies_files_and_casts(scheme):
-    _, _, fast = three(scheme)
-    x, y = inputs(), run(fast, inputs())
-    assert torch.equal(run(copy.deepcopy(fast), x), y)
-    buffer = io.BytesIO()
-    torch.save(fast, buffer)
-    buffer.seek(0)
-    assert torch.equal(run(torch.load(buffer, weights_only=False), x), y)
-    _, _, other = three(scheme, weight_bits=3)
-    assert not torch.equal(run(other, x), y)
-    other.load_state_dict(fast.state_dict())
-    assert torch.equal(run(other, x), y)
-    assert run(fast.bfloat16(), x.bfloat16()).dtype == torch.bfloat16
-    assert torch.equal(run(fast, x), y)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_away_from_a_cpu_the_sums_are_those_of_the_reference(scheme):
     _, _, fast = three(scheme)
     y = run(fast, inputs())
     for layer in (fast[0], fast[2], fast[4]):
         layer._packed = None  # as on a device that oneDNN does not know
     torch.testing.assert_close(run(fast, inputs()), y, rtol=0, atol=2e-3)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_it_compiles_without_a_break(scheme):
-    torch._dynamo.reset()
-    _, _, fast = three(scheme)
-    compiled = torch.compile(fast, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(run(compiled, inputs()), run(fast, inputs()), rtol=0, atol=2e-3)
-    x = inputs()
-    x[2, 1, 5] = torch.nan
-    assert run(compiled, x)[2, 1].isnan().all()
-    assert int(run(compiled, x).isnan().any(-1).sum()) == 1
 
 
 @pytest.mark.slow
@@ -259,3 +230,139 @@ def test_large_inputs_are_quantised_in_parts_to_the_same_values(monkeypatch, sch
         monkeypatch.setattr(onednn_layer, "_PART", part)
         assert torch.equal(run(fast, x).nan_to_num(7.0), whole.nan_to_num(7.0))
         assert torch.equal(run(fast, x.transpose(0, 1)).nan_to_num(7.0), whole.transpose(0, 1).nan_to_num(7.0))
+
+
+SHAPES = {
+    "plain": {},
+    "padding": {"padding": (1, 2)},
+    "strides and groups": {"stride": (2, 1), "padding": 1, "groups": 4},
+    "depthwise without bias": {"groups": 8, "bias": False},
+    "dilation": {"dilation": 2, "padding": 2},
+}
+
+
+def images(batch=5, dtype=torch.float32):
+    return (torch.randn(batch, 8, 12, 10, generator=torch.Generator().manual_seed(1)) + 0.7).to(dtype)
+
+
+def converted(model, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    quantized = quantize(
+        model().to(dtype), {"scheme": "int8", "weight_bits": WIDEST["convolution"], **options}, [images(dtype=dtype)]
+    )
+    return convert(quantized), convert(quantized, backend="torchao")
+
+
+def exact_sums(layer, x):
+    """``s_x·s_w·Σ(q_x − z)·q_w + b`` in float64."""
+    codes = (x / layer.input_scale).round() + layer.input_zero_point
+    centred = (codes.clamp(layer.qmin, layer.qmax) - layer.input_zero_point).double()
+    total = nn.functional.conv2d(
+        centred, layer.weight_codes.double(), None, layer.stride, layer.padding, layer.dilation, layer.groups
+    )
+    y = total * (layer.input_scale.double() * layer.weight_scale.double()).view(-1, 1, 1)
+    return y if layer.bias is None else y + layer.bias.double().view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("bits", [WIDEST["convolution"], 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_those_of_the_reference(shape, bits):
+    reference, fast = converted(
+        lambda: nn.Sequential(nn.Conv2d(8, 16, 3, **SHAPES[shape])), weight_bits=bits, activation_bits=bits
+    )
+    assert type(reference[0]) is IntConv2d
+    assert type(fast[0]) is OneDnnConv2d
+    x = 2 * images()  # some of it is outside the range
+    y = run(fast, x)
+    expected = exact_sums(fast[0], x)
+    assert (y - expected).abs().max() <= 1e-6 * expected.abs().max()
+    torch.testing.assert_close(y, run(reference, x), rtol=1e-6, atol=1e-6)
+    assert torch.equal(fast[0].weight_codes, reference[0].weight_codes)
+
+
+def test_bfloat16_channels_last_and_other_shapes():
+    reference, fast = converted(lambda: nn.Sequential(nn.Conv2d(8, 16, 3)), torch.bfloat16)
+    x = images(dtype=torch.bfloat16)
+    assert run(fast, x).dtype == torch.bfloat16
+    torch.testing.assert_close(run(fast, x), run(reference, x), rtol=1e-2, atol=1e-2)
+    reference, fast = converted(lambda: nn.Sequential(nn.Conv2d(8, 16, 3)))
+    x = images()
+    y = run(fast, x)
+    assert torch.equal(run(fast, x.contiguous(memory_format=torch.channels_last)), y)
+    torch.testing.assert_close(run(fast, x[0]), y[0], rtol=1e-6, atol=1e-6)  # no batch
+    assert run(fast, x[:0]).shape == (0, 16, 10, 8)
+    assert torch.equal(run(fast, x[2:3]), y[2:3])
+    assert torch.equal(x, images())
+
+
+def test_an_example_with_nan_comes_out_as_nan_and_infinity_saturates():
+    reference, fast = converted(lambda: nn.Sequential(nn.Conv2d(8, 16, 3)))
+    x = images()
+    x[1, 3, 4, 5] = float("nan")
+    x[2, 0, 0, 0], x[2, 0, 0, 1] = float("inf"), -float("inf")
+    y, expected = run(fast, x), run(reference, x)
+    assert y[1].isnan().all()
+    assert expected[1].isnan().any()
+    assert torch.isfinite(y[[0, 2, 3, 4]]).all()
+    torch.testing.assert_close(y[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], rtol=1e-6, atol=1e-6)
+
+
+def test_the_report_says_which_convolutions_run_and_why_not(monkeypatch):
+    def net():
+        return nn.Sequential(
+            nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
+            nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(8, 8, 1),
+        )  # fmt: skip
+
+    _, fast = converted(net)
+    report = conversion_report(fast)
+    assert [entry["type"] for entry in report.values()] == ["Conv2d"] * 4
+    assert report["0"]["kernel"].startswith("oneDNN int8 static: int8 x int8 -> int32 (onednn.qconv2d)")
+    assert report["0"]["why"] == report["3"]["why"] == ""
+    assert report["1"] == {
+        "type": "Conv2d",
+        "kernel": "reference: whole numbers, summed in float64",
+        "why": "oneDNN pads with zeros by numbers, not reflect by (1, 1)",
+    }
+    assert report["2"]["why"] == "oneDNN pads with zeros by numbers, not zeros by same"
+    reference = converted(net)[0]
+    torch.testing.assert_close(run(fast, images()), run(reference, images()), rtol=1e-3, atol=1e-2)
+    monkeypatch.setattr(fast_convert, "sums_exactly", lambda kernel: kernel != "convolution")
+    assert all("saturates" in entry["why"] for entry in conversion_report(converted(net, weight_bits=8)[1]).values())
+
+
+def made(kind, **options):
+    """Return a reference, a converted model and inputs, of linear layers or of convolutions."""
+    if kind == "conv2d":
+        nets = converted(lambda: nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 1)), **options)
+        return *nets, images()
+    return *three(kind, **options)[1:], inputs()
+
+
+@pytest.mark.parametrize("kind", [*SCHEMES, "conv2d"])
+def test_copies_files_and_casts(kind):
+    _, fast, x = made(kind)
+    y = run(fast, x)
+    assert torch.equal(run(copy.deepcopy(fast), x), y)
+    buffer = io.BytesIO()
+    torch.save(fast, buffer)
+    buffer.seek(0)
+    assert torch.equal(run(torch.load(buffer, weights_only=False), x), y)
+    _, other, _ = made(kind, weight_bits=3)
+    assert not torch.equal(run(other, x), y)
+    other.load_state_dict(fast.state_dict())
+    assert torch.equal(run(other, x), y)
+    assert run(fast.bfloat16(), x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(run(fast, x), y)
+
+
+@pytest.mark.parametrize("kind", [*SCHEMES, "conv2d"])
+def test_it_compiles_without_a_break(kind):
+    torch._dynamo.reset()
+    _, fast, x = made(kind)
+    compiled = torch.compile(fast, backend="eager" if kind == "conv2d" else "aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(compiled, x), run(fast, x), rtol=0, atol=2e-3)
+    x[2, 1, 5] = torch.nan
+    found = run(compiled, x).isnan()
+    assert found.any()
+    assert torch.equal(found, run(fast, x).isnan())
