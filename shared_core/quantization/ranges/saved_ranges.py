@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from shared_core.config.options import checked
-from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.errors import ConfigError
-from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import plain_name
 from shared_core.modules.own_forward import fast_paths_off
 from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
