@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from shared_core.errors import ReceiptError
 from shared_core.front_ends.wrapped_method import Wrapped
 
 if TYPE_CHECKING:
+    from lightning_eff._adapters.adapter import Adapter
     from lightning_eff._resume import ExactResume
     from lightning_eff._services import LightningServices
 
@@ -46,23 +47,45 @@ class Saving:
         self.final: Mapping[str, Any] | None = final  # the state at the end of this run, or of the one before it
         self.begins_with: Mapping[str, Any] | None = final if trains_on else None  # what was pruned stays pruned
         """The state that training begins with, None for a new run."""
-        self.recount: Recount | None = None
+        self.best = BestCheckpoints(trainer, session)
+        self._recount: Recount | None = None
         self._validated_at = -1
         self._place: ReceiptPlace | None = None
 
-    def wrapped(self, module: Any) -> list[Wrapped]:
-        """Return what surrounds the module's own hooks of checkpoints; begin to count."""
-        self.recount = Recount(self._trainer, module, self._session, self.leave_receipt)
-        # On the instance: a class's method would be replaced for all its models.
+    def wrapped(self, module: Any, adapters: Sequence[Adapter]) -> list[Wrapped]:
+        """Return what surrounds the writing of checkpoints, which adapters look at; begin to count."""
+        self._adapters = adapters
+        self._recount = Recount(self._trainer, module, self._session, self.leave_receipt)
         return [
             Wrapped(module, "on_save_checkpoint", self._save_weights),
             Wrapped(module, "on_load_checkpoint", self._load_weights),
+            Wrapped(self._trainer, "save_checkpoint", self._save),
+            *self.best.wrapped(),
         ]
+
+    def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        # Inside `swapped`: state of shards is gathered by all processes, also by those that write nothing.
+        with self._session.swapped("checkpoint"):
+            original(*args, **kwargs)
+        path = str(args[0] if args else kwargs["filepath"])
+        if self._recount is not None:
+            self._recount.saved(path)
+        for adapter in self._adapters:
+            adapter.saved(path)
 
     def close(self) -> None:
         """Count no more: the module's weights change from now on."""
-        if self.recount is not None:
-            self.recount.close()
+        if self._recount is not None:
+            self._recount.close()
+
+    def end(self) -> None:
+        """Validate a finished model that no validation has seen, save it where no checkpoint holds it, and tell."""
+        if self._services.can_validate:
+            self._session.validate_final(self._services.evaluate, anew=self.best.is_missing)
+        self.best.save_last()
+        if self._recount is not None:
+            self._recount.keep_final()
+        self.leave_receipt()
 
     def find_place(self) -> None:
         """Find out where the receipt goes; every process must ask."""
@@ -132,12 +155,13 @@ class BestCheckpoints:
         self._passed_over: list[Any] = []
         self._savers = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)]
         self._stoppers = list(trainer.early_stopping_callbacks)
-        self.wrapped = [
-            *(Wrapped(each, "_save_monitor_checkpoint", functools.partial(self._save, each)) for each in self._savers),
-            *(
-                Wrapped(each, "_evaluate_stopping_criteria", functools.partial(self._stop, each))
-                for each in self._stoppers
-            ),
+
+    def wrapped(self) -> list[Wrapped]:
+        """Return what surrounds the comparisons."""
+        save, stop = "_save_monitor_checkpoint", "_evaluate_stopping_criteria"
+        return [
+            *(Wrapped(each, save, functools.partial(self._save, each)) for each in self._savers),
+            *(Wrapped(each, stop, functools.partial(self._stop, each)) for each in self._stoppers),
         ]
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from lightning_eff._checkpoints import whole_files, wrap_loading
 from lightning_eff._private_names import check_private_names
 from lightning_eff._resume import ExactResume
 from lightning_eff._run_environment import Callback
-from lightning_eff._saving import BestCheckpoints, Saving
+from lightning_eff._saving import Saving
 from lightning_eff._services import LightningServices, preflight
 from lightning_eff._watched_steps import WatchedSteps
 from shared_core.distributed.collectives import world_size
@@ -60,7 +60,7 @@ class EffCallback(Callback):
         self._steps: WatchedSteps | None = None
         # made in `setup`, with the session
         self._resume, self._averages = cast(ExactResume, None), cast(Averages, None)
-        self._best, self._saving = cast(BestCheckpoints, None), cast(Saving, None)
+        self._saving = cast(Saving, None)
         self._adapters: list[Adapter] = []
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
@@ -129,17 +129,11 @@ class EffCallback(Callback):
     def _wrap_methods(self, trainer: Any, pl_module: Any) -> None:
         for adapter in self._adapters:
             self._wrapped += adapter.set_up()
-        around: tuple[tuple[str, Callable[..., Any]], ...] = (
-            ("configure_model", self._configure_model),
-            ("on_train_end", self._module_ends),
-        )
         self._wrapped += whole_files(trainer, self._session.note) + wrap_loading(trainer.strategy, self._session)
         # On the instance: a class's method would be replaced for all its models.
-        self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
-        self._wrapped += self._saving.wrapped(pl_module)
-        self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
-        self._best = BestCheckpoints(trainer, self._session)
-        self._wrapped += [*self._best.wrapped, *self._averages.wrapped()]
+        self._wrapped.append(Wrapped(pl_module, "configure_model", self._configure_model))
+        self._wrapped.append(Wrapped(pl_module, "on_train_end", self._module_ends))
+        self._wrapped += [*self._saving.wrapped(pl_module, self._adapters), *self._averages.wrapped()]
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         # keep_signature: Lightning looks at the parameters of `training_step` (batch_idx, dataloader_iter).
@@ -201,7 +195,7 @@ class EffCallback(Callback):
         preflight(trainer, self.session, self._services, self._seen)
         if self.session.is_changed:
             # Best checkpoints of another recipe cannot be compared with what comes.
-            self._best.forget()
+            self._saving.best.forget()
         self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
@@ -318,16 +312,6 @@ class EffCallback(Callback):
 
     # -- checkpoints
 
-    def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        # In `saving`: state of shards is gathered by all processes, also by those that write nothing.
-        with self._session.swapped("checkpoint"):
-            original(*args, **kwargs)
-        path = str(args[0] if args else kwargs["filepath"])
-        if self._saving.recount is not None:
-            self._saving.recount.saved(path)
-        for adapter in self._adapters:
-            adapter.saved(path)
-
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""
         if self.session is not None and self.session.context is not None:
@@ -360,12 +344,7 @@ class EffCallback(Callback):
         self._averages.take_over()
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
         self._saving.final, trainer._eff_leader = session.state_dict(), self
-        if self._services.can_validate:
-            session.validation.of_final(self._services.evaluate, after_steps=self._best.is_missing)
-        self._best.save_last()
-        if self._saving.recount is not None:
-            self._saving.recount.keep_final()
-        self._saving.leave_receipt()
+        self._saving.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
@@ -439,7 +418,7 @@ class EffCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
-        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best", "_saving", "_averages"))
+        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_saving", "_averages"))
         return {**self.__dict__, **empty, "_wrapped": [], "_joined": [], "_adapters": []}
 
 

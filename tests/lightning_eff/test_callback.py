@@ -292,26 +292,27 @@ def test_manual_optimisation_with_two_optimizers(tmp_path):
     assert 0.5 <= callback.receipt["techniques"]["prune"]["sparsity"] < 0.55
 
 
+class Newton(module_class(BOTH[0])):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
 @pytest.mark.parametrize(
-    ("recipe", "match"),
+    ("recipe", "make", "match"),
     [
-        ({"distill": {"teacher": "x"}}, "distill cannot be combined with Lightning's manual optimisation"),
-        ({"loss_scale": {"kind": "dynamic"}}, "loss_scale cannot be combined with Lightning's manual"),
+        (
+            {"distill": {"teacher": "x"}},
+            manual_module,
+            "distill cannot be combined with Lightning's manual",
+        ),
+        ({"loss_scale": {"kind": "dynamic"}}, manual_module, "loss_scale cannot be combined with Lightning's manual"),
+        (RECIPE, Newton, "prune cannot be combined with an LBFGS"),
     ],
 )
-def test_what_manual_optimisation_cannot_have_is_refused_by_name(recipe, match, tmp_path):
+def test_what_a_module_cannot_have_is_refused_by_name(recipe, make, match, tmp_path):
+    module = make()
     with pytest.raises(CompatibilityError, match=match):
-        run(tmp_path, recipe, manual_module())
-
-
-def test_lbfgs_is_refused_by_name(tmp_path):
-    class Newton(module_class(BOTH[0])):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters())
-
-    module = Newton()
-    with pytest.raises(CompatibilityError, match="prune cannot be combined with an LBFGS"):
-        run(tmp_path, module=module)
+        run(tmp_path, recipe, module)
     assert {type(part) for part in module.net.modules()} <= STOCK
 
 

@@ -1,4 +1,4 @@
-"""A run of each technique beside each callback that the trainers ship ends as its receipt says, or is refused."""
+"""A run beside each callback that the trainers ship ends as its receipt says, or is refused; runs of one folder."""
 
 import importlib.util
 import json
@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 from lightning_world import make_trainer
-from promise_drivers import hf_trainer, lightning_module
+from promise_drivers import hf_trainer, lightning_module, run_accelerate, run_bare, run_fabric, run_hf, run_lightning
 from promise_table import BATCH, NUM_STEPS, TECHNIQUES, eval_examples, recipe_of, train_examples
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
+from shared_core.engine import receipt as receipts
 from shared_core.engine.compatibility import refusal
 from shared_core.errors import CompatibilityError, EffError, ReceiptError
+from shared_core.reports.run_folder import read_run
 
 pl = pytest.importorskip("pytorch_lightning")
 from pytorch_lightning import callbacks as shipped  # noqa: E402
@@ -321,3 +323,34 @@ def test_weights_of_a_checkpoint_that_is_tested_are_not_those_of_the_receipt(tmp
     trainer.test(module, DataLoader(eval_examples(), BATCH), ckpt_path=tmp_path / "o.ckpt", verbose=False)
     trainer.save_checkpoint(tmp_path / "later.ckpt")
     assert torch.equal(read(tmp_path / "later.ckpt")["net.head.bias"], plain["state_dict"]["net.head.bias"])
+
+
+RUNS = {"hf": run_hf, "lightning": run_lightning, "accelerate": run_accelerate, "fabric": run_fabric}
+
+
+def receipts_recipe(sparsity):
+    return {"prune": {"sparsity": sparsity, "schedule": "one_shot", "begin": 1}}
+
+
+@pytest.mark.parametrize("front_end", RUNS)
+def test_a_later_run_keeps_the_receipts_of_earlier_ones(front_end, tmp_path):
+    for sparsity in (0.25, 0.5, 0.75):
+        RUNS[front_end](receipts_recipe(sparsity), tmp_path)
+    files = {"eff_receipt-1.json": 0.25, "eff_receipt-2.json": 0.5, "eff_receipt.json": 0.75}
+    assert {file.name for file in tmp_path.glob("eff_receipt*")} == files.keys()
+    for name, sparsity in files.items():
+        assert json.loads((tmp_path / name).read_text())["recipe"]["prune"]["sparsity"] == sparsity
+        assert read_run(tmp_path / name).receipt["recipe"]["prune"]["sparsity"] == sparsity
+    whole = read_run(tmp_path)
+    assert whole.receipt["recipe"]["prune"]["sparsity"] == 0.75
+    assert whole.notes[0].endswith("eff_receipt-1.json, eff_receipt-2.json")
+
+
+def test_one_run_writes_its_receipt_again_and_another_process_replaces_it(tmp_path, monkeypatch):
+    for _ in range(2):
+        first = receipts.Receipt(run_bare(receipts_recipe(0.25)).receipt, run=receipts)
+        first.write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["eff_receipt.json"]
+    monkeypatch.setattr(receipts, "_WRITTEN", {})
+    receipts.Receipt(first.values, run=object()).write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["eff_receipt.json"]

@@ -1,10 +1,12 @@
-"""An option that saves memory trains what its plain twin trains: under accumulation, and with an auxiliary loss."""
+"""Options that save memory, and packed batches, train what their plain twins train: under accumulation, too."""
 
 import pytest
-from language_runs import cut, documents, gradients, llama, padded, relative
+import torch
+from language_runs import FRONT_ENDS, cut, documents, gradients, llama, packed, padded, relative
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from shared_core.distillation.teacher_cache import write_teacher_cache
+from shared_core.modules.calls import evaluated
 
 
 def experts(seed, layers=2):
@@ -57,25 +59,76 @@ OPTIONS = {
 BESIDE_DISTILLATION = [case for case, (_, twin) in OPTIONS.items() if twin is not plain]
 
 
-def compare(case, front_end, tmp_path, make=experts):
-    found = []
+@pytest.mark.parametrize(
+    ("front_end", "case"),
+    [
+        *((front_end, case) for front_end in ("bare", "hf") for case in OPTIONS),  # which counts labels
+        *((front_end, case) for front_end in ("lightning", "accelerate", "fabric") for case in BESIDE_DISTILLATION),
+    ],
+)
+def test_an_option_that_saves_memory_trains_what_its_plain_twin_trains(front_end, case, tmp_path):
+    make, found = experts if front_end in ("bare", "hf") else llama, []
     for build in OPTIONS[case]:
         recipe = build(make(1, 3), tmp_path)
         found.append(gradients(front_end, make(0), recipe, cut(documents(), 2, padded), tmp_path)[0])
     assert relative(*found) < 2e-5
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_in_a_plain_loop(case, tmp_path):
-    compare(case, "bare", tmp_path)
+PACKED_OPTIONS = {
+    "default": {},
+    "chunked": {"chunked": True},
+    "several teachers": {},
+    "moving average": {"teacher": "ema"},
+    "mutual": {"teacher": "mutual"},
+    "cached": {},
+    "confidence": {"divergence": "jsd", "confidence": 0.08},
+    "hidden": {"hidden": ["model.layers.1=model.layers.2"]},
+    "relations": {"hidden": ["model.layers.1=model.layers.2"], "hidden_loss": "rkd"},
+    "cka": {"hidden": ["model.layers.1=model.layers.2"], "hidden_loss": "cka"},
+    "attention": {"attention": ["model.layers.0.self_attn=model.layers.2.self_attn"]},
+}
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_in_the_trainer_which_counts_labels(case, tmp_path):
-    compare(case, "hf", tmp_path)
+def recipe_of(case, folder, window):
+    teacher = [llama(1, 3), llama(2, 3)] if case == "several teachers" else llama(1, 3)
+    if case == "cached":
+        write_teacher_cache(teacher, window, folder / "cache", temperature=2.0)
+        teacher = f"cache:{folder / 'cache'}"
+    return {"distill": {"teacher": teacher, "alpha": 0.3, **PACKED_OPTIONS[case]}}
 
 
-@pytest.mark.parametrize("case", BESIDE_DISTILLATION)
-@pytest.mark.parametrize("front_end", ["lightning", "accelerate", "fabric"])
-def test_in_other_front_ends(front_end, case, tmp_path):
-    compare(case, front_end, tmp_path, llama)
+def student():
+    model = llama(0)
+    model.config.use_cache = False  # else transformers itself packs nothing, whatever is trained on
+    return model
+
+
+@pytest.mark.parametrize("size", [6, 3], ids=["one batch", "accumulated"])
+@pytest.mark.parametrize("case", PACKED_OPTIONS)
+def test_a_teacher_sees_documents_apart(case, size, tmp_path):
+    found = []
+    for number, collate in enumerate((padded, packed)):
+        folder, window = tmp_path / str(number), cut(documents(), size, collate)
+        folder.mkdir()
+        found.append(gradients("bare", student(), recipe_of(case, folder, window), window, folder)[0])
+    assert relative(*found) < 1e-5
+
+
+@pytest.mark.parametrize("front_end", [*FRONT_ENDS][1:])
+def test_in_every_front_end(front_end, tmp_path):
+    windows = [cut(documents(), 3, collate) for collate in (padded, packed)]
+    found = [
+        gradients(front_end, student(), recipe_of("default", tmp_path, ()), window, tmp_path)[0] for window in windows
+    ]
+    assert relative(*found) < 1e-5
+
+
+def test_so_does_a_model_that_calibration_runs_in_evaluation_mode():
+    model = torch.nn.Sequential(llama(0))  # a wrapper without a configuration
+    lone, batch = model[0].eval(), packed(documents())
+    with torch.no_grad():
+        alone = [lone(torch.tensor([row]), use_cache=False).logits for row in documents()]
+    with evaluated(model):
+        found = lone(**batch).logits
+    torch.testing.assert_close(found, torch.cat(alone, 1))
+    assert lone.config.use_cache

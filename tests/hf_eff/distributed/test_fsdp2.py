@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_runs import assert_second_round_replays, assert_two_trained_what_one_did, run_by_one_and_by_two
+from fsdp2_runs import (
+    assert_both_left_out_a_step,
+    assert_second_round_replays,
+    assert_two_trained_what_one_did,
+    run_by_one_and_by_two,
+)
 
 from hf_eff._checkpoints import newest_whole
 from shared_core.checkpoint_formats import open_ingredient
@@ -62,14 +67,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runs, kind):
 
 @pytest.mark.parametrize(("name", "finite"), [("scaler", [False, True]), ("fp8", None)])
 def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, name, finite):
-    first, second = (told[name] for told in runs["told"])
-    if finite is not None:
-        assert [first["finite"], second["finite"]] == finite
-    for told in (first, second):
-        assert (told["skipped"], told["applied"], told["rate"]) == (1, 5, 5)
-    found = [tensors[name] for tensors in runs["ranks"]]
-    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
-    assert all(bool(value.isfinite().all()) for value in found[0].values())
+    assert_both_left_out_a_step(runs, name, finite)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_runs import assert_second_round_replays, assert_two_trained_what_one_did, run_by_one_and_by_two
+from fsdp2_runs import (
+    assert_both_left_out_a_step,
+    assert_second_round_replays,
+    assert_two_trained_what_one_did,
+    run_by_one_and_by_two,
+)
 
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.soup import save_soup, uniform_soup
@@ -78,14 +83,7 @@ def test_a_soup_reads_the_shards_of_both_processes(runs, tmp_path):
 
 @pytest.mark.parametrize(("name", "finite"), [("scaler", [False, True]), ("fp16", [False, True]), ("fp8", None)])
 def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, name, finite):
-    first, second = (told[name] for told in runs["told"])
-    if finite is not None:
-        assert [first["finite"], second["finite"]] == finite
-    for told in (first, second):
-        assert (told["skipped"], told["applied"], told["rate"]) == (1, 5, 5)
-    found = [tensors[name] for tensors in runs["ranks"]]
-    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
-    assert all(bool(value.isfinite().all()) for value in found[0].values())
+    assert_both_left_out_a_step(runs, name, finite)
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])

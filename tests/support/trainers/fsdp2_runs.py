@@ -98,3 +98,15 @@ def assert_second_round_replays(runs):
     assert all(torch.equal(mask, two.masks[name]) for name, mask in one.masks.items())
     found = runs["ranks"][0]["ticket"]
     assert sum(int((found[name] == 0).sum()) for name in two.masks) == two.numel - told["kept"] > 0
+
+
+def assert_both_left_out_a_step(runs, name, finite):
+    """One process alone, or both, knew the step to be bad: `finite` is what each found, None where it is not asked."""
+    first, second = (told[name] for told in runs["told"])
+    if finite is not None:
+        assert [first["finite"], second["finite"]] == finite
+    for told in (first, second):
+        assert (told["skipped"], told["applied"], told["rate"]) == (1, 5, 5)
+    found = [tensors[name] for tensors in runs["ranks"]]
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+    assert all(bool(value.isfinite().all()) for value in found[0].values())
