@@ -81,7 +81,7 @@ class Saving:
     def end(self) -> None:
         """Validate a finished model that no validation has seen, save it where no checkpoint holds it, and tell."""
         if self._services.can_validate:
-            self._session.validate_final(self._services.evaluate, anew=self.best.is_missing)
+            self._session.validation.of_final(self._services.evaluate, after_steps=self.best.is_missing)
         self.best.save_last()
         if self._recount is not None:
             self._recount.keep_final()
