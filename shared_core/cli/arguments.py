@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -52,6 +52,26 @@ class CommandOptions(Options):
         """Return an option with its value as the command line has it."""
         return f"{cls.named(name)[1]} {value}"
 
+    @contextlib.contextmanager
+    def telling(self, beside: Collection[str] | None = None) -> Iterator[None]:
+        """Tell the error of an option that a function refuses by the command and the option's flag.
+
+        Args:
+            beside: Names of options that are no fields.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            name = error.option
+            if name in self.__dataclass_fields__:
+                error.where, flag = self.named(name)
+            elif name in (beside or ()):
+                error.where, flag = self.key, f"--{name.replace('_', '-')}"
+            else:
+                raise
+            error.rule = error.rule.replace(name, flag, 1)
+            raise
+
     def asked(self) -> dict[str, Any]:
         """Return the options for a report, by their flags' names, without those that say where results go."""
         names = {field.name: self.named(field.name)[1].lstrip("-") for field in dataclasses.fields(self)}
@@ -77,12 +97,12 @@ class ModelOptions(CommandOptions):
 
         return open_model(self.model, self.weights, self.key)
 
-
-def alone(asked: Any, needed: str = "") -> ConfigError:
-    """Return the error of a model whose function gives no example inputs, and what needs them."""
-    needs = f" for {needed}" if needed else ""
-    told = f"{asked.model} must return (model, example_inputs){needs}, got a model alone"
-    return ConfigError(asked.key, told, "return both")
+    def require_inputs(self, given: object, needed: str = "") -> None:
+        """Raise the error of a function that returns no example inputs, unless they are given or not needed."""
+        needs = f" for {needed}" if needed else ""
+        self.require(
+            given, f"{self.model} must return (model, example_inputs){needs}, got a model alone", "return both"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +163,7 @@ def training_command(help: str) -> Any:
 class RunnerOptions(CommandOptions):
     """Options of a command that runs a training several times."""
 
-    executor: str = option(
+    executor: Literal["local", "submitit", "ray"] = option(
         "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
     )
     executor_set: tuple[str, ...] = option(
@@ -173,7 +193,10 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
         def call(context: typer.Context | None = None, **given: Any) -> None:
             asked = options(**{name: value for name, value in given.items() if value not in (None, [], ())})
             beside = None if context is None else context.meta.get(BESIDE)
-            with results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext():
+            with (
+                results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext(),
+                asked.telling(beside),
+            ):
                 command(asked) if beside is None else command(asked, beside)
 
         context = _keyword("context", inspect.Parameter.empty, typer.Context)
@@ -186,9 +209,9 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
     """Return a field as typer wants a parameter."""
     kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
     flag, metavar = options.named(field.name)[1], None
-    is_optional = types.NoneType in get_args(kind)
+    is_optional = types.NoneType in get_args(kind) or field.default in (None, ())
     told = options.meaning(field)
-    kind = get_args(kind)[0] if is_optional else kind
+    kind = get_args(kind)[0] if types.NoneType in get_args(kind) else kind
     if get_origin(kind) is Literal:
         kind, metavar = str, type_text(kind)
     elif get_origin(kind) is tuple:

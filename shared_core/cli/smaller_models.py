@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import JudgedOptions, LossOptions, alone, bar, command_with_options, print_report, takes
+from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_with_options, print_report, takes
 from shared_core.cli.loading import check_new, copy_beside, function, made_up_inputs, save_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
@@ -63,13 +63,11 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
 
     check_new(asked.out, asked.key)
     config = as_config(technique)
-    if asked.shrink and config.granularity not in _SHRINKABLE:
-        raise ConfigError(
-            asked.key, f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
-        )
-    if asked.calibration is None and config.criterion in GATHERED:
-        what = f"--calibration must be given with {config.needs_batches}, got none"
-        raise ConfigError(asked.key, what, "name a function that returns batches")
+    told = f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+    asked.require(config.granularity in _SHRINKABLE or not asked.shrink, told)
+    is_enough = asked.calibration is not None or config.criterion not in GATHERED
+    told = f"--calibration must be given with {config.needs_batches}, got none"
+    asked.require(is_enough, told, "name a function that returns batches")
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(asked.batches)
@@ -77,9 +75,8 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     if example is None and needs_example:
         if data and run_batch is None:
             example = data[0]
-        elif folder is None:
-            raise alone(asked, "--shrink and for units or costs without --calibration")
         else:
+            asked.require_inputs(folder, "--shrink and for units or costs without --calibration")
             example = made_up_inputs(network, asked.key)
     quality: dict[str, float] = {}
     _judge(quality, "dense", network, judge)
@@ -185,8 +182,8 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
     check_new(asked.out, asked.key)
     config = LowRankConfig.from_dict(technique)
     needs = [name for name in ("sensitivity", *MEASURED) if name in (config.rule.kind, config.decomposition)]
-    if needs and asked.calibration is None:
-        raise ConfigError(asked.key, f"--calibration must be given with {needs[0]}, got none")
+    told = f"--calibration must be given with {', '.join(needs)}, got none"
+    asked.require(asked.calibration is not None or not needs, told)
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(config.calibration_batches)
@@ -297,8 +294,8 @@ class ShrinkOptions(LossOptions):
 
     def validate(self) -> None:
         """Refuse batches that nothing is measured on."""
-        if self.calibration is not None and not self.sizes():
-            raise ConfigError(self.key, "--calibration must come with sizes, as --layers 8, got none")
+        told = "--calibration must come with sizes, as --layers 8, got none"
+        self.require(self.calibration is None or self.sizes(), told)
 
 
 @takes(ShrinkOptions)
@@ -319,8 +316,7 @@ def shrink(asked: ShrinkOptions) -> None:
     network, example, folder = asked.open()
     example = function(asked.inputs, "eff shrink: --inputs")() if asked.inputs else example
     if example is None:
-        if folder is None:
-            raise alone(asked)
+        asked.require_inputs(folder)
         example = made_up_inputs(network, asked.key)
     result: ShrinkResult
     if (data := asked.data(asked.batches)) is None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, is_main, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, place_of, whole
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import atomic_write
 from shared_core.files.journal import write_object
 from shared_core.files.json_yaml import parse_json
@@ -113,16 +113,15 @@ def read_ticket(path: Path | str) -> Ticket:
         CheckpointError: If the file is missing, damaged, no ticket, or of a newer format.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError("lottery", f"{path} must be a ticket file, but there is none", "check the path")
+    told = f"{path} must be a ticket file, but there is none"
+    require(path.is_file(), "lottery", told, "check the path", CheckpointError)
     try:
         with safe_open(path, framework="pt") as file:
             told = parse_json((file.metadata() or {})["eff_ticket"])
             names = list(file.keys())
-            if int(told["format"]) > _FORMAT:
-                raise CheckpointError(
-                    "lottery", f"{path} was written by a newer efftrain", "update it to read this file"
-                )
+            newer = f"{path} was written by a newer efftrain"
+            is_known = int(told["format"]) <= _FORMAT
+            require(is_known, "lottery", newer, "update it to read this file", CheckpointError)
             masks = {}
             for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
                 packed, shape = file.get_tensor(_MASK + name), file.get_slice(_WEIGHT + name).get_shape()
@@ -133,9 +132,8 @@ def read_ticket(path: Path | str) -> Ticket:
         rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
         return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            "lottery", f"{path} must be a whole ticket file, got {error!r}", "it is damaged"
-        ) from error
+        told = f"{path} must be a whole ticket file, got {error!r}"
+        raise CheckpointError("lottery", told, "it is damaged") from error
 
 
 class _InFile(Mapping[str, Tensor]):
@@ -199,20 +197,14 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
     # A Lightning module holds the model under a prefix ("model."), a Hugging Face trainer does not.
     add, remove = _prefixes(list(ticket.masks), list(weights))
     masks = {add + name.removeprefix(remove): mask for name, mask in ticket.masks.items()}
+    told = f"{source} must be a ticket of this model's weights, but"
+    remedy = "train the model that it was found in, with the same include, skip and min_size"
     for name in sorted({*masks, *weights}):
-        if name not in masks or name not in weights:
-            side = "the model" if name not in masks else "the ticket"
-            raise CheckpointError(
-                "lottery",
-                f"{source} must be a ticket of this model's weights, but only {side} has {name}",
-                "train the model that it was found in, with the same include, skip and min_size",
-            )
-        if masks[name].shape != weights[name].shape:
-            raise CheckpointError(
-                "lottery",
-                f"{source} must be a ticket of this model's weights, but {name} has shape "
-                f"{tuple(weights[name].shape)} and its mask {tuple(masks[name].shape)}",
-            )
+        side = "the model" if name not in masks else "the ticket"
+        is_both = name in masks and name in weights
+        require(is_both, "lottery", f"{told} only {side} has {name}", remedy, CheckpointError)
+        own, its = tuple(weights[name].shape), tuple(masks[name].shape)
+        require(own == its, "lottery", f"{told} {name} has shape {own} and its mask {its}", "", CheckpointError)
     if not (add or remove):
         return ticket
     return dataclasses.replace(ticket, masks=masks, weights=_Renamed(ticket.weights, add, remove))
@@ -260,12 +252,9 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
         odd = next((name for name, value in own.items() if _kind(value) != _kind(theirs[name])), None)
     if odd is not None:
         told = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
-        raise CheckpointError(
-            "lottery",
-            f"{source} must hold the weights of this model, but {odd} is {told[0]} in the model and {told[1]} in the "
-            "ticket",
-            "train the model that it was found in",
-        )
+        rule = f"but {odd} is {told[0]} in the model and {told[1]} in the ticket"
+        rule = f"{source} must hold the weights of this model, {rule}"
+        raise CheckpointError("lottery", rule, "train the model that it was found in")
     if not any(map(is_sharded, own.values())):
         return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
     # A shard is compared with its place in the whole tensor; one process that differs is enough.
@@ -362,13 +351,10 @@ class RunFolder:
 
     def check_unfinished(self) -> None:
         """Refuse to train into the folder of a run that is finished."""
-        if (self._path / RESULT_FILE).exists():
-            raise CheckpointError(
-                "lottery",
-                f"out must not hold a finished run, got {self._path / RESULT_FILE}",
-                "choose another folder or remove it; a script that trains twice must give the recipe to one of its "
-                "trainings only",
-            )
+        file = self._path / RESULT_FILE
+        remedy = "choose another folder or remove it; a script that trains twice must give the recipe to one training"
+        told = f"out must not hold a finished run, got {file}"
+        require(not file.exists(), "lottery", told, remedy, CheckpointError)
 
     def keep(self, ticket: Ticket) -> None:
         """Keep the weights of step k until the run ends."""
@@ -382,18 +368,11 @@ class RunFolder:
     def check_kept(self, digest: str, step: int) -> None:
         """Refuse to resume a dense run beyond step k without the weights that it kept there."""
         weights = self.kept_weights()
-        if weights is None:
-            raise CheckpointError(
-                "lottery",
-                f"{self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}",
-                "resume with the same out, or start again",
-            )
-        if Ticket({}, weights, step).digest() != digest:
-            raise CheckpointError(
-                "lottery",
-                f"{self._path} must hold weights of the run that is resumed, got those of another",
-                "start again",
-            )
+        told = f"{self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}"
+        require(weights is not None, "lottery", told, "resume with the same out, or start again", CheckpointError)
+        is_same = Ticket({}, weights or {}, step).digest() == digest
+        told = f"{self._path} must hold weights of the run that is resumed, got those of another"
+        require(is_same, "lottery", told, "start again", CheckpointError)
 
     def finish(self, result: Mapping[str, Any], found: Ticket | None) -> None:
         """Write the ticket, if one was found, and then the figures."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shared_core.checkpoint_formats import averaged, load_checkpoint, open_ingredient
 from shared_core.engine.receipt import figures
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
 from shared_core.soup.config import larger_is_better
@@ -28,8 +28,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
     if pattern is not None:
         # Of several files the newest: a script may have written others before.
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise CheckpointError("chain", f"{folder} must hold a model under {pattern!r}, got nothing there")
+        require(found, "chain", f"{folder} must hold a model under {pattern!r}, got nothing there", "", CheckpointError)
         return found[-1]
     if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
         return folder

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shared_core.distributed.sharded_tensors import is_sharded
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import TrainingError, require
 from shared_core.weight_clustering.config import MAX_BITS, MIN_BITS
 
 Floats = NDArray[np.floating]
@@ -164,9 +164,10 @@ class SharedValues:
 
 def check_bits(bits: object, where: str) -> int:
     """Return `bits` if it is a whole number in [2, 8]."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
-        raise ConfigError(where, f"bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}")
-    return bits
+    is_whole = isinstance(bits, int) and not isinstance(bits, bool)
+    told = f"bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}"
+    require(is_whole and bits in range(MIN_BITS, MAX_BITS + 1), where, told)
+    return bits  # type: ignore[return-value]
 
 
 def wide(tensor: Tensor) -> NDArray[np.floating]:
@@ -203,8 +204,8 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
         (tensor([-1.0000,  1.0500,  3.0000,  5.0000]), tensor([0, 2, 2, 1, 0, 3, 4], dtype=torch.uint8))
     """
     check_bits(bits, name)
-    if weight.dtype not in SHARED_DTYPES:
-        raise ConfigError(name, f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
+    told = f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}"
+    require(weight.dtype in SHARED_DTYPES, name, told)
     flat = wide(weight)
     # Zeros are not clustered: a pruned weight stays zero, and its code is 0.
     live = flat != 0

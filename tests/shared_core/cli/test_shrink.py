@@ -79,7 +79,7 @@ def test_nothing_to_remove_is_said(run):
 def test_wrong_input_is_refused_and_nothing_is_written(run, tmp_path):
     with pytest.raises(ConfigError, match="example_inputs"):
         run("shrink_task:model", "--out", "small")
-    with pytest.raises(ConfigError, match="multiple_of"):
+    with pytest.raises(ConfigError, match="--multiple-of"):
         run("shrink_task:model_and_inputs", "--out", "small", "--multiple-of", "0")
     with pytest.raises(ConfigError, match="module:function"):
         run("nowhere", "--out", "small")

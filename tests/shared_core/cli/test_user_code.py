@@ -90,13 +90,10 @@ def test_the_model_cannot_be_built(eff):
     assert "at my_code.py:8 in narrow" in errors
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("import json\nx = json.loads('{')\n", " at my_code.py:2 in <module>; mend it"),
-        ("def build(:\n    pass\n", "SyntaxError: invalid syntax at my_code.py:1; mend it"),
-    ],
-)
+@pytest.mark.parametrize(("code", "told"), [
+    ("import json\nx = json.loads('{')\n", " at my_code.py:2 in <module>; mend it"),
+    ("def build(:\n    pass\n", "SyntaxError: invalid syntax at my_code.py:1; mend it"),
+])  # fmt: skip
 def test_a_module_that_cannot_be_imported(eff, tmp_path, code, told):
     (tmp_path / "my_code.py").write_text(code)
     assert eff(*COMMAND)[0] == 2
