@@ -270,6 +270,7 @@ def save_folder(
     where: str,
     example: Any = None,
     add: Callable[[Path], None] = lambda temporary: None,
+    file: str = "model.safetensors",
 ) -> None:
     """Write a model as the folder that it came from, its tokenizer beside it, or without one its weights alone.
 
@@ -282,7 +283,7 @@ def save_folder(
     saved: Any = network
     with atomic_folder(out) as temporary:
         if source is None:
-            save_model(network, str(temporary / "model.safetensors"))  # shared tensors once
+            save_model(network, str(temporary / file))  # shared tensors once
         else:
             saved.save_pretrained(temporary)
             copy_beside(source, temporary)

@@ -156,21 +156,12 @@ def curve_of(
         best = (max if larger else min)(history, key=lambda point: point[1], default=None)
         reached = best if quality == "best" else history[-1] if history else None
         dense = dense if rows else reached
-        rows.append(
-            CurveRow(
-                round=number,
-                control=control,
-                kept=result["kept"],
-                left=result["kept"] / result["numel"],
-                quality=reached[1] if reached else None,
-                best_step=best[0] if best else None,
-                reached_dense_at=next(
-                    (step for step, value in history if dense and _is_as_good(value, dense[1], larger)), None
-                ),
-                replay=result["replay"],
-                folder=folder.name,
-            )
-        )
+        kept, good = result["kept"], [step for step, it in history if dense and _is_as_good(it, dense[1], larger)]
+        row = CurveRow(
+            number, control, kept, kept / result["numel"], reached[1] if reached else None, best[0] if best else None,
+            good[0] if good else None, result["replay"], folder.name,
+        )  # fmt: skip
+        rows.append(row)
     return TicketCurve(tuple(rows), name, larger)
 
 
