@@ -33,13 +33,12 @@ if TYPE_CHECKING:
     from shared_core.runs import ChainTable, LotterySearch, Stage, TicketCurve
 
 
-def run(
-    context: typer.Context,
-    script: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
-    ],
-) -> None:
+_Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train).")
+]
+
+
+def run(context: typer.Context, script: _Script) -> None:
     """Run a script of a trainer, or a loop of accelerate, with techniques switched on by flags; it is not edited.
 
     Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE,
@@ -141,10 +140,7 @@ TRY_PAGE, TRY_RESULT = "eff_try.html", "eff_try.json"
 
 def try_out(
     context: typer.Context,
-    script: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
-    ],
+    script: _Script,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Runs of each technique, each beside a plain one.")] = 1,
     eval_batches: Annotated[
