@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import sys
 
 import commands
 import pytest
@@ -81,11 +80,8 @@ def tokenizer():
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "cache_task.py").write_text(TASK)
-    yield tmp_path
-    sys.modules.pop("cache_task", None)
+    commands.user_module(tmp_path, monkeypatch, "cache_task", TASK)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import functools
 import json
 import runpy
-import sys
 
 import commands
 import numpy as np
@@ -48,11 +47,8 @@ def none():
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "export_task.py").write_text(TASK)
-    yield tmp_path
-    sys.modules.pop("export_task", None)
+    commands.user_module(tmp_path, monkeypatch, "export_task", TASK)
+    return tmp_path
 
 
 eff = functools.partial(commands.eff, "export")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from safetensors.torch import save_file
 from torch import nn
 
@@ -33,8 +33,7 @@ def quality(net):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "talk.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "talk", TASK)
     for seed in range(2):
         torch.manual_seed(seed)
         save_file(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).state_dict(), f"{seed}.safetensors")

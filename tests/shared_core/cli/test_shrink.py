@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -31,9 +31,7 @@ def inputs():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "shrink_task.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "shrink_task", TASK)
     import shrink_task
 
     weights = shrink_task.model().state_dict()

@@ -52,16 +52,13 @@ QUALITY = ["--eval", "soup_task:quality", *NET]
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "soup_task.py").write_text(TASK)
+    commands.user_module(tmp_path, monkeypatch, "soup_task", TASK)
     for step in (1, 2, 3):
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         save_file({"w": torch.full((4, 4), float(step))}, folder / "model.safetensors")
         (folder / "config.json").write_text('{"width": 4}')
-    yield tmp_path
-    sys.modules.pop("soup_task", None)
+    return tmp_path
 
 
 eff = functools.partial(commands.eff, "soup")

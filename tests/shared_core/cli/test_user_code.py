@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from commands import user_module
 
 from shared_core.cli import main
 
@@ -41,10 +42,7 @@ COMMAND = ["prune", "my_code:build", "--sparsity", "0.5", "--out", "out"]
 @pytest.fixture
 def eff(tmp_path, monkeypatch, capsys):
     """Run a command line in a folder of its own; return exit code and what it wrote to stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_code", raising=False)
-    (tmp_path / "my_code.py").write_text(CODE)
+    user_module(tmp_path, monkeypatch, "my_code", CODE)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["eff", *arguments])
@@ -52,8 +50,7 @@ def eff(tmp_path, monkeypatch, capsys):
             main()
         return stopped.value.code, capsys.readouterr().err.strip()
 
-    yield run
-    sys.modules.pop("my_code", None)
+    return run
 
 
 @pytest.mark.parametrize(
