@@ -39,6 +39,9 @@ class CommandOptions(Options):
     Beside what `option` takes, ``argument=True`` makes a field an argument of the command, and ``flag`` is its name.
     """
 
+    technique: ClassVar[str] = ""
+    """The key of the technique whose options the command has too."""
+
     @classmethod
     def named(cls, name: str) -> tuple[str, str]:
         """Return the command, and the option's flag."""
@@ -53,7 +56,7 @@ class CommandOptions(Options):
         return f"{cls.named(name)[1]} {value}"
 
     @contextlib.contextmanager
-    def telling(self, beside: Collection[str] | None = None) -> Iterator[None]:
+    def telling(self, beside: Collection[str]) -> Iterator[None]:
         """Tell the error of an option that a function refuses by the command and the option's flag.
 
         Args:
@@ -62,14 +65,14 @@ class CommandOptions(Options):
         try:
             yield
         except ConfigError as error:
-            name = error.option
-            if name in self.__dataclass_fields__:
-                error.where, flag = self.named(name)
-            elif name in (beside or ()):
-                error.where, flag = self.key, f"--{name.replace('_', '-')}"
-            else:
-                raise
-            error.rule = error.rule.replace(name, flag, 1)
+            from shared_core.engine.registry import REGISTRY
+
+            known = {name: self.named(name)[1] for name in self.__dataclass_fields__}
+            known |= {name: f"--{name.replace('_', '-')}" for name in beside}
+            # of another technique, in a recipe
+            is_other = (of := error.where.partition(".")[0]) in REGISTRY and of != self.technique
+            if error.option in known and not is_other:
+                error.where, error.rule = self.key, error.rule.replace(error.option, known[error.option], 1)
             raise
 
     def asked(self) -> dict[str, Any]:
@@ -195,7 +198,7 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
             beside = None if context is None else context.meta.get(BESIDE)
             with (
                 results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext(),
-                asked.telling(beside),
+                asked.telling(beside or ()),
             ):
                 command(asked) if beside is None else command(asked, beside)
 

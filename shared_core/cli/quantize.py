@@ -41,6 +41,7 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     """Options of `eff quantize`."""
 
     key: ClassVar[str] = "eff quantize"
+    technique: ClassVar[str] = "qat"
     needs: ClassVar = {
         "sensitivity": ("calibration",), "largest_loss": ("evaluate", "calibration"), "method": ("calibration",),
         "correct_bias": ("calibration",), "kv_cache": ("calibration",), "batches": ("calibration",),

@@ -42,6 +42,7 @@ class PruneOptions(JudgedOptions, LossOptions):
     """Options of `eff prune` beside those of the technique."""
 
     key: ClassVar[str] = "eff prune"
+    technique: ClassVar[str] = "prune"
 
     batches: int = option(100, "Calibration batches to run, at most.", low=1)
     seed: int = option(0, "Of the draws of random and shapley.")
@@ -153,6 +154,7 @@ class LowRankOptions(JudgedOptions, LossOptions):
     """Options of `eff low-rank` beside those of the technique."""
 
     key: ClassVar[str] = "eff low-rank"
+    technique: ClassVar[str] = "low_rank"
 
     merged: bool = option(False, "Write whole weights of low rank, which load as before, and save nothing.")
     repeats: int = option(10, "Forwards that are timed, before and after.", low=1)

@@ -111,6 +111,7 @@ class SoupOptions(CommandOptions):
     """Arguments and options of `eff soup`."""
 
     key: ClassVar[str] = "eff soup"
+    technique: ClassVar[str] = "soup"
     needs: ClassVar = {"task": ("data",)}
     conditions: ClassVar = {"draws": f"--order random, or --kind {' or '.join(_DARE)}"}
     without: ClassVar = {

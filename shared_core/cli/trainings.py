@@ -195,6 +195,7 @@ class LotteryOptions(TicketOptions, RunnerOptions):
     """Options of `eff lottery`."""
 
     key: ClassVar[str] = "eff lottery"
+    technique: ClassVar[str] = "lottery"
 
     command: tuple[Any, ...] = training_command(
         "the training, `python my_train.py ARGS`; {round} stands for the run's name."

@@ -190,6 +190,12 @@ def test_conflicts_are_the_errors_of_the_start(recipe, told):
     assert [line for line in conflicts if line in str(error.value)], conflicts
 
 
+def test_an_option_of_a_technique_is_not_taken_for_one_of_the_command(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("{fp8: {recipe: best}}")
+    with pytest.raises(ConfigError, match=r"^fp8\.recipe: recipe must be one of"):
+        eff("explain", tmp_path / "recipe.yaml")
+
+
 def test_steps_come_from_epochs_as_trainers_count_them():
     epoch = {"recipe": "recipe.yaml", "examples": 10, "batch_size": 4}
     assert ExplainOptions(**epoch, epochs=2).length() == (6, 3)
