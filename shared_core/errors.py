@@ -83,6 +83,16 @@ class MissingExtraError(EffError, ImportError):
         self.args = (where, library, extra)  # what unpickling calls it with
 
 
+def require(holds: object, where: object, rule: str, remedy: str = "", error: type[EffError] = ConfigError) -> None:
+    """Raise an error unless its rule holds.
+
+    Example:
+        >>> require(2 > 1, "soup", "jobs must be above 1, got 2")
+    """
+    if not holds:
+        raise error(where, rule, remedy)
+
+
 def by_reason(left_out: Mapping[str, str]) -> str:
     """Return each reason once, rare ones first, with a name that it holds for and how many more there are.
 

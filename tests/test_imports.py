@@ -112,13 +112,10 @@ def test_lazy_packages_need_no_sources(tmp_path, monkeypatch):
     assert importlib.import_module("lazy_compiled").two == 2
 
 
-@pytest.mark.parametrize(
-    ("library", "error", "told"),
-    [
-        ("transformers", MissingExtraError, r"^lazy_two: needs transformers, .* pip install 'efftrain\[hf\]'"),
-        ("nobodys_library", ModuleNotFoundError, "nobodys_library"),
-    ],
-)
+@pytest.mark.parametrize(("library", "error", "told"), [
+    ("transformers", MissingExtraError, r"^lazy_two: needs transformers, .* pip install 'efftrain\[hf\]'"),
+    ("nobodys_library", ModuleNotFoundError, "nobodys_library"),
+])  # fmt: skip
 def test_a_name_that_needs_an_extra_tells_which(library, error, told, tmp_path, monkeypatch):
     package = tmp_path / "lazy_two"
     package.mkdir()

@@ -258,26 +258,23 @@ def test_json_is_read_as_a_list_and_as_lines(tmp_path):
     assert read(tmp_path / "a.json") == read(tmp_path / "b.jsonl") == rows
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--train_file=nowhere.csv"], "nowhere.csv must be a readable table.*No such file"),
-        (["--train_file="], "must be given together"),
-        (["--text_column=txt"], "--text_column must be a column of the train split.*did you mean 'text'"),
-        (["--label_column=class"], "--label_column must be a column"),
-        (["--dataset_name=x"], "must come without --train_file"),
-        (["--test_file=missing.csv"], "missing.csv must be a readable table"),
-        (["--prune_sparsity=1.5"], r"prune.sparsity: sparsity must be in \[0, 1\), got 1.5"),
-        (["--prune_every=5"], "--prune_every must come with --prune_sparsity"),
-        (["--prune_sparsitty=0.8"], "--prune_sparsitty=0.8 is not a flag; did you mean 'prune_sparsity'"),
-        (["--num_train_epochs=many"], "invalid float value"),
-        (["--model_size=huge"], "invalid choice"),
-        (["--distill_teacher=./no/such/teacher"], "teacher must be an existing folder"),
-        (["--model_name_or_path=./no/such/model"], "--model_name_or_path must be"),
-        (["--prune_sparsity=0.5", "--labelled=1000"], r"--labelled must be in \[1, 32\], got 1000"),
-        (["--vocab_size=3"], "--vocab_size at least 300"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--train_file=nowhere.csv"], "nowhere.csv must be a readable table.*No such file"),
+    (["--train_file="], "must be given together"),
+    (["--text_column=txt"], "--text_column must be a column of the train split.*did you mean 'text'"),
+    (["--label_column=class"], "--label_column must be a column"),
+    (["--dataset_name=x"], "must come without --train_file"),
+    (["--test_file=missing.csv"], "missing.csv must be a readable table"),
+    (["--prune_sparsity=1.5"], r"prune.sparsity: sparsity must be in \[0, 1\), got 1.5"),
+    (["--prune_every=5"], "--prune_every must come with --prune_sparsity"),
+    (["--prune_sparsitty=0.8"], "--prune_sparsitty=0.8 is not a flag; did you mean 'prune_sparsity'"),
+    (["--num_train_epochs=many"], "invalid float value"),
+    (["--model_size=huge"], "invalid choice"),
+    (["--distill_teacher=./no/such/teacher"], "teacher must be an existing folder"),
+    (["--model_name_or_path=./no/such/model"], "--model_name_or_path must be"),
+    (["--prune_sparsity=0.5", "--labelled=1000"], r"--labelled must be in \[1, 32\], got 1000"),
+    (["--vocab_size=3"], "--vocab_size at least 300"),
+])  # fmt: skip
 def test_bad_input_is_one_error(own_data, tmp_path, flags, message):
     with pytest.raises(EffError, match=message):
         quickstart.main([*own_data, *SHORT, f"--output_dir={tmp_path / 'out'}", *flags])

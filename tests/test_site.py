@@ -58,11 +58,10 @@ def check_that_lists_and_tables_are_such(site):
             assert not swallowed, f"{page.relative_to(site)}: {swallowed[0]}"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "shared_core").rglob("README.md"))],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("page", [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "shared_core").rglob("README.md")),
+], ids=lambda page: str(page.relative_to(ROOT)))  # fmt: skip
 def test_rows_of_tables_have_as_many_cells_as_their_heading(page):
     cells = 0
     for line in page.read_text(encoding="utf-8").splitlines():

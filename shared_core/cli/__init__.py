@@ -33,7 +33,7 @@ class _Group(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
         if cmd_name in _WORKING and command is not None and all(one.name != "quiet" for one in command.params):
-            command.params.append(_quiet_option())
+            command.params.append(click_parameters(_with_quiet)[0])
         return command
 
 
@@ -42,10 +42,6 @@ _WORKING = frozenset({
     "shrink", "soup", "try",
 })  # fmt: skip
 _QUIET = "EFF_QUIET"  # `engine.receipt` looks at it, which imports torch
-
-
-def _quiet_option() -> Any:
-    return click_parameters(_with_quiet)[0]
 
 
 def _be_quiet(context: typer.Context, wanted: bool) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -39,6 +39,9 @@ class CommandOptions(Options):
     Beside what `option` takes, ``argument=True`` makes a field an argument of the command, and ``flag`` is its name.
     """
 
+    technique: ClassVar[str] = ""
+    """The key of the technique whose options the command has too."""
+
     @classmethod
     def named(cls, name: str) -> tuple[str, str]:
         """Return the command, and the option's flag."""
@@ -51,6 +54,26 @@ class CommandOptions(Options):
     def written(cls, name: str, value: Any) -> str:
         """Return an option with its value as the command line has it."""
         return f"{cls.named(name)[1]} {value}"
+
+    @contextlib.contextmanager
+    def telling(self, beside: Collection[str]) -> Iterator[None]:
+        """Tell the error of an option that a function refuses by the command and the option's flag.
+
+        Args:
+            beside: Names of options that are no fields.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            from shared_core.engine.registry import REGISTRY
+
+            known = {name: self.named(name)[1] for name in self.__dataclass_fields__}
+            known |= {name: f"--{name.replace('_', '-')}" for name in beside}
+            # of another technique, in a recipe
+            is_other = (of := error.where.partition(".")[0]) in REGISTRY and of != self.technique
+            if error.option in known and not is_other:
+                error.where, error.rule = self.key, error.rule.replace(error.option, known[error.option], 1)
+            raise
 
     def asked(self) -> dict[str, Any]:
         """Return the options for a report, by their flags' names, without those that say where results go."""
@@ -77,12 +100,12 @@ class ModelOptions(CommandOptions):
 
         return open_model(self.model, self.weights, self.key)
 
-
-def alone(asked: Any, needed: str = "") -> ConfigError:
-    """Return the error of a model whose function gives no example inputs, and what needs them."""
-    needs = f" for {needed}" if needed else ""
-    told = f"{asked.model} must return (model, example_inputs){needs}, got a model alone"
-    return ConfigError(asked.key, told, "return both")
+    def require_inputs(self, given: object, needed: str = "") -> None:
+        """Raise the error of a function that returns no example inputs, unless they are given or not needed."""
+        needs = f" for {needed}" if needed else ""
+        self.require(
+            given, f"{self.model} must return (model, example_inputs){needs}, got a model alone", "return both"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +166,7 @@ def training_command(help: str) -> Any:
 class RunnerOptions(CommandOptions):
     """Options of a command that runs a training several times."""
 
-    executor: str = option(
+    executor: Literal["local", "submitit", "ray"] = option(
         "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
     )
     executor_set: tuple[str, ...] = option(
@@ -173,7 +196,10 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
         def call(context: typer.Context | None = None, **given: Any) -> None:
             asked = options(**{name: value for name, value in given.items() if value not in (None, [], ())})
             beside = None if context is None else context.meta.get(BESIDE)
-            with results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext():
+            with (
+                results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext(),
+                asked.telling(beside or ()),
+            ):
                 command(asked) if beside is None else command(asked, beside)
 
         context = _keyword("context", inspect.Parameter.empty, typer.Context)
@@ -186,9 +212,9 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
     """Return a field as typer wants a parameter."""
     kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
     flag, metavar = options.named(field.name)[1], None
-    is_optional = types.NoneType in get_args(kind)
+    is_optional = types.NoneType in get_args(kind) or field.default in (None, ())
     told = options.meaning(field)
-    kind = get_args(kind)[0] if is_optional else kind
+    kind = get_args(kind)[0] if types.NoneType in get_args(kind) else kind
     if get_origin(kind) is Literal:
         kind, metavar = str, type_text(kind)
     elif get_origin(kind) is tuple:

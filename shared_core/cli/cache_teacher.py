@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
 from shared_core.config.options import option
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -27,17 +27,16 @@ class CacheOptions(CommandOptions):
     teacher: str = option(
         help="A Hugging Face folder or Hub name, or module:function that returns the model.", argument=True
     )
-    data: str | None = option(
-        None,
-        "module:function that returns batches, a data set or a list of examples, or a pair of one of these two "
+    data: str = option(
+        help="module:function that returns batches, a data set or a list of examples, or a pair of one of these two "
         "and its collator; or a .jsonl file with an example a line.",
     )
-    out: Path | None = option(None, "The folder to write; new or empty, but for --resume.")
+    out: Path = option(help="The folder to write; new or empty, but for --resume.")
     temperature: float = option(2.0, "T, that of the training; another one is refused there.")
     top_k: int | None = option(
         None, "Classes to keep of a position; default 64, and all where an example has one output."
     )
-    dtype: str = option("float16", "Of the log-probabilities: float16 or float32.")
+    dtype: Literal["float16", "float32"] = option("float16", "Of the log-probabilities: float16 or float32.")
     batch_size: int = option(8, "Examples a batch, for a data set.", low=1)
     labelled: bool = option(False, "Store only positions whose label is not -100.")
     fields: str | None = option(None, "Inputs that tell examples apart, as input_ids,pixel_values; default all.")
@@ -76,9 +75,6 @@ def cache_teacher(asked: CacheOptions) -> None:
     from shared_core.distributed.job import Job
 
     data, out, teacher = asked.data, asked.out, asked.teacher
-    if data is None or out is None:
-        lacking = "--data" if data is None else "--out"
-        raise ConfigError(_WHERE, f"--data and --out must be given, got no {lacking}", "add it")
     with Job.joined() as job:
         examples = _lines(Path(data)) if data.endswith(".jsonl") else function(data, f"{_WHERE}: --data")()
         batches = batches_of(examples, asked.batch_size)
@@ -117,9 +113,8 @@ def _lines(file: Path) -> list[Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(_WHERE, f"--data must be a file with a JSON object a line, got {error}") from error
     odd = next((number for number, one in enumerate(found, start=1) if not is_example(one)), None)
-    if odd is not None or not found:
-        what = "no line" if odd is None else f"line {odd} without"
-        raise ConfigError(_WHERE, f"--data must hold numbers, or flat lists of them, by name, got {what}")
+    what = "no line" if odd is None else f"line {odd} without"
+    require(found and odd is None, _WHERE, f"--data must hold numbers, or flat lists of them, by name, got {what}")
     return found
 
 
@@ -134,12 +129,9 @@ def _tokenizer(name: str) -> Any:
     from shared_core.distillation.teacher_cache import tokenizer_fingerprint
 
     found = Path(name) if Path(name).is_dir() else function(name, f"{_WHERE}: --tokenizer")()
-    if tokenizer_fingerprint(found) is None:
-        raise ConfigError(
-            _WHERE,
-            f"--tokenizer must have a vocabulary, got {name} without",
-            "give a folder with tokenizer.json, or a function that returns the tokenizer",
-        )
+    told = f"--tokenizer must have a vocabulary, got {name} without"
+    remedy = "give a folder with tokenizer.json, or a function that returns the tokenizer"
+    require(tokenizer_fingerprint(found) is not None, _WHERE, told, remedy)
     return found
 
 

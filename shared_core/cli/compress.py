@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
 from shared_core.cli.loading import check_new, keep_report
 from shared_core.config.options import option
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, require
 from shared_core.printing import echo, table
+from shared_core.weight_clustering.config import MAX_BITS, MIN_BITS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,9 +38,9 @@ class CompressOptions(CommandOptions):
 
     model: Path = option(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True)
     out: Path = option(help="The file to write, such as model.eff; it must not exist.")
-    bits: int = option(5, "Bits of a code: 2**bits values a tensor, in [2, 8].")
+    bits: int = option(5, "Bits of a code: 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
     bits_of: tuple[str, ...] = option((), "PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact.")
-    min_size: int = option(256, "Store tensors with fewer elements exactly.")
+    min_size: int = option(256, "Store tensors with fewer elements exactly.", low=0)
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
     def widths(self) -> dict[str, int | None]:
@@ -47,8 +48,8 @@ class CompressOptions(CommandOptions):
         found: dict[str, int | None] = {}
         for pair in self.bits_of:
             pattern, _, bits = pair.rpartition("=")
-            if not pattern or not (bits == "exact" or bits.isdecimal()):
-                raise ConfigError(self.key, f"--bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
+            is_pair = pattern and (bits == "exact" or bits.isdecimal())
+            self.require(is_pair, f"--bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
             found[pattern] = None if bits == "exact" else int(bits)
         return found
 
@@ -67,8 +68,8 @@ def compress(asked: CompressOptions) -> None:
     from shared_core.tools.compression import compress as write
 
     out = asked.out
-    if out.exists():
-        raise CheckpointError(asked.key, f"--out must not exist yet, got {out}", "remove it or choose another")
+    rule = f"--out must not exist yet, got {out}"
+    require(not out.exists(), asked.key, rule, "remove it or choose another", CheckpointError)
     check_writable(out, "eff compress: --out")
     make_folder(out.parent)
     files, widths = _files(asked.model), asked.widths()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.cli.arguments import CommandOptions, alone, bar, takes
+from shared_core.cli.arguments import ModelOptions, bar, takes
 from shared_core.cli.loading import (
     check_new,
     copy_beside,
@@ -21,7 +21,7 @@ from shared_core.cli.loading import (
     user_batches,
 )
 from shared_core.config.options import option
-from shared_core.errors import ConfigError
+from shared_core.errors import require
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.printing import echo
@@ -38,7 +38,7 @@ _EXAMPLE_LENGTH = 16  # of inputs whose length stays open
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(CommandOptions):
+class ExportOptions(ModelOptions):
     """Options of `eff export`."""
 
     key: ClassVar[str] = "eff export"
@@ -48,7 +48,7 @@ class ExportOptions(CommandOptions):
         help="A Hugging Face folder, or module:function that returns (model, inputs); inputs: tensor, tuple, dict.",
         argument=True,
     )
-    out: Path | None = option(None, "The file, or of compressed-tensors and torchao the folder.")
+    out: Path = option(help="The file, or of compressed-tensors and torchao the folder.")
     weights: Path | None = option(
         None,
         "What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt. Without that "
@@ -66,7 +66,7 @@ class ExportOptions(CommandOptions):
         "transformers; gguf for llama.cpp.",
         flag="--format",
     )
-    opset: int = option(21, "21 to 23.", only_with=_ONNX)
+    opset: int = option(21, "Version of ONNX's operators.", low=21, high=23, only_with=_ONNX)
     static_batch: bool = option(
         False,
         "Fix the batch to the example's; executorch always does.",
@@ -91,7 +91,6 @@ class ExportOptions(CommandOptions):
         only_with=_ONNX,
     )
     no_verify: bool = option(False, "Do not load what was written in its runtime and compare.")
-    as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
 
 @takes(ExportOptions)
@@ -102,14 +101,15 @@ def export(asked: ExportOptions) -> None:
     --weights loads these; without --weights it returns a model that is quantised already, or stays in float.
     """
     kind, model, weights, verify = asked.kind, asked.model, asked.weights, not asked.no_verify
-    target = _checked_out(asked.out, kind)
+    target = asked.out
+    _check_out(asked)
     default_length = None if kind == "executorch" else _EXAMPLE_LENGTH
     network, example = model_and_inputs(asked, default_length, traced=kind in _TRACED)
     dynamic_length = asked.dynamic_length
     if kind == "onnx" and Path(model).is_dir():
         reads_tokens = "input_ids" in example
-        if dynamic_length and not reads_tokens:
-            raise ConfigError(asked.key, f"--dynamic-length must come with a model that reads tokens, got {model}")
+        told = f"--dynamic-length must come with a model that reads tokens, got {model}"
+        asked.require(reads_tokens or not dynamic_length, told)
         dynamic_length = dynamic_length or (reads_tokens and asked.length is None)
     batches = None if asked.calibration is None else list(user_batches(asked.calibration, "eff export: --calibration"))
     if asked.kv_cache is not None:
@@ -157,48 +157,38 @@ def export(asked: ExportOptions) -> None:
         echo(cache_line(values["calibrated_kv_cache"]))
 
 
-def _checked_out(out: Path | None, kind: str) -> Path:
-    if out is None:
-        raise ConfigError("eff export", "--out must be given, got none", "name what to write")
-    suffix = _SUFFIX[kind]
+def _check_out(asked: ExportOptions) -> None:
+    out, suffix = asked.out, _SUFFIX[asked.kind]
     if not suffix:
-        check_new(out, "eff export")
-        return out
-    if out.is_dir():
-        raise ConfigError("eff export", f"--out must be a file, got the folder {out}", "name a file in it")
-    if not out.parent.is_dir():
-        raise ConfigError("eff export", f"--out must lie in a folder that exists, got {out}", "make it first")
-    if out.exists() and out.suffix != suffix:  # such as the weights that are to be exported
-        raise ConfigError(
-            "eff export",
-            f"--out must be a new file, or a {suffix} file to write anew, got {out}, which exists",
-            "name another",
-        )
+        check_new(out, asked.key)
+        return
+    asked.require(not out.is_dir(), f"--out must be a file, got the folder {out}", "name a file in it")
+    asked.require(out.parent.is_dir(), f"--out must lie in a folder that exists, got {out}", "make it first")
+    told = f"--out must be a new file, or a {suffix} file to write anew, got {out}, which exists"
+    # one of another kind may be the weights that are to be exported
+    asked.require(out.suffix == suffix or not out.exists(), told, "name another")
     check_writable(out, "eff export: --out")
-    return out
 
 
 BETWEEN = "between_layers"
 """Of qat's part of ``eff_deployment.json``: scale and zero point of tensors that no layer's range is of."""
 
 
-def model_and_inputs(asked: Any, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
+def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
     """Return the model that `eff export` is asked for, as it quantised in training, and example inputs."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
     from shared_core.quantization import apply_ranges
 
     length, is_folder = asked.length, Path(asked.model).is_dir()
-    if length is not None and not is_folder:
-        told = f"--length must come with a folder, got {asked.model}"
-        raise ConfigError(asked.key, told, "its function returns the inputs")
+    told = f"--length must come with a folder, got {asked.model}"
+    asked.require(is_folder or length is None, told, "its function returns the inputs")
     has_ranges = asked.weights is not None and _has_ranges(asked.weights)
     network: Any
     network, example, folder = open_model(
         asked.model, asked.weights, asked.key, load_quantized if has_ranges else load_weights
     )
     if folder is None:
-        if example is None:
-            raise alone(asked)
+        asked.require_inputs(example is not None)
         return network, example
     network = network.float()
     for module in network.modules() if traced else ():
@@ -209,9 +199,10 @@ def model_and_inputs(asked: Any, default_length: int | None, *, traced: bool) ->
     if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
         apply_ranges(network, ranges)
     inputs = _inputs(network, default_length if length is None else length)
-    if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
-        read = f"{type(network).__name__}, which reads {', '.join(inputs)}"
-        raise ConfigError(asked.key, f"--length must come with a model that reads tokens, got {read}", "leave it out")
+    told = f"got {type(network).__name__}, which reads {', '.join(inputs)}"
+    reads_tokens = {"input_ids", "decoder_input_ids"} & inputs.keys()
+    told = f"--length must come with a model that reads tokens, {told}"
+    asked.require(reads_tokens or length is None, told, "leave it out")
     return network, inputs
 
 
@@ -221,8 +212,8 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     inputs = made_up_inputs(network, "eff export", length or 8)
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
-    if length is None or length < 2:
-        raise ConfigError("eff export", f"--length must be at least 2 for a model that reads tokens, got {length}")
+    told = f"--length must be at least 2 for a model that reads tokens, got {length}"
+    require(length is not None and length >= 2, "eff export", told)
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding

@@ -15,7 +15,7 @@ import typer
 
 from shared_core.cli.arguments import CommandOptions, takes
 from shared_core.config.options import option
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, require
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
@@ -48,10 +48,9 @@ def init(asked: InitOptions) -> None:
     from shared_core.hardware import default_device
 
     out = asked.out
-    if out.exists() and not asked.force:
-        raise ConfigError(asked.key, f"--out must be a new file, got {out}, which exists", "give another, or --force")
-    if not out.parent.is_dir():
-        raise ConfigError(asked.key, f"--out must lie in a folder that exists, got {out}")
+    told = f"--out must be a new file, got {out}, which exists"
+    asked.require(asked.force or not out.exists(), told, "give another, or --force")
+    asked.require(out.parent.is_dir(), f"--out must lie in a folder that exists, got {out}")
     asked = _answered(asked)
     goal, trainer = asked.goal or "smaller", asked.trainer or "hf"
     kind, name = _kind(asked.model or "other")
@@ -72,8 +71,7 @@ def _answered(asked: InitOptions) -> InitOptions:
     """Return the options with what the user says when asked for a goal, if it was not given."""
     if asked.goal is not None:
         return asked
-    if not _at_a_terminal():
-        raise ConfigError(asked.key, "--goal must be given where nobody can be asked", f"one of {', '.join(GOALS)}")
+    asked.require(_at_a_terminal(), "--goal must be given where nobody can be asked", f"one of {', '.join(GOALS)}")
     for known, what in GOALS.items():
         echo(f"  {known}: {what}")
     goal = typer.prompt("goal", default="smaller")
@@ -91,10 +89,8 @@ def _kind(model: str) -> tuple[Kind, str | None]:
     """Return the kind of a model, and its folder or function if it is to be looked at."""
     if model in get_args(Kind):
         return model, None  # type: ignore[return-value]
-    if ":" not in model and not Path(model).is_dir():
-        raise ConfigError(
-            "eff init", f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
-        )
+    told = f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
+    require(":" in model or Path(model).is_dir(), "eff init", told)
     from shared_core.activation_checkpointing.policies import chosen_blocks
     from shared_core.cli.planning import build
     from shared_core.errors import MatchError
@@ -111,8 +107,8 @@ def _check(recipe: Recipe, name: str, trainer: str) -> None:
     from shared_core.tools.explain import explain
 
     conflicts = explain(recipe, build(name, where="eff init")[0], trainer=trainer).conflicts
-    if conflicts:
-        raise CompatibilityError("eff init", f"this goal does not fit the model: {'; '.join(conflicts)}")
+    told = f"this goal does not fit the model: {'; '.join(conflicts)}"
+    require(not conflicts, "eff init", told, error=CompatibilityError)
 
 
 Kind = Literal["transformer", "cnn", "other"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest
+from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest, require
 from shared_core.files.atomic import atomic_folder, atomic_write, check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
@@ -29,33 +29,28 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
     Modules of the working folder can be imported.
     """
     module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(
-            f"{where} must be module:function, got {name!r}; my_module:build names build of my_module.py in this folder"
-        )
+    told = f"{where} must be module:function, got {name!r}"
+    require(
+        module_name and colon and function_name, told, "", "my_module:build names build of my_module.py in this folder"
+    )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        what = f"write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else "check the name"
-        raise ConfigError(
-            f"{where} must name an importable module, got {name!r}: {error}; {what}, and run where it can be imported"
-        ) from error
-    except EffError:
-        raise
     except Exception as error:  # what a module does when it is imported raises what it likes
-        spec = importlib.util.find_spec(module_name)
-        file = Path(spec.origin) if spec is not None and spec.origin else None
-        raise ConfigError(
-            f"{where} must name an importable module, got {name!r}: {broken_module(error, file)}; mend it"
-        ) from error
+        if isinstance(error, ImportError):
+            what = f"write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else "check the name"
+            why = f"{error}; {what}, and run where it can be imported"
+        elif isinstance(error, EffError):
+            raise
+        else:
+            spec = importlib.util.find_spec(module_name)
+            why = f"{broken_module(error, Path(spec.origin) if spec is not None and spec.origin else None)}; mend it"
+        raise ConfigError(f"{where} must name an importable module, got {name!r}: {why}") from error
     found: Any = getattr(module, function_name, None)
-    if not callable(found):
-        own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ConfigError(
-            f"{where} must name a function of {module_name}, got {function_name!r}{nearest(function_name, own)}"
-        )
+    own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    hint = "" if callable(found) else nearest(function_name, own)
+    require(callable(found), f"{where} must name a function of {module_name}, got {function_name!r}{hint}", "")
     try:
         inspect.signature(found).bind(*arguments)
     except TypeError as error:
@@ -72,11 +67,9 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
 def user_batches(name: str, where: str) -> Iterable[Any]:
     """Return the batches that the user's function returns, or yields."""
     batches = function(name, where)()
-    if not isinstance(batches, Iterable):
-        raise ConfigError(
-            f"{where} must return batches, got {type(batches).__name__}; return a list of them, or yield them"
-        )
-    return batches
+    told = f"{where} must return batches, got {type(batches).__name__}"
+    require(isinstance(batches, Iterable), told, "", "return a list of them, or yield them")
+    return batches  # type: ignore[no-any-return]
 
 
 def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> float:
@@ -85,27 +78,22 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
     try:
         return float(found)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            where,
-            f"--eval must return a number, got {type(found).__name__} {found!r:.40}",
-            "return one, such as the accuracy",
-        ) from error
+        told = f"--eval must return a number, got {type(found).__name__} {found!r:.40}"
+        raise ConfigError(where, told, "return one, such as the accuracy") from error
 
 
 def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:
     """Return what the user's function builds: (model, example inputs or None)."""
     from torch import nn
 
-    if ":" not in name:
-        raise ConfigError(
-            where,
-            f"{asked} must be module:function, or a model folder where the command takes one, got {name!r}",
-            "check the path, or write my_module:build for build of my_module.py in this folder",
-        )
+    told = f"{asked} must be module:function, or a model folder where the command takes one, got {name!r}"
+    require(
+        ":" in name, where, told, "check the path, or write my_module:build for build of my_module.py in this folder"
+    )
     built = function(name, f"{where}: {asked}")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(where, f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}")
+    told = f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}"
+    require(isinstance(model, nn.Module), where, told)
     return model, inputs
 
 
@@ -150,9 +138,8 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
         got = f"{tuple(own[other].shape)} for {other} of shape {tuple(shapes[other])}"
     else:
         got = f"missing {missing[:5]} and unexpected {unexpected[:5]}" if missing or unexpected else ""
-    if got:
-        told = f"{source} must hold the weights of the model, got {got}"
-        raise CheckpointError(where, told, "build the model that was trained")
+    told = f"{source} must hold the weights of the model, got {got}"
+    require(not got, where, told, "build the model that was trained", CheckpointError)
     check_values(model, own, f"{where}: {source}")
     model.load_state_dict(own, strict=False)
     return prefix
@@ -168,12 +155,12 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
         return dict(DistributedWeights(shards))
     if path.suffix == ".ckpt" and not path.is_dir():
         content = load_checkpoint(path)
-        if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-            raise CheckpointError(where, f"{path} must be a Lightning checkpoint, got no state_dict in it")
+        is_one = isinstance(content, dict) and isinstance(content.get("state_dict"), dict)
+        require(is_one, where, f"{path} must be a Lightning checkpoint, got no state_dict in it", error=CheckpointError)
         return dict(content["state_dict"])
     opened = open_ingredient(path)
-    if opened.kind == ADAPTER:
-        raise CheckpointError(where, f"{path} must be a whole model, got a PEFT adapter", "merge it into its model")
+    told = f"{path} must be a whole model, got a PEFT adapter"
+    require(opened.kind != ADAPTER, where, told, "merge it into its model", CheckpointError)
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
@@ -184,8 +171,8 @@ _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_stat
 
 def check_new(folder: Path, where: str) -> None:
     """Refuse a folder to write that holds something, or that cannot be written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(where, f"--out must be a new or empty folder, got {folder}")
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(is_free, where, f"--out must be a new or empty folder, got {folder}", error=CheckpointError)
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
@@ -194,10 +181,8 @@ def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, al
     from torch import nn
 
     model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
-    if not allow_codes and getattr(model, "is_quantized", False):
-        raise CheckpointError(
-            where, f"{folder} must hold weights in float, got codes", "give the folder that they were made from"
-        )
+    is_float, told = not getattr(model, "is_quantized", False), f"{folder} must hold weights in float, got codes"
+    require(allow_codes or is_float, where, told, "give the folder that they were made from", CheckpointError)
     return model.requires_grad_(True).eval()
 
 
@@ -210,12 +195,10 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
-            if folder.is_dir() and not (folder / "config.json").is_file():  # bare weights would be those of a student
-                raise CheckpointError(
-                    where,
-                    f"{folder} must be a model folder with config.json, got none in it",
-                    "give the folder that save_pretrained wrote, or a module:function that builds the model",
-                )
+            told = f"{folder} must be a model folder with config.json, got none in it"
+            remedy = "give the folder that save_pretrained wrote, or a module:function that builds the model"
+            is_whole = not folder.is_dir() or (folder / "config.json").is_file()  # bare weights may be a student's
+            require(is_whole, where, told, remedy, CheckpointError)
             try:
                 loaded: nn.Module = load(str(folder), *student, **options)
             except CheckpointError as error:
@@ -233,8 +216,7 @@ def open_model(
 ) -> tuple[nn.Module, Any, Path | None]:
     """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``."""
     if (folder := Path(model)).is_dir():
-        if weights is not None:
-            raise ConfigError(where, f"--weights must be left out for a folder, got {weights}")
+        require(weights is None, where, f"--weights must be left out for a folder, got {weights}")
         return load_folder(folder, where), None, folder
     network, example = build_model(model, where)
     if weights is not None:
@@ -269,12 +251,8 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, getattr(vision, "num_channels", 3), height, width)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
-    if not inputs:
-        raise ConfigError(
-            where,
-            f"model must read tokens, pixels or speech, for which inputs are made up, got {name}",
-            "name a function that returns them",
-        )
+    told = f"model must read tokens, pixels or speech, for which inputs are made up, got {name}"
+    require(inputs, where, told, "name a function that returns them")
     return inputs
 
 
@@ -292,6 +270,7 @@ def save_folder(
     where: str,
     example: Any = None,
     add: Callable[[Path], None] = lambda temporary: None,
+    file: str = "model.safetensors",
 ) -> None:
     """Write a model as the folder that it came from, its tokenizer beside it, or without one its weights alone.
 
@@ -304,16 +283,14 @@ def save_folder(
     saved: Any = network
     with atomic_folder(out) as temporary:
         if source is None:
-            save_model(network, str(temporary / "model.safetensors"))  # shared tensors once
+            save_model(network, str(temporary / file))  # shared tensors once
         else:
             saved.save_pretrained(temporary)
             copy_beside(source, temporary)
             if example is not None:
                 gap = difference(outputs(network, example), outputs(load_folder(temporary, where), example))
-                if not gap <= 1e-5:
-                    raise CheckpointError(
-                        where, f"the saved model must load with the same outputs, they differ by {gap}"
-                    )
+                told = f"the saved model must load with the same outputs, they differ by {gap}"
+                require(gap <= 1e-5, where, told, error=CheckpointError)
         add(temporary)
         for name, values in reports.items():
             (temporary / name).write_text(json_text(values) + "\n", encoding="utf-8")

@@ -71,9 +71,9 @@ class PlanOptions(RunOptions):
 
     def validate(self) -> None:
         """Refuse a model that is told twice, or not at all."""
-        if (self.params is None) == (self.config is None):
-            got = "neither" if self.params is None else "both"
-            raise ConfigError(self.key, f"either --params or --config must be given, got {got}")
+        got = "neither" if self.params is None else "both"
+        is_one = (self.params is None) != (self.config is None)
+        self.require(is_one, f"either --params or --config must be given, got {got}")
 
 
 @takes(PlanOptions)
@@ -102,9 +102,8 @@ def plan(asked: PlanOptions) -> None:
         accumulate=asked.accumulate, attention=asked.attention or own_attention,
     )  # fmt: skip
     techniques = Recipe({}) if asked.recipe is None else Recipe.from_yaml(asked.recipe)
-    if asked.recipe is not None and not techniques:
-        told = f"{asked.recipe} must switch on at least one technique"
-        raise ConfigError(asked.key, told, "leave --recipe out for a run without any")
+    told = f"{asked.recipe} must switch on at least one technique"
+    asked.require(asked.recipe is None or techniques, told, "leave --recipe out for a run without any")
     compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
     needs = plan_run(shape, run, techniques)
     fits = memory is None or needs.peak <= memory * _GIB
@@ -185,9 +184,8 @@ class ExplainOptions(RunOptions):
         from shared_core.errors import nearest
 
         for key in self.surrounding:
-            if key not in RUN_ENVIRONMENTS:
-                told = f"--surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
-                raise ConfigError(self.key, told)
+            told = f"--surrounding must be one that exists, got {key!r}"
+            self.require(key in RUN_ENVIRONMENTS, told + nearest(key, RUN_ENVIRONMENTS))
 
     def length(self) -> tuple[int | None, float | None]:
         """Return the optimizer steps of the run and of an epoch, None where they are unknown.
@@ -214,9 +212,7 @@ def explain(asked: ExplainOptions) -> None:
     total, per_epoch = asked.length()
     run = asked.run()
     read = Recipe.from_yaml(asked.recipe)
-    if not read:
-        told = f"{asked.recipe} must switch on at least one technique"
-        raise ConfigError(asked.key, told, "eff init writes a recipe")
+    asked.require(read, f"{asked.recipe} must switch on at least one technique", "eff init writes a recipe")
     options = {
         "trainer": asked.trainer, "run_environment": asked.surrounding, "total_steps": total,
         "steps_per_epoch": per_epoch,
@@ -371,34 +367,31 @@ class PrivacyOptions(CommandOptions):
     delta: float = option(1e-5, "Delta, below one over the number of examples.")
     noise_multiplier: float | None = option(None, "Print the epsilon of this noise multiplier.", above=0)
     target_epsilon: float | None = option(None, "Print the noise multiplier of this epsilon.", above=0)
-    sample_rate: float | None = option(None, "Share of the examples that a step expects.")
-    examples: int | None = option(None, "With --batch-size, in place of --sample-rate.")
-    batch_size: int | None = option(None, "Examples of a step, over all processes.")
-    steps: int | None = option(None, "Optimizer steps.")
-    epochs: float | None = option(None, "In place of --steps: passes over the data.")
+    sample_rate: float | None = option(None, "Share of the examples that a step expects.", above=0, high=1)
+    examples: int | None = option(None, "With --batch-size, in place of --sample-rate.", low=1)
+    batch_size: int | None = option(None, "Examples of a step, over all processes.", low=1)
+    steps: int | None = option(None, "Optimizer steps.", low=1)
+    epochs: float | None = option(None, "In place of --steps: passes over the data.", above=0)
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
 
     def validate(self) -> None:
         """Refuse a delta that promises nothing, and a question that is none."""
-        if not 0 < self.delta < 1 / (self.examples or 1):
-            told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
-            raise ConfigError(self.key, told, "take less")
-        if (self.noise_multiplier is None) == (self.target_epsilon is None):
-            got = f"got {self.noise_multiplier} and {self.target_epsilon}"
-            raise ConfigError(self.key, f"one of --noise-multiplier and --target-epsilon must be given, {got}")
+        told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
+        self.require(0 < self.delta < 1 / (self.examples or 1), told, "take less")
+        told = f"got {self.noise_multiplier} and {self.target_epsilon}"
+        is_one = (self.noise_multiplier is None) != (self.target_epsilon is None)
+        self.require(is_one, f"one of --noise-multiplier and --target-epsilon must be given, {told}")
 
     def sampling(self) -> tuple[float, int]:
         """Return the share of the examples that a step expects, and the number of steps."""
         rate, steps = self.sample_rate, self.steps
         if self.examples and self.batch_size is not None and rate is None:
             rate = self.batch_size / self.examples
-        if rate is None or not 0 < rate <= 1:
-            how = "give --sample-rate, or --examples and --batch-size"
-            raise ConfigError(self.key, f"--sample-rate must be in (0, 1], got {rate}", how)
-        if steps is None and self.epochs is not None:
-            steps = math.ceil(self.epochs * math.ceil(1 / rate - 1e-9))
-        if steps is None or steps < 1:
-            raise ConfigError(self.key, f"--steps must be at least 1, got {steps}", "give --steps or --epochs")
+        rate = rate or 0.0
+        told = f"--sample-rate must be in (0, 1], got {rate or 'none'}"
+        self.require(0 < rate <= 1, told, "give --sample-rate, or --examples and --batch-size")
+        steps = steps or math.ceil((self.epochs or 0) * math.ceil(1 / rate - 1e-9))
+        self.require(steps, "--steps must be given", "give --steps or --epochs")
         return rate, steps
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import JudgedOptions, alone, bar, command_with_options, takes
+from shared_core.cli.arguments import JudgedOptions, bar, command_with_options, takes
 from shared_core.cli.export import BETWEEN, load_quantized
 from shared_core.cli.loading import check_new, made_up_inputs, save_folder, user_batches
 from shared_core.config.options import option
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError, require
 from shared_core.files.json_yaml import json_text
 from shared_core.libraries import optional
 from shared_core.printing import echo
@@ -41,6 +41,7 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     """Options of `eff quantize`."""
 
     key: ClassVar[str] = "eff quantize"
+    technique: ClassVar[str] = "qat"
     needs: ClassVar = {
         "sensitivity": ("calibration",), "largest_loss": ("evaluate", "calibration"), "method": ("calibration",),
         "correct_bias": ("calibration",), "kv_cache": ("calibration",), "batches": ("calibration",),
@@ -70,11 +71,10 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     def validate(self) -> None:
         """Refuse what no table of pairs tells."""
         super().validate()
-        if self.qat is not None and not (self.evaluate or self.attack):
-            raise ConfigError(self.key, "--qat must come with --eval or --attack", "add what is missing")
-        if self.method not in (None, "gptq"):
-            remedy = "use llm-compressor for AWQ and SmoothQuant"
-            raise ConfigError(self.key, f"--method must be gptq, got {self.method!r}", remedy)
+        is_judged = self.qat is None or self.evaluate or self.attack
+        self.require(is_judged, "--qat must come with --eval or --attack", "add what is missing")
+        told = f"--method must be gptq, got {self.method!r}"
+        self.require(self.method in (None, "gptq"), told, "use llm-compressor for AWQ and SmoothQuant")
 
 
 @takes(QuantizeOptions)
@@ -131,8 +131,7 @@ def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_
     """Refuse what only the model shows, before anything is loaded or measured."""
     if is_folder and (asked.equalize or asked.correct_bias):
         _check_keeps_its_layers(study.network, "--equalize" if asked.equalize else "--correct-bias")
-    if asked.latency and inputs is None and not is_folder:
-        raise alone(asked, "--latency")
+    asked.require_inputs(is_folder or inputs is not None or not asked.latency, "--latency")
     try:
         study.check()
     except CompatibilityError as error:
@@ -148,12 +147,9 @@ def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) ->
         study.qat_model = copy.deepcopy(study.network)
         load_quantized(study.qat_model, asked.qat, "eff quantize: --qat")
     static = None if asked.calibration is not None else static_input(study.network, study.config)
-    if static is not None:
-        raise ConfigError(
-            asked.key,
-            f"--calibration must be given with {study.config.scheme}, whose inputs have ranges ({static}), got none",
-            "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges",
-        )
+    told = f"--calibration must be given with {study.config.scheme}, whose inputs have ranges ({static}), got none"
+    remedy = "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
+    asked.require(static is None, told, remedy)
     study.judge = asked.judge()
     if asked.attack is not None:
         study.images = _attack_data(user_batches(asked.attack, "eff quantize: --attack"))
@@ -199,12 +195,8 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
         options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
     config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
-    if useless:
-        raise ConfigError(
-            "eff quantize",
-            f"--set must hold options of quantising, got {useless[0]}, which only training has",
-            "drop it",
-        )
+    told = f"--set must hold options of quantising, got {', '.join(useless)}, which only training has"
+    asked.require(not useless, told, "drop it")
     return config, gptq
 
 
@@ -214,15 +206,10 @@ def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
 
     held = list(batches)
     for batch in held:
-        if not (
-            isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
-        ):
-            raise ConfigError(
-                "eff quantize",
-                f"--attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}",
-            )
-    if not held:
-        raise ConfigError("eff quantize", "--attack must return at least one batch, got none", "return some images")
+        is_pair = isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]
+        told = f"--attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}"
+        require(is_pair, "eff quantize", told)
+    require(held, "eff quantize", "--attack must return at least one batch, got none", "return some images")
     return [(x, y) for x, y in held]
 
 
@@ -239,22 +226,17 @@ def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:
     from torch import nn
 
     norm = next((name for name, at in network.named_modules() if isinstance(at, nn.modules.batchnorm._BatchNorm)), None)
-    if norm is not None:
-        raise ConfigError(
-            "eff quantize",
-            f"{flag} must be left out for a folder whose model has batch norms, which it fuses away, got {norm}",
-            "from_pretrained would make new ones",
-        )
+    told = f"{flag} must be left out for a folder whose model has batch norms, which it fuses away, got {norm}"
+    require(norm is None, "eff quantize", told, "from_pretrained would make new ones")
 
 
 def _options(pairs: list[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not (name and equals and value):
-            raise ConfigError("eff quantize", f"--set must be NAME=VALUE, got {pair!r}")
-        if options.setdefault(name, value) != value:
-            raise ConfigError("eff quantize", f"{name} must be given once, got {options[name]} and {value}")
+        require(name and equals and value, "eff quantize", f"--set must be NAME=VALUE, got {pair!r}")
+        told = f"{name} must be given once, got {options.setdefault(name, value)} and {value}"
+        require(options[name] == value, "eff quantize", told)
     return options
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import describe_flags, print_report
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import nearest, require
 from shared_core.front_ends.finding import front_ends
 from shared_core.printing import echo, table
 
@@ -143,10 +143,8 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
     """Return a line for each refusal of one name, or for each pair of several."""
     known = [*rows[0]][1:]
     for name in names:
-        if name not in known:
-            raise ConfigError(
-                "eff compat", f"{name} must be a technique or a run environment, got none{nearest(name, known)}"
-            )
+        told = f"{name} must be a technique or a run environment, got none{nearest(name, known)}"
+        require(name in known, "eff compat", told)
     pairs = [(row["technique"], other, row[other]) for row in rows for other in known if row[other] != "-"]
     if len(names) == 1:
         found = [pair for pair in pairs if names[0] in pair[:2] and pair[2] != "yes"]

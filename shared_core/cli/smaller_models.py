@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import JudgedOptions, LossOptions, alone, bar, command_with_options, print_report, takes
+from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_with_options, print_report, takes
 from shared_core.cli.loading import check_new, copy_beside, function, made_up_inputs, save_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
-from shared_core.files.json_yaml import json_text
 from shared_core.printing import table
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ class PruneOptions(JudgedOptions, LossOptions):
     """Options of `eff prune` beside those of the technique."""
 
     key: ClassVar[str] = "eff prune"
+    technique: ClassVar[str] = "prune"
 
     batches: int = option(100, "Calibration batches to run, at most.", low=1)
     seed: int = option(0, "Of the draws of random and shapley.")
@@ -63,13 +63,11 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
 
     check_new(asked.out, asked.key)
     config = as_config(technique)
-    if asked.shrink and config.granularity not in _SHRINKABLE:
-        raise ConfigError(
-            asked.key, f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
-        )
-    if asked.calibration is None and config.criterion in GATHERED:
-        what = f"--calibration must be given with {config.needs_batches}, got none"
-        raise ConfigError(asked.key, what, "name a function that returns batches")
+    told = f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+    asked.require(config.granularity in _SHRINKABLE or not asked.shrink, told)
+    is_enough = asked.calibration is not None or config.criterion not in GATHERED
+    told = f"--calibration must be given with {config.needs_batches}, got none"
+    asked.require(is_enough, told, "name a function that returns batches")
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(asked.batches)
@@ -77,40 +75,30 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     if example is None and needs_example:
         if data and run_batch is None:
             example = data[0]
-        elif folder is None:
-            raise alone(asked, "--shrink and for units or costs without --calibration")
         else:
+            asked.require_inputs(folder, "--shrink and for units or costs without --calibration")
             example = made_up_inputs(network, asked.key)
-    quality: dict[str, float] = {}
-    _judge(quality, "dense", network, judge)
+    quality = {"dense": judge(network)} if judge else {}
     with bar("calibration") as advance:
         done = prune_model(
             network, config, [example] if data is None and needs_example else data,
             loss=None if data is None else run_batch, num_batches=asked.batches, seed=asked.seed,
             allow_partial=asked.allow_partial, progress=advance,
         )  # fmt: skip
-    _judge(quality, "pruned", network, judge)
+    quality |= {"pruned": judge(network)} if judge else {}
     result = _shrunk(network, example) if asked.shrink else None
-    if result is not None:
-        _judge(quality, "shrunk", result.model, judge)
+    quality |= {"shrunk": judge(result.model)} if judge and result is not None else {}
     values = {
         "asked": {name: value for name, value in asked.asked().items() if name != "allow_partial"},
         "config": _applied(config),
         **done.to_dict(),
         "quality": quality,
-        "shrink": _values(result) if result else None,
+        "shrink": _shrink_values(result) if result else None,
     }
     saved = result.model if result else network
     # a shrunk folder must load with the same outputs
     save_folder(asked.out, saved, folder, {PRUNING_FILE: values}, asked.key, example if result else None)
     print_report(values, _pruning_lines(asked.out, values), as_json=asked.as_json)
-
-
-def _judge(
-    quality: dict[str, float], name: str, network: nn.Module, judge: Callable[[nn.Module], float] | None
-) -> None:
-    if judge is not None:
-        quality[name] = judge(network)
 
 
 def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
@@ -122,10 +110,6 @@ def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
 
 def _applied(config: PruneConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in _during_training()}
-
-
-def _values(result: ShrinkResult) -> dict[str, Any]:
-    return {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
 
 
 def _pruning_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
@@ -152,7 +136,11 @@ def _pruning_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
         yield from (f"kept: {name}: {reason}" for name, reason in values["shrink"]["kept"].items())
     else:
         yield values["note"]
-    if values["quality"]:
+    yield from _quality(values)
+
+
+def _quality(values: dict[str, Any]) -> Iterator[str]:
+    if values.get("quality"):
         yield "quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items())
 
 
@@ -166,6 +154,7 @@ class LowRankOptions(JudgedOptions, LossOptions):
     """Options of `eff low-rank` beside those of the technique."""
 
     key: ClassVar[str] = "eff low-rank"
+    technique: ClassVar[str] = "low_rank"
 
     merged: bool = option(False, "Write whole weights of low rank, which load as before, and save nothing.")
     repeats: int = option(10, "Forwards that are timed, before and after.", low=1)
@@ -180,13 +169,14 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
     """
     from shared_core.low_rank import LowRankConfig, factorize, merge
     from shared_core.low_rank.config import MEASURED
+    from shared_core.low_rank.saving import WEIGHTS_FILE
     from shared_core.tools.measuring import difference, forward_flops, latency, outputs, state_bytes
 
     check_new(asked.out, asked.key)
     config = LowRankConfig.from_dict(technique)
     needs = [name for name in ("sensitivity", *MEASURED) if name in (config.rule.kind, config.decomposition)]
-    if needs and asked.calibration is None:
-        raise ConfigError(asked.key, f"--calibration must be given with {needs[0]}, got none")
+    told = f"--calibration must be given with {', '.join(needs)}, got none"
+    asked.require(asked.calibration is not None or not needs, told)
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(config.calibration_batches)
@@ -211,27 +201,16 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
         values["output_difference"] = difference(outputs(dense, example), outputs(network, example))
     if judge is not None:
         values["quality"] = {**quality, "low_rank": judge(network)}
-    _write(asked.out, network, values, folder, merged=asked.merged)
-    print_report(values, _low_rank_lines(asked.out, values), as_json=asked.as_json)
-
-
-def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, *, merged: bool) -> None:
-    from safetensors.torch import save_model
-
-    from shared_core.files.atomic import atomic_folder
-    from shared_core.low_rank.factorize import WEIGHTS_FILE
-
     saved: Any = network
-    with atomic_folder(out) as temporary:
-        if folder is not None and merged:
-            saved.save_pretrained(temporary)
-        else:
-            save_model(network, str(temporary / ("model.safetensors" if merged else WEIGHTS_FILE)))
-            if folder is not None:
-                saved.config.save_pretrained(temporary)
-        if folder is not None:
+
+    def add(temporary: Path) -> None:
+        if folder is not None and not asked.merged:
+            saved.config.save_pretrained(temporary)
             copy_beside(folder, temporary)
-        (temporary / LOW_RANK_FILE).write_text(json_text(values) + "\n", encoding="utf-8")
+
+    source, file = (folder, "model.safetensors") if asked.merged else (None, WEIGHTS_FILE)
+    save_folder(asked.out, network, source, {LOW_RANK_FILE: values}, asked.key, add=add, file=file)
+    print_report(values, _low_rank_lines(asked.out, values), as_json=asked.as_json)
 
 
 def _low_rank_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
@@ -248,8 +227,7 @@ def _low_rank_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
             yield f"{name}: {before:,} -> {after:,} ({after / before:.2f}x){unit}"
     if "output_difference" in values:
         yield f"largest difference of the outputs: {values['output_difference']:.1e}"
-    if "quality" in values:
-        yield "quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items())
+    yield from _quality(values)
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -297,8 +275,8 @@ class ShrinkOptions(LossOptions):
 
     def validate(self) -> None:
         """Refuse batches that nothing is measured on."""
-        if self.calibration is not None and not self.sizes():
-            raise ConfigError(self.key, "--calibration must come with sizes, as --layers 8, got none")
+        told = "--calibration must come with sizes, as --layers 8, got none"
+        self.require(self.calibration is None or self.sizes(), told)
 
 
 @takes(ShrinkOptions)
@@ -319,8 +297,7 @@ def shrink(asked: ShrinkOptions) -> None:
     network, example, folder = asked.open()
     example = function(asked.inputs, "eff shrink: --inputs")() if asked.inputs else example
     if example is None:
-        if folder is None:
-            raise alone(asked)
+        asked.require_inputs(folder)
         example = made_up_inputs(network, asked.key)
     result: ShrinkResult
     if (data := asked.data(asked.batches)) is None:
@@ -332,17 +309,16 @@ def shrink(asked: ShrinkOptions) -> None:
                 network, asked.sizes(), data, example, criterion=asked.criterion,
                 layer_criterion=asked.layer_criterion, loss=run_batch, seed=asked.seed,
             )  # fmt: skip
-    report = _report(result)
+    report = _shrink_values(result)
+    for name in ("bytes", "flops", "milliseconds", "parameters", "loss"):
+        if report.get(name) is not None:
+            report[name] = dict(zip(("before", "after"), report[name], strict=True))
     save_folder(asked.out, result.model, folder, {SHRINK_FILE: report}, asked.key, example)
     print_report(report, _shrink_lines(asked.out, result), as_json=asked.as_json)
 
 
-def _report(result: ShrinkResult) -> dict[str, Any]:
-    values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
-    for name in ("bytes", "flops", "milliseconds", "parameters", "loss"):
-        if values.get(name) is not None:
-            values[name] = dict(zip(("before", "after"), values[name], strict=True))
-    return values
+def _shrink_values(result: ShrinkResult) -> dict[str, Any]:
+    return {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
 
 
 def _shrink_lines(out: Path, result: ShrinkResult) -> Iterator[str | Table]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score
 from shared_core.config.options import option
-from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+from shared_core.errors import CheckpointError, MissingExtraError, require
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
@@ -76,12 +76,9 @@ class Judge:
         """Return the user's function of a model as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
-        if model is None and not (first.kind == HF_FOLDER and first.config):
-            raise CheckpointError(
-                "eff soup",
-                f"--eval must have a model, which {first.name} ({first.kind}) does not tell",
-                "give --model module:function that builds it",
-            )
+        told = f"--eval must have a model, which {first.name} ({first.kind}) does not tell"
+        has_model = model is not None or (first.kind == HF_FOLDER and first.config)
+        require(has_model, "eff soup", told, "give --model module:function that builds it", CheckpointError)
         evaluate = ModelScore(name, model, None if model else first.path)
         file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
         # scores of a function that was changed since are not its own
@@ -93,14 +90,12 @@ class Judge:
         """Return a built-in metric of the model in the first ingredient's folder."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
-        if task not in _TASKS:
-            raise ConfigError("eff soup", f"--task must be one of {', '.join(_TASKS)}, got {task!r}", "or give --eval")
-        if first.kind != HF_FOLDER or not first.config or any(first.prefixes.values()):
-            raise CheckpointError(
-                "eff soup",
-                f"--task must have Hugging Face folders of one model with config.json, got {first.name} ({first.kind})",
-                "give --eval",
-            )
+        require(
+            task in _TASKS, "eff soup", f"--task must be one of {', '.join(_TASKS)}, got {task!r}", "or give --eval"
+        )
+        is_model = first.kind == HF_FOLDER and first.config and not any(first.prefixes.values())
+        told = f"--task must have Hugging Face folders of one model with config.json, got {first.name} ({first.kind})"
+        require(is_model, "eff soup", told, "give --eval", CheckpointError)
         options["device"] = device_name(options["device"], "eff soup")
         for front_end in front_ends():
             make = getattr(front_end, "evaluator", None)
@@ -116,6 +111,7 @@ class SoupOptions(CommandOptions):
     """Arguments and options of `eff soup`."""
 
     key: ClassVar[str] = "eff soup"
+    technique: ClassVar[str] = "soup"
     needs: ClassVar = {"task": ("data",)}
     conditions: ClassVar = {"draws": f"--order random, or --kind {' or '.join(_DARE)}"}
     without: ClassVar = {
@@ -171,9 +167,10 @@ class SoupOptions(CommandOptions):
         only_with={"kind": _TASK_VECTORS},
     )
     t: float = option(0.5, "0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
-    weights: str | None = option(
+    weights: tuple[float, ...] | None = option(
         None,
         "How much each checkpoint counts, as 600,200,200: example counts for federated averaging.",
+        flag_type=str,
         only_with={"kind": ("weighted", *_TASK_VECTORS)},
     )
     diagnose: bool = option(
@@ -214,8 +211,7 @@ class SoupOptions(CommandOptions):
 
     def validate(self) -> None:
         """Refuse options that play no part with this kind, and name those that lack."""
-        if self.out is None and not self.diagnose:
-            raise ConfigError(self.key, "--out must be given, got none", "name the folder or file to write")
+        self.require(self.out or self.diagnose, "--out must be given, got none", "name the folder or file to write")
         if self.averages:
             self._check_average()
         else:
@@ -227,23 +223,20 @@ class SoupOptions(CommandOptions):
             ("averages of adapters take", ("rank",) if self.kind in _MERGES else ()),
             ("say how candidates are evaluated", (*_JUDGED, *_OF_TASK)),
         ):
-            if given := [self.named(name)[1] for name in names if self.is_given(name)]:
-                told = f"--kind {self.kind} must stand without {' and '.join(given)}, which {why}"
-                raise ConfigError(self.key, told, "leave one or the other out")
-        if self.kind == "weighted" and self.weights is None:
-            raise ConfigError(self.key, "--weights must be given with --kind weighted", "tell how much each counts")
+            given = [self.named(name)[1] for name in names if self.is_given(name)]
+            told = f"--kind {self.kind} must stand without {' and '.join(given)}, which {why}"
+            self.require(not given, told, "leave one or the other out")
+        told = "--weights must be given with --kind weighted"
+        self.require(self.kind != "weighted" or self.weights, told, "tell how much each counts")
 
     def _check_judged(self) -> None:
-        if (self.evaluate is None) == (self.task is None):
-            got = "none" if self.task is None else "both"
-            raise ConfigError(
-                self.key,
-                f"--eval must be given as module:function, or --task with --data, got {got}",
-                "or average all with --kind uniform",
-            )
+        got = "none" if self.task is None else "both"
+        told = f"--eval must be given as module:function, or --task with --data, got {got}"
+        self.require((self.evaluate is None) != (self.task is None), told, "or average all with --kind uniform")
         other, odd = ("--task", _OF_TASK) if self.task is None else ("--eval", ("mode", "model"))
-        if given := [self.named(name)[1] for name in odd if self.is_given(name)]:
-            raise ConfigError(self.key, f"{given[0]} must come with {other}, got none", "leave it out")
+        for name in odd:
+            told = f"{self.named(name)[1]} must come with {other}, got none"
+            self.require(not self.is_given(name), told, "leave it out")
 
     def judge(self, first: Any) -> Judge:
         """Return what scores state dicts: the user's function, or a metric of the model in the first's folder."""
@@ -278,13 +271,13 @@ class Checkpoints:
 
         found = expand(options.paths)
         bases = [] if options.base is None else expand([*found, options.base])[len(found) :]
-        if len(bases) > 1:
-            raise CheckpointError("eff soup", f"--base must name one checkpoint, got {len(bases)}", "name one of them")
+        told = f"--base must name one checkpoint, got {len(bases)}"
+        require(len(bases) < 2, "eff soup", told, "name one of them", CheckpointError)
         # first, so that a pattern that matched no file is named
         opened = open_ingredients([*found, *bases]) if found else []
         opened, base = opened[: len(found)], next(iter(opened[len(found) :]), None)
-        if len(found) < 2:
-            raise CheckpointError("eff soup", f"PATH must name at least two checkpoints, got {len(found)}", "give more")
+        told = f"PATH must name at least two checkpoints, got {len(found)}"
+        require(len(found) > 1, "eff soup", told, "give more", CheckpointError)
         if options.out is not None:
             check_target(options.out, opened[0])
             check_beside(opened)
@@ -292,7 +285,7 @@ class Checkpoints:
             check_writable(options.journal, "eff soup: --journal")
         if options.plot is not None:
             check_plot(options.plot, "eff soup")
-        shares = None if options.weights is None else _numbers(options.weights)
+        shares = None if options.weights is None else [*options.weights]
         check_weights(shares, len(opened))
         usable, remask, notes = masked_ingredients(opened, keep_unpruned=options.unpruned)
         if shares is not None:
@@ -391,8 +384,8 @@ def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float
     from shared_core.soup.scoring import rank_by_logged
 
     metric, colon, better = rank_by.partition(":")
-    if not metric or (colon and better not in ("max", "min")):
-        raise ConfigError("eff soup", f"--rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
+    told = f"--rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}"
+    require(metric and better in (("max", "min") if colon else ("",)), "eff soup", told)
     usable, values = rank_by_logged(usable, metric, cast(Any, better or "auto"))
     return usable, {item.name: value for item, value in zip(usable, values, strict=True)}
 
@@ -481,10 +474,3 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job:
         Console(width=max(Console().width, 120)).print(diagnosis_table(found))
     for warning in found.warnings:
         _aside(warning)
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError("eff soup", f"--weights must be numbers such as 600,200,200, got {text!r}") from None

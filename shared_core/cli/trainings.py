@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import runpy
 import sys
@@ -12,31 +13,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 from typer.core import TyperCommand
 
 from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_command
-from shared_core.config.options import option
-from shared_core.errors import ConfigError, EffError
+from shared_core.config.options import checked, option
+from shared_core.config.training_time import Position
+from shared_core.errors import EffError, require
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
 from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
+from shared_core.lottery_ticket.config import TicketOptions
 from shared_core.printing import echo
 from shared_core.runs.child_processes import handed_on
 
 if TYPE_CHECKING:
-    from shared_core.runs import ChainTable, Stage, TicketCurve
+    from shared_core.runs import ChainTable, LotterySearch, Stage, TicketCurve
 
 
-def run(
-    context: typer.Context,
-    script: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
-    ],
-) -> None:
+_Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train).")
+]
+
+
+def run(context: typer.Context, script: _Script) -> None:
     """Run a script of a trainer, or a loop of accelerate, with techniques switched on by flags; it is not edited.
 
     Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE,
@@ -47,33 +49,23 @@ def run(
     """
     from shared_core.runs.command import is_launcher
 
-    if script.startswith("-"):
-        raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
-    if is_launcher(script) and "." not in script and not Path(script).is_file():
-        raise ConfigError(
-            "eff run",
-            f"script must be a file or a module, got {script!r}",
-            "put the launcher first: torchrun --nproc-per-node 2 $(which eff) run train.py ...",
-        )
+    require(not script.startswith("-"), "eff run", f"script must come before the flags, got {script!r}")
+    is_command = is_launcher(script) and "." not in script and not Path(script).is_file()
+    remedy = "put the launcher first: torchrun --nproc-per-node 2 $(which eff) run train.py ..."
+    require(not is_command, "eff run", f"script must be a file or a module, got {script!r}", remedy)
     ours, rest = take_flags(context.args)
     if (steps := ours.pop(STEPS_FLAG, None)) is not None:
         os.environ[STEPS_VARIABLE] = steps
         asked_steps()
     recipe = recipe_of(ours)
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
-    if not recipe and not asks_for_help:
-        raise ConfigError(
-            "eff run",
-            "at least one technique must be switched on",
-            f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){_nearest_flag(rest)}",
-        )
+    _require_technique(recipe or asks_for_help, "eff run", rest)
     # a console script such as bin/trl is one of Python too
     is_file = script.endswith(".py") or Path(script).is_file()
-    if is_file and not Path(script).is_file():
-        raise ConfigError("eff run", f"script must be a file, got {script!r}", "check the path")
+    told = f"script must be a file, got {script!r}"
+    require(Path(script).is_file() or not is_file, "eff run", told, "check the path")
     installed = front_ends()
-    if not installed:
-        raise ConfigError("eff run", "needs a trainer", "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
+    require(installed, "eff run", "needs a trainer", "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
     for front_end in installed:
         front_end.install(recipe)
     if asks_for_help:
@@ -95,6 +87,11 @@ def run(
             raise unseen(script, "no training by any of them was seen")
     if ended is not None:
         raise ended
+
+
+def _require_technique(is_on: object, where: str, rest: list[str]) -> None:
+    remedy = f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){'' if is_on else _nearest_flag(rest)}"
+    require(is_on, where, "at least one technique must be switched on", remedy)
 
 
 def _leave_group(ended_well: list[bool]) -> None:
@@ -143,10 +140,7 @@ TRY_PAGE, TRY_RESULT = "eff_try.html", "eff_try.json"
 
 def try_out(
     context: typer.Context,
-    script: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
-    ],
+    script: _Script,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Runs of each technique, each beside a plain one.")] = 1,
     eval_batches: Annotated[
@@ -169,23 +163,16 @@ def try_out(
     from shared_core.cli.arguments import bar
     from shared_core.files.atomic import atomic_write, make_folder
     from shared_core.files.json_yaml import json_text
-    from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
+    from shared_core.front_ends.flags import recipe_of, take_flags
     from shared_core.reports.page import write_page
     from shared_core.reports.try_page import print_findings, try_page
     from shared_core.runs import TryOut, chosen_metric, findings
 
-    if script.startswith("-"):
-        raise ConfigError("eff try", f"script must come before its flags, got {script!r}")
+    require(not script.startswith("-"), "eff try", f"script must come before its flags, got {script!r}")
     flags, rest = take_flags(context.args)
     recipe = recipe_of(flags)
-    if not recipe:
-        raise ConfigError(
-            "eff try",
-            "at least one technique must be switched on",
-            f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){_nearest_flag(rest)}",
-        )
-    if mode not in ("auto", "min", "max"):
-        raise ConfigError("eff try", f"--mode must be auto, min or max, got {mode!r}")
+    _require_technique(recipe, "eff try", rest)
+    checked(mode, Literal["auto", "min", "max"], "eff try", "--mode")
     work = TryOut(script, rest, recipe, out, steps=steps, repeats=repeats, eval_batches=eval_batches)
     make_folder(out)
     with bar(f"trying, {len(work.pairs)} pairs of runs") as advance:
@@ -204,42 +191,34 @@ def try_out(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryOptions(RunnerOptions):
+class LotteryOptions(TicketOptions, RunnerOptions):
     """Options of `eff lottery`."""
 
     key: ClassVar[str] = "eff lottery"
+    technique: ClassVar[str] = "lottery"
 
     command: tuple[Any, ...] = training_command(
         "the training, `python my_train.py ARGS`; {round} stands for the run's name."
     )
-    out: Path | None = option(None, "Folder of the search; one that was stopped goes on from it.")
-    rounds: int = option(10, "Runs after the dense one.")
-    rate: float = option(0.2, "Share of the weights left that each round prunes.")
-    output_rate: float | None = option(None, "The same in the output layer; half of --rate.")
-    conv_rate: float | None = option(None, "The same in convolutions; --rate.")
-    rewind_to: str | None = option(None, "Step k: 500, 0.05 of the run, or 2ep; 0 by default.")
-    rewind: str = option("weights", "weights, learning_rate (weights kept), or none (fine-tuning).")
-    scope: str = option("local", "local: every tensor by itself; global: one threshold.")
-    max_layer_sparsity: float | None = option(
-        None,
-        "With --scope global: largest share of one tensor that may go; 0.98, or what a round asks if more.",
+    out: Path = option(help="Folder of the search; one that was stopped goes on from it.")
+    rounds: int = option(10, "Runs after the dense one.", low=1)
+    rewind_to: Position | None = option(None, "Step k: 500, 0.05 of the run, or 2ep; 0 by default.", flag_type=str)
+    controls: tuple[str, ...] = option(
+        (), "Also train random_reinit or random_mask; may be given twice.", flag="--control"
     )
-    control: tuple[str, ...] = option((), "Also train random_reinit or random_mask; may be given twice.")
-    control_rounds: str | None = option(None, "Controls in these rounds only, as 5,10.")
-    include: tuple[str, ...] = option((), "Only these modules (glob, type, first, last).")
-    skip: tuple[str, ...] = option((), "Not these modules.")
-    min_size: int = option(0, "Leave tensors with fewer weights dense.")
+    control_rounds: tuple[int, ...] = option((), "Controls in these rounds only, as 5,10.", flag_type=str)
     metric: str | None = option(None, "Validation metric of the curve, by the trainer's name.")
-    mode: str = option("auto", "Whether it is better when larger (max) or smaller (min).")
-    quality: str = option("last", "Of a run: its last validation, or its best.")
-    seed: int = option(0, "Seed of the controls' draws.")
+    mode: Literal["auto", "max", "min"] = option("auto", "Whether it is better when larger (max) or smaller (min).")
+    quality: Literal["last", "best"] = option("last", "Of a run: its last validation, or its best.")
     plot: Path | None = option(None, "Draw the curve into this file as well (.png, .svg, .pdf).")
 
+    def search(self) -> LotterySearch:
+        """Return the search that is asked for."""
+        from shared_core.runs import LotterySearch
 
-_SEARCH = (
-    "rewind", "output_rate", "conv_rate", "scope", "max_layer_sparsity", "seed", "include", "skip", "min_size",
-    "metric", "mode", "quality",
-)  # fmt: skip
+        own = ("rounds", "rewind_to", "controls", "control_rounds", "metric", "mode", "quality")
+        names = {*own, *(field.name for field in dataclasses.fields(TicketOptions))} - {"out"}
+        return LotterySearch(**{name: getattr(self, name) for name in names})
 
 
 @takes(LotteryOptions)
@@ -251,17 +230,12 @@ def lottery(asked: LotteryOptions) -> None:
     """
     from shared_core.engine.receipt import is_quiet
     from shared_core.reports.page import Console, check_plot
-    from shared_core.runs import LotterySearch, executor_of
+    from shared_core.runs import executor_of
 
-    command, out, as_json, plot = asked.command, asked.out, asked.as_json, asked.plot
-    executor, executor_set = asked.executor, asked.executor_set
-    if out is None:
-        raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
+    out, as_json, plot = asked.out, asked.as_json, asked.plot
     if plot is not None:
-        check_plot(plot, "eff lottery")
-    options: dict[str, Any] = {name: getattr(asked, name) for name in _SEARCH}
-    options |= {"controls": asked.control, "control_rounds": _numbers(asked.control_rounds)}
-    search = LotterySearch(asked.rounds, asked.rate, asked.rewind_to, **options)
+        check_plot(plot, asked.key)
+    search = asked.search()
     errors = Console(stderr=True, quiet=is_quiet())
 
     def progress(curve: TicketCurve) -> None:
@@ -270,8 +244,8 @@ def lottery(asked: LotteryOptions) -> None:
         errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
 
     curve = search.run_command(
-        command or [], out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
-        executor=executor_of(executor, executor_set or [], out, "eff lottery"),
+        asked.command, out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
+        executor=executor_of(asked.executor, asked.executor_set, out, asked.key),
     )  # fmt: skip
     if plot is not None:
         curve.plot(plot)
@@ -284,13 +258,6 @@ def lottery(asked: LotteryOptions) -> None:
         ticket = out / f"round-{best.round - 1:02d}" / "ticket.safetensors"
         echo(f"sparsest ticket as good as the dense run: {100 * best.left:.2f} % of the weights, {ticket}")
     echo(f"wrote {out / 'curve.json'}, .csv and, with matplotlib, .png")
-
-
-def _numbers(text: str | None) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise ConfigError("eff lottery", f"--control_rounds must be numbers such as 5,10, got {text!r}") from None
 
 
 _DISTILL = "distill_"
@@ -328,7 +295,7 @@ class ChainOptions(RunnerOptions):
     command: tuple[Any, ...] = training_command(
         "the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it."
     )
-    out: Path | None = option(None, "Folder of the chain; one that was stopped goes on from it.")
+    out: Path = option(help="Folder of the chain; one that was stopped goes on from it.")
     teacher: str | None = option(None, "Of the first stage: folder, file or Hub name. None: from the labels alone.")
     # for --help; `ChainCommand` takes the values
     students: tuple[str, ...] = option((), "What {student} stands for, one a stage: --students medium small.")
@@ -351,13 +318,11 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     from shared_core.runs import RunError, TeacherChain, executor_of
 
     out, as_json = asked.out, asked.as_json
-    if out is None:
-        raise ConfigError("eff chain", "--out must be given, got none", "name the folder of the chain")
     several = {name: list(values) for name, values in given.items()}
     names = several.pop("students", [])
     for name, values in several.items():
-        if not values and (name not in flags() or flags()[name][1].type not in ("bool", bool)):
-            raise ConfigError("eff chain", f"--{name} must have a value", f"write --{name} VALUE")
+        is_switch = name in flags() and flags()[name][1].type in ("bool", bool)
+        asked.require(values or is_switch, f"--{name} must have a value", f"write --{name} VALUE")
     options = {name.removeprefix(_DISTILL): values or ["true"] for name, values in several.items()}
     work = TeacherChain(
         asked.command, out, teacher=asked.teacher, students=names, generations=asked.generations, options=options,
@@ -424,19 +389,17 @@ def report(
     The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
     """
     from shared_core.engine.receipt import Receipt
-    from shared_core.errors import ConfigError
     from shared_core.files.json_yaml import json_text
     from shared_core.reports.page import check_place, write_page
     from shared_core.reports.run_folder import of_ours, read_run
     from shared_core.reports.run_page import as_values, page_of
 
-    if len({run.resolve() for run in runs}) < len(runs):
-        raise ConfigError("eff report", f"runs must differ, got {' '.join(map(str, runs))}", "name each once")
+    told = f"runs must differ, got {' '.join(map(str, runs))}"
+    require(len({run.resolve() for run in runs}) == len(runs), "eff report", told, "name each once")
     if out is not None:
         check_place(out, "eff report: --out")
     if watch:
-        if as_json:
-            raise ConfigError("eff report", "--watch must come without --json, got both", "leave one out")
+        require(not as_json, "eff report", "--watch must come without --json, got both", "leave one out")
         _watch(runs, out, seconds)
     found = [read_run(run) for run in runs]
     if out is None and not as_json:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_or
 
 from shared_core.config.ability import Ability
 from shared_core.config.training_time import Position, parse_position
-from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
+from shared_core.errors import ConfigError, as_share, did_you_mean, nearest, require
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ class Options:
             self._check_others(called, rules.get("only_with", {}), "leave it out")
         elif rules.get("required") and not self.unmet(rules["only_with"]):
             told = ", ".join(self.condition(other, (getattr(self, other),)) for other in rules["only_with"])
-            raise ConfigError(self.key, f"{called} must be given with {told}")
+            self.require(False, f"{called} must be given with {told}")
         if "each" in rules:
             self._check_others(self.written(name, value), rules["each"].get(value, {}), "change one or the other")
 
@@ -130,9 +130,7 @@ class Options:
         for other in self.unmet(only_with):
             found = getattr(self, other)
             got = "" if found is False else f", got {self.condition(other, (found,))}"
-            raise ConfigError(
-                self.key, f"{subject} must come with {self.condition(other, only_with[other])}{got}", remedy
-            )
+            self.require(False, f"{subject} must come with {self.condition(other, only_with[other])}{got}", remedy)
 
     def _check_order(self, name: str, rules: Mapping[str, Any]) -> None:
         value = getattr(self, name)
@@ -143,16 +141,19 @@ class Options:
     def _check_company(self, name: str) -> None:
         """Refuse an option without others that it needs, or beside others that leave it nothing to do."""
         for others in self._company("needs", name):
-            if not all(map(self.is_given, others)):
-                told = " and ".join(self.named(other)[1] for other in others)
-                raise ConfigError(self.key, f"{self.named(name)[1]} must come with {told}", "add what is missing")
+            told = f"{self.named(name)[1]} must come with {' and '.join(self.named(other)[1] for other in others)}"
+            self.require(all(map(self.is_given, others)), told, "add what is missing")
         for others in self._company("without", name):
-            if beside := [self.named(other)[1] for other in others if self.is_given(other)]:
-                told = f"{self.named(name)[1]} must stand without {', '.join(beside)}"
-                raise ConfigError(self.key, told, "leave one or the other out")
+            beside = [self.named(other)[1] for other in others if self.is_given(other)]
+            told = f"{self.named(name)[1]} must stand without {', '.join(beside)}"
+            self.require(not beside, told, "leave one or the other out")
 
     def validate(self) -> None:
         """Raise `ConfigError` where options contradict each other."""
+
+    def require(self, holds: object, rule: str, remedy: str = "") -> None:
+        """Raise `ConfigError` unless a rule of these options holds."""
+        require(holds, self.key, rule, remedy)
 
     @classmethod
     def named(cls, name: str) -> tuple[str, str]:
@@ -238,12 +239,12 @@ class Options:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the config with these options; unknown names are errors that name the nearest known one."""
-        if not isinstance(values, Mapping):
-            raise ConfigError("recipe", f"{cls.key} must be a mapping of its options, got {values!r}")
+        told = f"{cls.key} must be a mapping of its options, got {values!r}"
+        require(isinstance(values, Mapping), "recipe", told)
         cls._check_names(values)
         for field in dataclasses.fields(cls):
-            if field.default is dataclasses.MISSING and field.name not in values:
-                raise ConfigError("recipe", f"{cls.key}.{field.name} must be given", "it has no default")
+            is_given = field.default is not dataclasses.MISSING or field.name in values
+            require(is_given, "recipe", f"{cls.key}.{field.name} must be given", "it has no default")
         return cls(**values)
 
     @classmethod
@@ -443,49 +444,47 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
         >>> coerce("a, b", tuple[str, ...], "prune.skip")
         ('a', 'b')
     """
-    name = name or where.rsplit(".", 1)[-1]
+    name, kind, more = name or where.rsplit(".", 1)[-1], get_origin(hint) or hint, ""
     if hint in (Position, Position | None):
-        if value is None and hint != Position:
-            return None
-        parse_position(value, where)
+        if value is not None or hint == Position:
+            parse_position(value, where)
         return value
-    if hint is Any:
-        return value
-    origin = get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
+    if hint is Any or hint is Path:
+        return value if hint is Any else Path(value)
+    if kind in (typing.Union, types.UnionType):
         inner = [arg for arg in get_args(hint) if arg is not type(None)]
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            if len(inner) < len(get_args(hint)):
-                return None
-            raise ConfigError(where, f"{name} must be given, got {value!r}")
-        return coerce(value, inner[0], where, name)
-    if origin is Literal:
+        if value is not None and not (isinstance(value, str) and value.lower() in ("none", "null")):
+            return coerce(value, inner[0], where, name)
+        if len(inner) < len(get_args(hint)):
+            return None
+        rule = "given"
+    elif kind is Literal:
         # True == 1 in Python: a bool is no choice of numbers.
         if value in get_args(hint) and not isinstance(value, bool):
             return value
         choices = [str(choice) for choice in get_args(hint)]
-        hint_text = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(where, f"{name} must be one of {', '.join(choices)}, got {value!r}{hint_text}")
-    if origin is tuple:
+        rule, more = f"one of {', '.join(choices)}", did_you_mean(value, choices) if isinstance(value, str) else ""
+    elif kind is tuple:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(where, f"{name} must be a list, got {value!r}")
-        return tuple(coerce(item, get_args(hint)[0], where, name) for item in items)
-    if hint is bool:
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if isinstance(value, bool):
-            return value
-        raise ConfigError(where, f"{name} must be true or false, got {value!r}")
-    if hint is str:
+        if isinstance(items, list | tuple):
+            return tuple(coerce(item, get_args(hint)[0], where, name) for item in items)
+        rule = "a list"
+    elif kind is bool:
+        if isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")):
+            return value is True or str(value).lower() == "true"
+        rule = "true or false"
+    elif kind is str:
         if isinstance(value, str | Path) and str(value):
             return str(value)
-        raise ConfigError(where, f"{name} must be a text, got {value!r}")
-    if hint is Path:
-        return Path(value)
-    if hint in (int, float):
-        return _number(value, hint, where, name)
-    raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
+        rule = "a text"
+    elif kind in (int, float):
+        if (number := _number(value, kind)) is not None:
+            return number
+        rule = "a whole number" if kind is int else "a finite number"
+        more = as_share(value) if kind is float and "%" in str(value) else ""
+    else:
+        raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
+    raise ConfigError(where, f"{name} must be {rule}, got {value!r}{more}")
 
 
 def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> Any:
@@ -496,28 +495,23 @@ def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> An
         3
     """
     found = coerce(value, hint, where, name)
-    if isinstance(value, str) and not isinstance(found, str):
-        raise ConfigError(where, f"{name} must be a number, got {value!r}")
+    kind = "list" if isinstance(found, tuple) else "number"
+    require(isinstance(found, str) or not isinstance(value, str), where, f"{name} must be a {kind}, got {value!r}")
     _check_bounds(found, bounds, where, name)
     return found
 
 
-def _number(value: Any, kind: type[int] | type[float], where: str, name: str) -> int | float:
-    what = "a whole number" if kind is int else "a finite number"
-    hint = as_share(value) if kind is float and "%" in str(value) else ""
-    error = ConfigError(where, f"{name} must be {what}, got {value!r}{hint}")
-    if isinstance(value, bool) or not isinstance(value, Real | str):  # NumPy's numbers too
-        raise error
+def _number(value: Any, kind: Any) -> int | float | None:
+    """Return a finite number of this type, None where the value is none."""
     try:
-        number = float(value)
+        # NumPy's numbers are real ones too.
+        number = float(value) if isinstance(value, Real | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
-        raise error from None
+        return None
     if not math.isfinite(number) or (kind is int and number != int(number)):
-        raise error
+        return None
     # An int stays exact: float would round numbers beyond 2^53.
-    if kind is int:
-        return value if isinstance(value, int) else int(number)
-    return number
+    return number if kind is float else value if isinstance(value, int) else int(number)
 
 
 _UNBOUNDED = 2**31 - 1  # what a number of its type cannot exceed anyway

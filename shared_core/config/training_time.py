@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,24 +45,17 @@ class ParsedPosition:
         """Return the optimizer step (0 = before the first) that this position means; halves round up."""
         if self.unit == "step" or not self.value:  # the start needs no known length
             return int(self.value)
-        if self.unit == "epoch":
-            if steps_per_epoch is None:
-                raise UnknownLengthError(
-                    where,
-                    f"'{self.value:g}ep' must be a step number here, because the length of an epoch is unknown (a "
-                    "data loader without length)",
-                    "write a number of steps",
-                )
-            return math.floor(steps_until(self.value, steps_per_epoch) + 0.5)
-        if total_steps is None:
-            raise UnknownLengthError(
-                where,
-                f"{self.value} must be a step number here, because the number of training steps is unknown (neither "
-                "max_steps nor a finite max_epochs with a sized loader)",
-                "write a number of steps",
-            )
         # floor(x + 0.5): round() would take halves to the even step.
-        return math.floor(self.value * total_steps + 0.5)
+        if self.unit == "epoch" and steps_per_epoch is not None:
+            return math.floor(steps_until(self.value, steps_per_epoch) + 0.5)
+        if self.unit == "fraction" and total_steps is not None:
+            return math.floor(self.value * total_steps + 0.5)
+        told = f"'{self.value:g}ep'", "length of an epoch", "a data loader without length"
+        if self.unit == "fraction":
+            what = "number of training steps"
+            told = str(self.value), what, "neither max_steps nor a finite max_epochs with a sized loader"
+        rule = "{} must be a step number here, because the {} is unknown ({})".format(*told)
+        raise UnknownLengthError(where, rule, "write a number of steps")
 
 
 def parse_position(value: Position, where: str = "position") -> ParsedPosition:
@@ -87,10 +81,9 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
     """
     rule = "must be a step (500), a fraction of the run in [0, 1] (0.3) or epochs ('2ep')"
     hint = as_share(value) if isinstance(value, float) or "%" in str(value) else ""
-    told = where, f"{where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(*told)
-    try:
+    parsed = ParsedPosition(math.nan, "step")
+    # Whole numbers may be beyond every float.
+    with contextlib.suppress(ValueError, OverflowError):
         if isinstance(value, str):
             text = value.strip().lower()
             if text.endswith("ep"):
@@ -100,13 +93,8 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
                 parsed = ParsedPosition(float(text), "fraction")
             else:
                 parsed = ParsedPosition(int(text), "step")
-        elif isinstance(value, int):
-            parsed = ParsedPosition(value, "step")
-        else:
-            parsed = ParsedPosition(value, "fraction")
-        finite = math.isfinite(parsed.value)
-    except (ValueError, OverflowError):  # the latter of whole numbers beyond every float
-        raise ConfigError(*told) from None
-    if not (finite and parsed.value >= 0) or (parsed.unit == "fraction" and parsed.value > 1):
-        raise ConfigError(*told)
-    return parsed
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            parsed = ParsedPosition(value, "step" if isinstance(value, int) else "fraction")
+        if math.isfinite(parsed.value) and 0 <= parsed.value <= (1 if parsed.unit == "fraction" else math.inf):
+            return parsed
+    raise ConfigError(where, f"{where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import CheckpointError, TrainingError, require
 from shared_core.files.atomic import atomic_write, clean_strays, fsync, is_stray, make_folder, named_failure
 from shared_core.files.json_yaml import parse_json
 
@@ -169,14 +169,11 @@ class Journal:
             found = {name: known.pop(name, None) for name in noted}
             check_same(self.file, known, self._plan, self._what)
             return found
-        if folder.exists() and not folder.is_dir():
-            raise CheckpointError(self._where, f"out must be a folder, got the file {folder}")
-        if odd := sorted(path.name for path in folder.glob(self._own)):
-            raise CheckpointError(
-                self._where,
-                f"out must be new or hold a {self._what}, got {folder} with {odd[0]!r} and no {self.file.name}",
-                "give another folder",
-            )
+        is_file = folder.exists() and not folder.is_dir()
+        require(not is_file, self._where, f"out must be a folder, got the file {folder}", error=CheckpointError)
+        odd = min((path.name for path in folder.glob(self._own)), default=None)
+        told = f"out must be new or hold a {self._what}, got {folder} with {odd!r} and no {self.file.name}"
+        require(odd is None, self._where, told, "give another folder", CheckpointError)
         return {}
 
     def write(self, **noted: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
-from shared_core.config.options import Figure, TechniqueConfig, option
+from shared_core.config.options import Figure, Options, TechniqueConfig, option
 from shared_core.config.training_time import Position
 
 _REWOUND = (
@@ -17,7 +17,44 @@ _REWOUND = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryConfig(TechniqueConfig):
+class TicketOptions(Options):
+    """Options of tickets that all runs of a search have."""
+
+    out: Any = option(help="Folder of what is found.")
+    rewind: Literal["weights", "learning_rate", "none"] = option(
+        "weights",
+        help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
+        "schedule is replayed from step k; none: they keep them, at the learning rate of the last step.",
+    )
+    rate: float = option(0.2, help="Share of the weights left that the end of each run prunes.", above=0, below=1)
+    output_rate: float | None = option(
+        None,
+        help="The same for the output layer; half of rate by default.",
+        low=0,
+        below=1,
+        only_with={"scope": ("local",)},
+    )
+    conv_rate: float | None = option(
+        None, help="The same for convolutions, where 0.1 to 0.15 is usual; rate by default.", low=0, below=1,
+        only_with={"scope": ("local",)},
+    )  # fmt: skip
+    scope: Literal["local", "global"] = option(
+        "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
+    )
+    max_layer_sparsity: float | None = option(
+        None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
+        "asks of all where that is higher.", above=0, high=1, only_with={"scope": ("global",)},
+    )  # fmt: skip
+    seed: int = option(0, help="Seed of what a control draws.", low=0)
+    include: tuple[str, ...] = option(
+        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
+    )
+    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
+    min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LotteryConfig(TicketOptions, TechniqueConfig):
     """One run: dense, or with the ticket of an earlier run. `LotterySearch` writes these for every run of a search.
 
     Example:
@@ -52,41 +89,11 @@ class LotteryConfig(TechniqueConfig):
     rewind_to: Position = option(
         0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialisation."
     )
-    rewind: Literal["weights", "learning_rate", "none"] = option(
-        "weights",
-        help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
-        "schedule is replayed from step k; none: they keep them, at the learning rate of the last step.",
-    )
-    rate: float = option(0.2, help="Share of the weights left that this run's end prunes.", above=0, below=1)
-    output_rate: float | None = option(
-        None,
-        help="The same for the output layer; half of rate by default.",
-        low=0,
-        below=1,
-        only_with={"scope": ("local",)},
-    )
-    conv_rate: float | None = option(
-        None, help="The same for convolutions, where 0.1 to 0.15 is usual; rate by default.", low=0, below=1,
-        only_with={"scope": ("local",)},
-    )  # fmt: skip
-    scope: Literal["local", "global"] = option(
-        "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
-    )
-    max_layer_sparsity: float | None = option(
-        None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
-        "asks of all where that is higher.", above=0, high=1, only_with={"scope": ("global",)},
-    )  # fmt: skip
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
         help="random_reinit: the ticket's masks over newly drawn weights, from the start; random_mask: as many weights "
         "of every tensor as the ticket keeps, chosen at random.",
     )
-    seed: int = option(0, help="Seed of what a control draws.", low=0)
-    include: tuple[str, ...] = option(
-        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
-    )
-    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
-    min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

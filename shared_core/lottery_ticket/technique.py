@@ -15,7 +15,7 @@ from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, MatchError, TrainingError, require
 from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.lottery_ticket.selection import layer_rates, most_of_a_tensor, next_masks, random_masks, redraw_
 from shared_core.lottery_ticket.ticket import (
@@ -90,18 +90,13 @@ class LotteryTicket(Technique):
         if config.ticket is not None:
             self._ticket = read_ticket(config.ticket)
             self._digest = self._ticket.digest()
-            if self._ticket.rewind != config.rewind:
-                raise CheckpointError(
-                    "lottery",
-                    f"{config.ticket} must be a ticket for rewind {config.rewind}, got one for {self._ticket.rewind}",
-                    "find one with the same rewind",
-                )
+            told = f"{config.ticket} must be a ticket for rewind {config.rewind}, got one for {self._ticket.rewind}"
+            is_same = self._ticket.rewind == config.rewind
+            require(is_same, "lottery", told, "find one with the same rewind", CheckpointError)
         left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
         asked, most = 1 - left * (1 - config.rate), config.max_layer_sparsity
-        if most is not None and most < asked - 1e-9:
-            raise ConfigError(
-                "lottery", f"max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
-            )
+        told = f"max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
+        require(most is None or most >= asked - 1e-9, "lottery", told)
         context.projections.append(self._masks.apply)
         if is_main() and not context.is_preview:
             self._folder.make()
@@ -116,12 +111,9 @@ class LotteryTicket(Technique):
         """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
         config = self.config
         self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "lottery.rewind_to")
-        if context.total_steps is not None and self._at >= context.total_steps:
-            raise ConfigError(
-                "lottery",
-                f"rewind_to must lie before the end of the run, {context.total_steps} steps, got {config.rewind_to!r} "
-                f"= step {self._at}",
-            )
+        told = f"the end of the run, {context.total_steps} steps, got {config.rewind_to!r} = step {self._at}"
+        is_before = context.total_steps is None or self._at < context.total_steps
+        require(is_before, "lottery", f"rewind_to must lie before {told}")
         goes_on = f"masks of {config.ticket} go on, rewind {config.rewind}"
         return Plan(
             [
@@ -151,13 +143,9 @@ class LotteryTicket(Technique):
             self._check_ticket(self._ticket, context)
         if context.step == 0:
             self._folder.check_unfinished()
-        if context.step > self._at and not self._rewound:
-            raise CheckpointError(
-                "lottery",
-                f"checkpoint must be from before step {self._at}, or of a run that rewound there, got one of step "
-                f"{context.step} that did not",
-                "start again",
-            )
+        told = f"step {self._at}, or of a run that rewound there, got one of step {context.step} that did not"
+        is_early = self._rewound or context.step <= self._at
+        require(is_early, "lottery", f"checkpoint must be from before {told}", "start again", CheckpointError)
         # Before other techniques begin: they then see the ticket's weights as the initial ones.
         if context.step == 0 and self._at == 0 and not self._rewound:
             self._rewind(context, others_begun=False)
@@ -173,14 +161,11 @@ class LotteryTicket(Technique):
         # A random re-initialisation starts from step 0, whatever the ticket's step is.
         if self.config.control == "random_reinit":
             return
-        if ticket.step != self._at:
-            raise CheckpointError("lottery", f"rewind_to must be the ticket's step {ticket.step}, got step {self._at}")
-        if self.config.rewind == "none" and not self._rates_held.fit(context.optimizers, ticket.learning_rates):
-            raise CheckpointError(
-                "lottery",
-                f"{self.config.ticket} must hold a learning rate for each parameter group, got {ticket.learning_rates}",
-                "train with the optimizer that it was found with",
-            )
+        told = f"rewind_to must be the ticket's step {ticket.step}, got step {self._at}"
+        require(ticket.step == self._at, "lottery", told, "", CheckpointError)
+        told = f"{self.config.ticket} must hold a learning rate for each parameter group, got {ticket.learning_rates}"
+        fits = self.config.rewind != "none" or self._rates_held.fit(context.optimizers, ticket.learning_rates)
+        require(fits, "lottery", told, "train with the optimizer that it was found with", CheckpointError)
 
     # -- step k
 
@@ -259,7 +244,6 @@ class LotteryTicket(Technique):
 
     def after_step(self, context: Context, applied: bool) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
-        # Held for the step alone: schedulers compute the next rate from the one that they find.
         self._rates_held.give_back(context.optimizers)
         if not applied:
             self._masks.forget_gradients()
@@ -280,12 +264,8 @@ class LotteryTicket(Technique):
 
     def finish(self, context: Context) -> None:
         """Write the ticket that this run found, and its figures last: a run without these is not finished."""
-        if not self._rewound:
-            raise TrainingError(
-                "lottery",
-                f"run must go on beyond rewind_to = step {self._at}, but its final weights are of step {context.step}",
-                "rewind to an earlier step, or train longer",
-            )
+        told = f"run must go on beyond rewind_to = step {self._at}, but its final weights are of step {context.step}"
+        require(self._rewound, "lottery", told, "rewind to an earlier step, or train longer", TrainingError)
         self._masks.apply()
         unmeasured = self._evaluate(context)
         reshard_(context.model)
@@ -377,12 +357,10 @@ class LotteryTicket(Technique):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if self.config.ticket is not None and state["digest"] != self._digest:
-            raise CheckpointError(
-                "lottery",
-                f"checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round",
-                "give every round an output folder of its own ({round} in the command stands for its name)",
-            )
+        told = f"checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round"
+        remedy = "give every round an output folder of its own ({round} in the command stands for its name)"
+        is_own = self.config.ticket is None or state["digest"] == self._digest
+        require(is_own, "lottery", told, remedy, CheckpointError)
         self._digest, self._rewound = str(state["digest"]), bool(state["rewound"])
         self._replay = state["replay"]
         self._history = [{"step": int(e["step"]), "metrics": dict(e["metrics"])} for e in state["history"]]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, is_main, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, place_of, whole
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import atomic_write
 from shared_core.files.journal import write_object
 from shared_core.files.json_yaml import parse_json
@@ -65,7 +65,6 @@ class Ticket:
         """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
         digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
         masks, weights = sorted(self.masks), sorted(self.weights)
-        # Two ends of each tensor: enough to tell runs apart, without hashing all of a large model.
         flat = (self.weights[name].detach().reshape(-1) for name in weights)
         ends = (torch.cat([values[:_ENDS], values[-_ENDS:]]) for values in flat)
         packed = (pack_bits(self.masks[name]) for name in masks)
@@ -113,16 +112,15 @@ def read_ticket(path: Path | str) -> Ticket:
         CheckpointError: If the file is missing, damaged, no ticket, or of a newer format.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError("lottery", f"{path} must be a ticket file, but there is none", "check the path")
+    told = f"{path} must be a ticket file, but there is none"
+    require(path.is_file(), "lottery", told, "check the path", CheckpointError)
     try:
         with safe_open(path, framework="pt") as file:
             told = parse_json((file.metadata() or {})["eff_ticket"])
             names = list(file.keys())
-            if int(told["format"]) > _FORMAT:
-                raise CheckpointError(
-                    "lottery", f"{path} was written by a newer efftrain", "update it to read this file"
-                )
+            newer = f"{path} was written by a newer efftrain"
+            is_known = int(told["format"]) <= _FORMAT
+            require(is_known, "lottery", newer, "update it to read this file", CheckpointError)
             masks = {}
             for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
                 packed, shape = file.get_tensor(_MASK + name), file.get_slice(_WEIGHT + name).get_shape()
@@ -133,9 +131,8 @@ def read_ticket(path: Path | str) -> Ticket:
         rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
         return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            "lottery", f"{path} must be a whole ticket file, got {error!r}", "it is damaged"
-        ) from error
+        told = f"{path} must be a whole ticket file, got {error!r}"
+        raise CheckpointError("lottery", told, "it is damaged") from error
 
 
 class _InFile(Mapping[str, Tensor]):
@@ -199,20 +196,14 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
     # A Lightning module holds the model under a prefix ("model."), a Hugging Face trainer does not.
     add, remove = _prefixes(list(ticket.masks), list(weights))
     masks = {add + name.removeprefix(remove): mask for name, mask in ticket.masks.items()}
+    told = f"{source} must be a ticket of this model's weights, but"
+    remedy = "train the model that it was found in, with the same include, skip and min_size"
     for name in sorted({*masks, *weights}):
-        if name not in masks or name not in weights:
-            side = "the model" if name not in masks else "the ticket"
-            raise CheckpointError(
-                "lottery",
-                f"{source} must be a ticket of this model's weights, but only {side} has {name}",
-                "train the model that it was found in, with the same include, skip and min_size",
-            )
-        if masks[name].shape != weights[name].shape:
-            raise CheckpointError(
-                "lottery",
-                f"{source} must be a ticket of this model's weights, but {name} has shape "
-                f"{tuple(weights[name].shape)} and its mask {tuple(masks[name].shape)}",
-            )
+        side = "the model" if name not in masks else "the ticket"
+        is_both = name in masks and name in weights
+        require(is_both, "lottery", f"{told} only {side} has {name}", remedy, CheckpointError)
+        own, its = tuple(weights[name].shape), tuple(masks[name].shape)
+        require(own == its, "lottery", f"{told} {name} has shape {own} and its mask {its}", "", CheckpointError)
     if not (add or remove):
         return ticket
     return dataclasses.replace(ticket, masks=masks, weights=_Renamed(ticket.weights, add, remove))
@@ -260,15 +251,11 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
         odd = next((name for name, value in own.items() if _kind(value) != _kind(theirs[name])), None)
     if odd is not None:
         told = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
-        raise CheckpointError(
-            "lottery",
-            f"{source} must hold the weights of this model, but {odd} is {told[0]} in the model and {told[1]} in the "
-            "ticket",
-            "train the model that it was found in",
-        )
+        rule = f"but {odd} is {told[0]} in the model and {told[1]} in the ticket"
+        rule = f"{source} must hold the weights of this model, {rule}"
+        raise CheckpointError("lottery", rule, "train the model that it was found in")
     if not any(map(is_sharded, own.values())):
         return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
-    # A shard is compared with its place in the whole tensor; one process that differs is enough.
     differ = [not same_bits(local_part(value), theirs[name][place_of(value)]) for name, value in own.items()]
     all_reduce_(joined := torch.tensor(differ, dtype=torch.int32, device=next(iter(own.values())).device), "max")
     return next((name for name, is_odd in zip(own, joined.tolist(), strict=True) if is_odd), None)
@@ -287,7 +274,6 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
         False
     """
-    # As bytes: NaN equals itself, -0.0 differs from +0.0.
     bits = [side.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for side in (first, second)]
     return torch.equal(*bits)
 
@@ -325,7 +311,6 @@ class HeldRates:
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], *, rewound: bool) -> None:
         """Set the rates for one step, once the run has rewound; until `give_back`."""
-        # What the scheduler set is given back after the step, or it would go on from the held rate.
         self._scheduled = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         if rewound and self._held:
             _set_rates(optimizers, self._held)
@@ -362,13 +347,10 @@ class RunFolder:
 
     def check_unfinished(self) -> None:
         """Refuse to train into the folder of a run that is finished."""
-        if (self._path / RESULT_FILE).exists():
-            raise CheckpointError(
-                "lottery",
-                f"out must not hold a finished run, got {self._path / RESULT_FILE}",
-                "choose another folder or remove it; a script that trains twice must give the recipe to one of its "
-                "trainings only",
-            )
+        file = self._path / RESULT_FILE
+        remedy = "choose another folder or remove it; a script that trains twice must give the recipe to one training"
+        told = f"out must not hold a finished run, got {file}"
+        require(not file.exists(), "lottery", told, remedy, CheckpointError)
 
     def keep(self, ticket: Ticket) -> None:
         """Keep the weights of step k until the run ends."""
@@ -382,18 +364,11 @@ class RunFolder:
     def check_kept(self, digest: str, step: int) -> None:
         """Refuse to resume a dense run beyond step k without the weights that it kept there."""
         weights = self.kept_weights()
-        if weights is None:
-            raise CheckpointError(
-                "lottery",
-                f"{self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}",
-                "resume with the same out, or start again",
-            )
-        if Ticket({}, weights, step).digest() != digest:
-            raise CheckpointError(
-                "lottery",
-                f"{self._path} must hold weights of the run that is resumed, got those of another",
-                "start again",
-            )
+        told = f"{self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}"
+        require(weights is not None, "lottery", told, "resume with the same out, or start again", CheckpointError)
+        is_same = Ticket({}, weights or {}, step).digest() == digest
+        told = f"{self._path} must hold weights of the run that is resumed, got those of another"
+        require(is_same, "lottery", told, "start again", CheckpointError)
 
     def finish(self, result: Mapping[str, Any], found: Ticket | None) -> None:
         """Write the ticket, if one was found, and then the figures."""

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from rich import console
 from rich.text import Text
 
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import atomic_write, check_writable
 from shared_core.libraries import optional
 from shared_core.printing import markdown_text, printable
+from shared_core.printing import table as grid
 
 
 class Console(console.Console):
@@ -220,19 +221,13 @@ def _markdown(block: Block) -> str:
 
 def show(blocks: Iterable[Block]) -> None:
     """Print paragraphs and tables on the terminal; a pipe gets long lines whole."""
-    from rich.table import Table as Grid
-
     console = Console()
     if not console.is_terminal:
         console.width = 110
     for block in blocks:
         if isinstance(block, Table):
-            grid = Grid()
-            for heading, is_number in zip(block.headings, block.numeric(), strict=True):
-                grid.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-            for cells in block.texts():
-                grid.add_row(*cells)
-            console.print(grid)
+            words = {name for name, is_number in zip(block.headings, block.numeric(), strict=True) if not is_number}
+            console.print(grid("", words, block.headings, block.texts()))
         elif isinstance(block, str):
             console.print(block, highlight=False, soft_wrap=True)
 
@@ -240,11 +235,11 @@ def show(blocks: Iterable[Block]) -> None:
 def check_place(path: Path, where: str, made: Path | None = None) -> None:
     """Refuse a place where no page can be written, before any work."""
     exists = path.parent.is_dir() or (made is not None and path.parent.resolve() == made.resolve())
-    if path.suffix != ".html" or not exists:
-        raise ConfigError(f"{where} must be an .html file in a folder that exists, got {path}")
+    is_page = path.suffix == ".html" and exists
+    require(is_page, f"{where} must be an .html file in a folder that exists, got {path}", "")
     for target in (path, path.with_suffix(".md")):
-        if target.exists() and not target.is_file():
-            raise CheckpointError(f"{where} must be a file, got {target}; choose another name")
+        told, is_free = f"{where} must be a file, got {target}", target.is_file() or not target.exists()
+        require(is_free, told, "", "choose another name", CheckpointError)
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int = 0) -> None:
@@ -371,10 +366,6 @@ def check_plot(file: Path, where: str) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix[1:].lower() not in kinds or file.is_dir():
-        raise ConfigError(
-            where,
-            f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}",
-            "rename it",
-        )
+    told = f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}"
+    require(file.suffix[1:].lower() in kinds and not file.is_dir(), where, told, "rename it")
     check_writable(file, f"{where}: --plot")

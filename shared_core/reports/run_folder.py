@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_core.checkpoint_formats import load_checkpoint
 from shared_core.engine.receipt import RECEIPT_FILE, RECEIPT_KEY
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.journal import read_object
 from shared_core.files.json_yaml import parse_json
 
@@ -93,8 +93,8 @@ def read_run(path: Path) -> RunFolder:
     Of Lightning's ``default_root_dir`` the newest version of a logger counts, of the Hugging Face Trainer's folder the
     newest checkpoint's log, unless the folder has its own.
     """
-    if not path.exists():
-        raise CheckpointError("eff report", f"{path} must be the folder of a finished run, but it does not exist")
+    told = f"{path} must be the folder of a finished run, but it does not exist"
+    require(path.exists(), "eff report", told, "", CheckpointError)
     run = RunFolder(path)
     with of_ours(run):
         if path.is_dir():
@@ -104,13 +104,12 @@ def read_run(path: Path) -> RunFolder:
         elif path.match(_RECEIPTS) and (receipt := _json(run, path)) is not None:
             _take(run, receipt)
         _read_beside(run)
-    if not run.files:
-        raise CheckpointError(
-            "eff report",
-            f"{path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), "
-            f"{_STATE} (also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}",
-            "give the output folder of a run, a logger's folder, a .ckpt that holds a receipt, or what a command wrote",
-        )
+    told = (
+        f"{path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), {_STATE} "
+        f"(also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}"
+    )
+    remedy = "give the output folder of a run, a logger's folder, a .ckpt that holds a receipt, or what a command wrote"
+    require(run.files, "eff report", told, remedy, CheckpointError)
     return run
 
 
@@ -121,9 +120,8 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         files = "; ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
-        raise CheckpointError(
-            "eff report", f"files must hold what efftrain writes, got {error!r} in {files}"
-        ) from error
+        told = f"files must hold what efftrain writes, got {error!r} in {files}"
+        raise CheckpointError("eff report", told) from error
 
 
 def _read_folder(run: RunFolder) -> None:

@@ -17,7 +17,7 @@ from shared_core.checkpoint_formats import open_ingredient
 from shared_core.distillation.config import CACHE, EMA
 from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
+from shared_core.errors import CheckpointError, TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
 from shared_core.files.journal import Journal, check_same, read_object
 from shared_core.front_ends.flags import recipe_of
@@ -95,15 +95,13 @@ def plan_stages(
     names: list[str | None] = list(students) or [None] * (generations or 0)
     teachers = [None if teacher is None else _checked_teacher(str(teacher))]
     teachers += [f"stage-{number}" for number in range(1, len(names))]
-    # One value for all stages, or one a stage that has a teacher: without a first teacher, one stage less has one.
     own = _by_stage(command, options or {}, len(names) - (teacher is None))
     own = own if teacher is not None else [{}, *own]
     stages = [Stage(number, *one, {**command.flags, **own[number - 1]}) for number, one in
               enumerate(zip(names, teachers, strict=True), 1)]  # fmt: skip
     for stage in stages:  # every recipe is built once now, so that a wrong option does not cost a training
-        if "distill" in stage.recipe(None):
-            told = "eff_recipe must have no distill section"
-            raise ConfigError("chain", told, "give its options as flags, --distill_…")
+        told = "eff_recipe must have no distill section"
+        require("distill" not in stage.recipe(None), "chain", told, "give its options as flags, --distill_…")
         stage.recipe(stage.teacher)
     return stages
 
@@ -127,8 +125,7 @@ def _check(command: TrainingCommand, teacher: object, students: Sequence[str], g
          "command must not contain {teacher} where the first stage has none", "give the teacher"),
     )  # fmt: skip
     for is_broken, rule, remedy in rules:
-        if is_broken:
-            raise ConfigError("chain", rule, remedy)
+        require(not is_broken, "chain", rule, remedy)
 
 
 def _checked_teacher(name: str) -> str:
@@ -136,14 +133,13 @@ def _checked_teacher(name: str) -> str:
     found = []
     for part in map(str.strip, name.split(",")):
         # A moving average is of the same run: it cannot be a stage's first teacher.
-        if part == EMA:
-            raise ConfigError("chain", "teacher must be a model that is there, got ema", "the first may go without one")
+        told = "teacher must be a model that is there, got ema"
+        require(part != EMA, "chain", told, "the first may go without one")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
-        if prefix and not path.is_dir():
-            raise CheckpointError("chain", f"teacher must be a cached one that exists, got {part!r}")
-        if not path.exists() and _looks_like_path(part):
-            raise CheckpointError("chain", f"teacher must be an existing model or a Hub name, got {part!r}")
+        what = "a cached one that exists" if prefix else "an existing model or a Hub name"
+        is_there = path.is_dir() if prefix else path.exists() or not _looks_like_path(part)
+        require(is_there, "chain", f"teacher must be {what}, got {part!r}", error=CheckpointError)
         if path.exists() and not prefix:
             path = find_model(path) if path.is_dir() else path
             open_ingredient(path).close()
@@ -159,14 +155,13 @@ def _looks_like_path(name: str) -> bool:
 
 def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], taught: int) -> list[dict[str, Any]]:
     """Return the options of distillation of each stage that has a teacher."""
-    if f"{_DISTILL}teacher" in {*command.flags, *(f"{_DISTILL}{name}" for name in options)}:
-        raise ConfigError("chain", "distill_teacher must not be given, every stage has its own", "give teacher")
+    is_own = "teacher" in options or f"{_DISTILL}teacher" in command.flags
+    require(not is_own, "chain", "distill_teacher must not be given, every stage has its own", "give teacher")
     for name, values in options.items():
-        if f"{_DISTILL}{name}" in command.flags:
-            raise ConfigError("chain", f"distill_{name} must be given once, got it before and after --")
-        if len(values) not in (1, taught):
-            told = f"must have one value, or one for each of the {taught} stages with a teacher, got {len(values)}"
-            raise ConfigError("chain", f"distill_{name} {told}")
+        is_twice = f"{_DISTILL}{name}" in command.flags
+        require(not is_twice, "chain", f"distill_{name} must be given once, got it before and after --")
+        told = f"must have one value, or one for each of the {taught} stages with a teacher, got {len(values)}"
+        require(len(values) in (1, taught), "chain", f"distill_{name} {told}")
     return [
         {f"{_DISTILL}{name}": values[index if len(values) > 1 else 0] for name, values in options.items()}
         for index in range(taught)
@@ -272,9 +267,8 @@ class TeacherChain:
         self.folder, self._executor, self._model, self.metric = Path(folder), executor, model, metric
         self._command = TrainingCommand.parse(command, "chain")
         self.stages = plan_stages(self._command, **plan)
-        if "," in str(self.folder.resolve()):  # it separates several teachers
-            told = f"out must have no comma in its path, which separates teachers, got {self.folder}"
-            raise ConfigError("chain", told)
+        told = f"out must have no comma in its path, which separates teachers, got {self.folder}"
+        require("," not in str(self.folder.resolve()), "chain", told)
         shown = {"command": without_secrets(command)}
         self._journal = Journal(self.folder / JOURNAL_FILE, "chain", "chain", shown, own="[!.]*")
         self._rows: list[ChainRow] = []
@@ -328,13 +322,10 @@ class TeacherChain:
 
     def _check_metric(self) -> None:
         for row in self._rows:
-            if self.metric is not None and self.metric not in row.metrics:
-                raise TrainingError(
-                    "chain",
-                    f"metric must be one that stage-{row.stage} logged, got {self.metric!r}"
-                    f"{nearest(self.metric, row.metrics)}",
-                    "run the chain again with that name: finished stages are kept",
-                )
+            hint = nearest(self.metric or "", row.metrics)
+            told = f"metric must be one that stage-{row.stage} logged, got {self.metric!r}{hint}"
+            remedy = "run the chain again with that name: finished stages are kept"
+            require(self.metric is None or self.metric in row.metrics, "chain", told, remedy, TrainingError)
 
     def _trained_before(self, stage: Stage) -> ChainRow | None:
         """Return the row of a stage that is trained already, but whose model was not found then (a wrong --model)."""
@@ -390,15 +381,13 @@ class TeacherChain:
         if stage.teacher is None:
             return {}
         told: Mapping[str, Any] = self._receipt(stage).get("techniques", {}).get("distill", {})
-        if not told.get("batches"):
-            found = "its receipt tells of no batch" if told else "no receipt of distillation was written"
-            raise TrainingError(
-                "chain",
-                f"{stage.name} must learn from its teacher, but {found}",
-                "the command must train to its end with the Hugging Face Trainer or Lightning, and take its recipe: "
-                "`python my_train.py` does, any other command must take it from the file that EFF_RECIPE and "
-                "{recipe} name",
-            )
+        found = "its receipt tells of no batch" if told else "no receipt of distillation was written"
+        remedy = (
+            "the command must train to its end with the Hugging Face Trainer or Lightning, and take its recipe: "
+            "`python my_train.py` does, any other command must take it from the file that EFF_RECIPE and {recipe} name"
+        )
+        rule = f"{stage.name} must learn from its teacher, but {found}"
+        require(told.get("batches"), "chain", rule, remedy, TrainingError)
         return told
 
     def _read(self) -> None:
@@ -413,18 +402,12 @@ class TeacherChain:
             plan = stage.plan()
             check_same(file, {name: getattr(row, name) for name in plan}, plan, "chain")
             # A stage's model is the next one's teacher.
-            if not (self.folder / row.model).exists():
-                raise CheckpointError(
-                    file,
-                    f"the model of {stage.name} must be there, got none at {self.folder / row.model}",
-                    "put it back, or give another folder",
-                )
-        if len(self._rows) > len(self.stages):
-            raise CheckpointError(
-                file,
-                f"chain must have at least the {len(self._rows)} stages that are finished, got {len(self.stages)}",
-                "give the same ones or more, or another folder",
-            )
+            model = self.folder / row.model
+            told = f"the model of {stage.name} must be there, got none at {model}"
+            require(model.exists(), file, told, "put it back, or give another folder", CheckpointError)
+        told = f"chain must have at least the {len(self._rows)} stages that are finished, got {len(self.stages)}"
+        remedy = "give the same ones or more, or another folder"
+        require(len(self._rows) <= len(self.stages), file, told, remedy, CheckpointError)
 
     def _write(self) -> None:
         self._journal.write(stages=[asdict(row) for row in self._rows], trained=self._trained)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import ConfigError
+from shared_core.errors import require
 from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, check_steps, take_flags
 from shared_core.runs.executors import Executor, StartedRun
@@ -79,8 +79,7 @@ class TrainingCommand:
             ((), ('torchrun', 'train.py', '--lr', '0.1'))
         """
         parts = list(command)
-        if not parts:
-            raise ConfigError(where, "command must be given, got none", "write it after --: python my_train.py")
+        require(parts, where, "command must be given, got none", "write it after --: python my_train.py")
         starts = [index for index, part in enumerate(parts) if index and (part.endswith(".py") or part == "-m")]
         start = starts[0] if starts else len(parts)
         script = parts[start : start + (2 if parts[start : start + 1] == ["-m"] else 1)]
@@ -88,10 +87,9 @@ class TrainingCommand:
         if not script or not is_python or is_launcher(script[-1]):
             # No Python script in sight, or options with values that cannot be told apart: run as it stands.
             return cls(where, (), tuple(parts), {})
-        if script == ["-m"]:
-            raise ConfigError(where, "-m must be followed by a module, got none")
-        if script[0] != "-m" and not Path(script[0]).is_file():
-            raise ConfigError(where, f"script must be a file, got {script[0]!r}")
+        require(script != ["-m"], where, "-m must be followed by a module, got none")
+        is_there = script[0] == "-m" or Path(script[0]).is_file()
+        require(is_there, where, f"script must be a file, got {script[0]!r}")
         flags, rest = take_flags(parts[start + len(script) :])
         steps = flags.pop(STEPS_FLAG, None)
         check_steps(steps, where)

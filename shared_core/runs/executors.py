@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.config.options import checked
+from shared_core.errors import ConfigError, TrainingError, require
 from shared_core.files.journal import read_object, write_object
 from shared_core.libraries import optional
 
-EXECUTORS = ("local", "submitit", "ray")
 _TIME_LIMITS = {"timeout_min", "slurm_time"}
 _POLL_SECONDS = 0.5
 
@@ -61,7 +61,7 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
     """Return what starts the runs of a search; None: processes of this machine.
 
     Args:
-        name: Of `EXECUTORS`.
+        name: local, submitit or ray.
         options: ``NAME=VALUE``, as submitit's ``update_parameters`` or Ray's ``options`` take them.
         folder: Of the search, on a file system that the other machines have too.
         where: Who asks.
@@ -74,15 +74,13 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
         >>> executor_of("local", [], Path("runs"), "eff chain") is None
         True
     """
-    if name not in EXECUTORS:
-        raise ConfigError(where, f"--executor must be one of {', '.join(EXECUTORS)}, got {name!r}")
-    if name == "local" and options:
-        raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
+    checked(name, Literal["local", "submitit", "ray"], where, "--executor")
+    told = f"--executor-set must come with submitit or ray, got {' '.join(options)} with local"
+    require(name != "local" or not options, where, told)
     values: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
-        if not (key and value):
-            raise ConfigError(where, f"--executor-set must be NAME=VALUE, got {option!r}")
+        require(key and value, where, f"--executor-set must be NAME=VALUE, got {option!r}")
         values[key] = int(value) if value.isdecimal() else value
     if name == "submitit":
         return SubmititExecutor(folder, values, where)
@@ -113,12 +111,8 @@ class SubmititExecutor:
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any], where: str) -> None:
         submitit = optional("submitit", "slurm", f"{where}: --executor submitit")
-        if not parameters.keys() & _TIME_LIMITS:
-            raise ConfigError(
-                where,
-                "--executor-set must name a time limit, as submitit stops a job after 5 minutes without, got none",
-                "add --executor-set timeout_min=600",
-            )
+        told = "--executor-set must name a time limit, as submitit stops a job after 5 minutes without, got none"
+        require(parameters.keys() & _TIME_LIMITS, where, told, "add --executor-set timeout_min=600")
         given = dict(parameters)
         self._where, self._folder, cluster = where, folder.resolve() / ".submitit", given.pop("cluster", None)
         try:
@@ -138,11 +132,8 @@ class SubmititExecutor:
         def result() -> int:
             if (failed := job.exception()) is not None:
                 last = str(failed).strip().splitlines()[-1:] or [""]
-                raise TrainingError(
-                    self._where,
-                    f"job {job.job_id} must come to its end, got {type(failed).__name__}: {last[0]}",
-                    f"see {job.paths.stderr} and {log}",
-                )
+                told = f"job {job.job_id} must come to its end, got {type(failed).__name__}: {last[0]}"
+                raise TrainingError(self._where, told, f"see {job.paths.stderr} and {log}")
             return int(job.result())
 
         return RemoteRun(job.done, result, lambda: job.cancel(check=False))
@@ -151,12 +142,10 @@ class SubmititExecutor:
         if not note.exists() or (known := read_object(note)).get("cluster") != "slurm":
             return
         submitit = importlib.import_module("submitit")
-        if not submitit.SlurmJob(self._folder, str(known.get("job"))).done(force_check=True):
-            raise TrainingError(
-                self._where,
-                f"job {known.get('job')} of a search that was stopped must have ended, but it waits or runs",
-                f"wait for it, or scancel {known.get('job')}",
-            )
+        job = str(known.get("job"))
+        told = f"job {job} of a search that was stopped must have ended, but it waits or runs"
+        is_done = submitit.SlurmJob(self._folder, job).done(force_check=True)
+        require(is_done, self._where, told, f"wait for it, or scancel {job}", TrainingError)
 
 
 class RayExecutor:

@@ -18,10 +18,11 @@ from typing import Any, BinaryIO, Literal, get_args
 
 from rich.table import Table
 
+from shared_core.config.options import checked
 from shared_core.config.training_time import Position, parse_position
 from shared_core.engine.compatibility import check
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import ConfigError, TrainingError, nearest
+from shared_core.errors import TrainingError, nearest, require
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.journal import Journal, read_object
 from shared_core.front_ends.flags import recipe_of
@@ -155,32 +156,22 @@ def curve_of(
         best = (max if larger else min)(history, key=lambda point: point[1], default=None)
         reached = best if quality == "best" else history[-1] if history else None
         dense = dense if rows else reached
-        rows.append(
-            CurveRow(
-                round=number,
-                control=control,
-                kept=result["kept"],
-                left=result["kept"] / result["numel"],
-                quality=reached[1] if reached else None,
-                best_step=best[0] if best else None,
-                reached_dense_at=next(
-                    (step for step, value in history if dense and _is_as_good(value, dense[1], larger)), None
-                ),
-                replay=result["replay"],
-                folder=folder.name,
-            )
-        )
+        kept, good = result["kept"], [step for step, it in history if dense and _is_as_good(it, dense[1], larger)]
+        row = CurveRow(
+            number, control, kept, kept / result["numel"], reached[1] if reached else None, best[0] if best else None,
+            good[0] if good else None, result["replay"], folder.name,
+        )  # fmt: skip
+        rows.append(row)
     return TicketCurve(tuple(rows), name, larger)
 
 
 def _metric(dense: dict[str, Any], metric: str | None) -> str | None:
     known = sorted({name for entry in dense["history"] for name in entry["metrics"]})
-    if metric is not None and metric not in known:
-        told = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric, known)
-        raise ConfigError("lottery", f"metric must be one that validation reports, got {metric!r}{told}")
+    told = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric or "", known)
+    is_known = metric is None or metric in known
+    require(is_known, "lottery", f"metric must be one that validation reports, got {metric!r}{told}")
     metric = metric or usual_metric(known)
-    if metric is None and known:
-        raise ConfigError("lottery", "metric must be chosen, got none", f"it may be {', '.join(known)}")
+    require(metric or not known, "lottery", "metric must be chosen, got none", f"it may be {', '.join(known)}")
     return metric
 
 
@@ -199,7 +190,8 @@ def _is_as_good(value: float | None, than: float | None, larger: bool) -> bool:
 
 
 JOURNAL_FILE, LOG_FILE = "lottery.json", "output.log"
-CONTROLS = ("random_reinit", "random_mask")
+Control = Literal["random_reinit", "random_mask"]
+CONTROLS = get_args(Control)
 _CHOSEN_HERE = ("out", "ticket", "control")
 Quality = Literal["last", "best"]
 
@@ -267,10 +259,18 @@ class LotterySearch:
         quality: Quality = "last",
         **options: Any,
     ) -> None:
-        _check_options(rounds, controls, control_rounds, mode, quality)
+        self.rounds = rounds = checked(rounds, int, "lottery", "rounds", low=1)
+        self.controls = tuple(dict.fromkeys(checked(controls, tuple[Control, ...], "lottery", "controls")))
+        among = {"low": 1, "high": rounds}
+        self.control_rounds = checked(control_rounds, tuple[int, ...], "lottery", "control_rounds", **among)
+        self.mode = checked(mode, Mode, "lottery", "mode")
+        self.quality = checked(quality, Quality, "lottery", "quality")
+        self.metric = metric
+        told = f"control_rounds must come with controls, got {[*control_rounds]} without"
+        require(controls or not control_rounds, "lottery", told, f"add {' or '.join(CONTROLS)}")
+        self.control_rounds = self.control_rounds or tuple(range(1, rounds + 1))
         for name in _CHOSEN_HERE:
-            if name in options:
-                raise ConfigError("lottery", f"{name} must not be given, it is chosen for every run")
+            require(name not in options, "lottery", f"{name} must not be given, it is chosen for every run")
         # Learning rate rewinding replays the schedule's last two thirds; weight rewinding starts from the
         # initialisation.
         if rewind_to is None:
@@ -278,13 +278,8 @@ class LotterySearch:
         self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
         # After so many rounds 1 - (1 - rate)^rounds of the weights are gone: the cap must leave room for that.
         most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
-        if most is not None and most < asked - 1e-9:
-            raise ConfigError(
-                "lottery", f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
-            )
-        self.rounds, self.controls = rounds, tuple(dict.fromkeys(controls))
-        self.control_rounds = tuple(control_rounds) or tuple(range(1, rounds + 1))
-        self.metric, self.mode, self.quality = metric, mode, quality
+        told = f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
+        require(most is None or most >= asked - 1e-9, "lottery", told)
 
     def run(self, train: Callable[[Recipe], object], folder: Path | str) -> TicketCurve:
         """Search with a function that trains once, in this process alone, and return the curve.
@@ -413,8 +408,8 @@ def parse_round(command: Sequence[str]) -> tuple[TrainingCommand, Recipe]:
     """Return a command that trains once, in a round, and the recipe of our flags in it."""
     training = TrainingCommand.parse(command, "lottery")
     recipe = recipe_of(dict(training.flags))
-    if "lottery" in recipe:
-        raise ConfigError("lottery", "command must not have flags of ticket, which are chosen for every round")
+    told = "command must not have flags of ticket, which are chosen for every round"
+    require("lottery" not in recipe, "lottery", told)
     return training, recipe
 
 
@@ -423,33 +418,10 @@ def _folder_of(folder: Path, number: int, control: str) -> Path:
 
 
 def _result(out: Path) -> dict[str, Any]:
-    if not (out / RESULT_FILE).exists():
-        raise TrainingError(
-            "lottery",
-            f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}",
-            "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that EFF_RECIPE names) "
-            "that is finished",
-        )
+    told = f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}"
+    remedy = (
+        "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that EFF_RECIPE names) "
+        "that is finished"
+    )
+    require((out / RESULT_FILE).exists(), "lottery", told, remedy, TrainingError)
     return read_object(out / RESULT_FILE)
-
-
-def _check_options(
-    rounds: int, controls: Sequence[str], control_rounds: Sequence[int], mode: str, quality: str
-) -> None:
-    is_number = isinstance(rounds, int) and not isinstance(rounds, bool)
-    if not is_number or rounds < 1:
-        raise ConfigError("lottery", f"rounds must be a whole number of at least 1, got {rounds!r}")
-    if isinstance(controls, str):
-        raise ConfigError("lottery", f"controls must be a list, got {controls!r}", f"write [{controls!r}]")
-    for control in controls:
-        if control not in CONTROLS:
-            raise ConfigError("lottery", f"controls must be of {', '.join(CONTROLS)}, got {control!r}")
-    for number in control_rounds:
-        if not 1 <= number <= rounds:
-            raise ConfigError("lottery", f"control_rounds must be rounds from 1 to {rounds}, got {number!r}")
-    if control_rounds and not controls:
-        told = f"control_rounds must come with controls, got {[*control_rounds]} without"
-        raise ConfigError("lottery", told, f"add {' or '.join(CONTROLS)}")
-    for name, value, known in (("mode", mode, get_args(Mode)), ("quality", quality, get_args(Quality))):
-        if value not in known:
-            raise ConfigError("lottery", f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {value!r}")

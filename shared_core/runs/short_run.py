@@ -29,7 +29,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import OURS, register
 from shared_core.engine.session import Session
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CompatibilityError, EffError
+from shared_core.errors import CompatibilityError, EffError, require
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
 
@@ -168,10 +168,8 @@ def write_result(folder: str, result: Mapping[str, Any]) -> None:
 
 def check_one_process(world_size: int) -> None:
     """Refuse a script that trains in several processes, which cannot take turns."""
-    if world_size > 1:
-        raise CompatibilityError(
-            "eff try", f"the script must train in one process, got {world_size}", "ask it for one device"
-        )
+    told = f"the script must train in one process, got {world_size}"
+    require(world_size < 2, "eff try", told, "ask it for one device", CompatibilityError)
 
 
 def _synchronize() -> None:

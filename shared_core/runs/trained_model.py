@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shared_core.checkpoint_formats import averaged, load_checkpoint, open_ingredient
 from shared_core.engine.receipt import figures
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
 from shared_core.soup.config import larger_is_better
@@ -28,8 +28,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
     if pattern is not None:
         # Of several files the newest: a script may have written others before.
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise CheckpointError("chain", f"{folder} must hold a model under {pattern!r}, got nothing there")
+        require(found, "chain", f"{folder} must hold a model under {pattern!r}, got nothing there", "", CheckpointError)
         return found[-1]
     if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
         return folder
@@ -55,7 +54,6 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
 def count_parameters(model: Path, submodule: str | None = None) -> int:
     """Return how many weights a saved model has; each tied one once, without the statistics of batch norms."""
     opened = open_ingredient(model)
-    # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
     specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
     if model.suffix == ".ckpt" and submodule:
         # A Lightning file holds the whole module: the student is a part of it.
@@ -88,7 +86,6 @@ def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, 
     """Return the latest figure of each name, of entries until a step."""
     found: dict[str, float] = {}
     for entry in entries:
-        # Figures of steps after this model belong to another one.
         if last is None or float(entry.get("step", 0)) <= last:
             found |= figures(entry)
     return found

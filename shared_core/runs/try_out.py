@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_core.config.options import checked
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import ConfigError, TrainingError, nearest
+from shared_core.errors import TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
 from shared_core.files.journal import read_object
 from shared_core.runs.command import TrainingCommand
@@ -105,12 +106,11 @@ class TryOut:
         repeats: int = 1,
         eval_batches: int = 100,
     ) -> None:
-        for name, value, least in (("steps", steps, 8), ("repeats", repeats, 1), ("eval_batches", eval_batches, 0)):
-            if value < least:
-                raise ConfigError(_WHERE, f"--{name} must be at least {least}, got {value}")
+        for name, value, least in (("steps", steps, 8), ("repeats", repeats, 1), ("eval-batches", eval_batches, 0)):
+            checked(value, int, _WHERE, f"--{name}", low=least)
         parts = [script] if script.endswith(".py") else ["-m", script]
-        if script.endswith(".py") and not Path(script).is_file():
-            raise ConfigError(_WHERE, f"script must be a file, got {script!r}", "check the path")
+        is_there = Path(script).is_file() or not script.endswith(".py")
+        require(is_there, _WHERE, f"script must be a file, got {script!r}", "check the path")
         self._command = TrainingCommand(_WHERE, (sys.executable,), (*parts, *arguments), {})
         self.folder, self.recipe, self.steps, self._repeats = Path(folder), recipe, steps, repeats
         self._eval_batches = eval_batches
@@ -148,12 +148,10 @@ class TryOut:
                     progress(min(2 * turns * number + count, 2 * turns * (number + 1)), total)
                 first, second = (Reading(name, number, run.result()) for name, run in zip(names, runs, strict=True))
             for reading, run in ((first, runs[0]), (second, runs[1])):
-                if reading.variant == PLAIN and reading.error is not None:
-                    raise TrainingError(
-                        _WHERE,
-                        f"the script must run without techniques, got {reading.error}",
-                        f"its output: {run.log}; options of eff try stand before the script, its own behind it",
-                    )
+                told = f"the script must run without techniques, got {reading.error}"
+                remedy = f"its output: {run.log}; options of eff try stand before the script, its own behind it"
+                is_sound = reading.variant != PLAIN or reading.error is None
+                require(is_sound, _WHERE, told, remedy, TrainingError)
             pairs.append((first, second))
             if not number:
                 check(pairs[0])
@@ -407,9 +405,8 @@ def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | Non
         ConfigError: If they did not report it.
     """
     known = set(plain[0].values["metrics"])
-    if metric is not None and metric not in known:
-        told = f"--metric must be one that the script reports, got {metric!r}{nearest(metric, known)}"
-        raise ConfigError("eff try", told)
+    told = f"--metric must be one that the script reports, got {metric!r}{nearest(metric or '', known)}"
+    require(metric is None or metric in known, _WHERE, told)
     metric = metric or next((name for name in _USUAL if name in known), None)
     return metric, metric is not None and not is_larger_better(metric, mode)
 

@@ -20,7 +20,7 @@ from shared_core.engine.claims import Claim, FewValues, Where
 from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
+from shared_core.errors import CheckpointError, MatchError, by_reason, require
 from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
 from shared_core.modules.own_forward import why_computed
 from shared_core.numerics.deferred_checks import copied_to_cpu
@@ -68,7 +68,6 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     ]
     is_chosen = {found.module for found in chosen}
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    # Every holder of each parameter: a tied one may only change where all its modules were chosen.
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -81,7 +80,6 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         weight = found.module._parameters.get("weight")
         if weight is None:
             targets.left_out[name] = "computed, by weight norm or another parametrisation"
-        # By its first name: a tied weight comes up once for each module.
         elif name != holders[weight][0][0]:
             continue  # under its first name, or left out with it
         elif outside := next((held for held, module in holders[weight] if module not in is_chosen), None):
@@ -98,9 +96,9 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             targets.modules[name] = found.module
             # bits_of is in the order given, the first match wins.
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
-    if not targets.modules:
-        reasons = by_reason(targets.left_out) or "tied to others"
-        raise MatchError("cluster", f"must find at least one weight to share, but all were left out ({reasons})")
+    reasons = by_reason(targets.left_out) or "tied to others"
+    told = f"must find at least one weight to share, but all were left out ({reasons})"
+    require(targets.modules, "cluster", told, "", MatchError)
     return targets
 
 
@@ -152,8 +150,8 @@ class WeightClustering(Technique):
         """Leave as it is what no optimizer holds."""
         targets, weights = self._targets, self._targets.weights()
         out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
-        if len(out) == len(weights):
-            raise MatchError("cluster", "must find at least one weight that an optimizer holds, got none")
+        told = "must find at least one weight that an optimizer holds, got none"
+        require(len(out) < len(weights), "cluster", told, "", MatchError)
         modules = {name: module for name, module in targets.modules.items() if name not in out}
         self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)
         return self._touched()
@@ -162,13 +160,9 @@ class WeightClustering(Technique):
         """Return when weights are clustered."""
         self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "cluster")
         # pruning comes before this technique and has planned when it ends
-        if self._begin < context.first_usable_step:
-            raise ConfigError(
-                "cluster",
-                f"begin must not lie before step {context.first_usable_step}, when weights are pruned for the last "
-                f"time, got {self.config.begin!r} = step {self._begin}",
-                "begin later",
-            )
+        first, got = context.first_usable_step, f"got {self.config.begin!r} = step {self._begin}"
+        told = f"begin must not lie before step {first}, when weights are pruned for the last time, {got}"
+        require(self._begin >= first, "cluster", told, "begin later")
         return Plan(
             [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")],
             "" if self._codes else f"weights are not shared yet, clustered at step {self._begin}",
@@ -209,7 +203,6 @@ class WeightClustering(Technique):
         refuse_sparse("cluster", gradients.values())
         parts = {name: local_part(gradient) for name, gradient in gradients.items()}
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
-        # dL/dc is the sum of the gradients of all weights that hold c (Han et al., section 3.3, equation 3).
         summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
         for (bundle, flat), sums in zip(rows, self._collected(summed), strict=True):
             # Each centroid is represented by its first member: that one's gradient is the whole sum, the others' are
@@ -258,7 +251,6 @@ class WeightClustering(Technique):
 
     def _detach(self) -> None:
         """Release the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
-        # A part of the codes is of no use without the others'.
         if any(map(is_sharded, self._weights.values())):
             self._codes = {}
         self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
@@ -273,14 +265,10 @@ class WeightClustering(Technique):
         """Check a saved state; its clusters are put on the weights' devices next."""
         codes, weights = dict(state["codes"]), self._targets.weights()
         odd = sorted(set(codes) ^ set(weights)) if codes else []
-        # Compared with the weights as they are now; types and ranges too, since files may be damaged.
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
-        if odd:
-            raise CheckpointError(
-                "cluster",
-                f"saved clusters must be those of this model's weights, got a difference at {odd[0]}",
-                "resume with the model and recipe that wrote the checkpoint",
-            )
+        told = f"saved clusters must be those of this model's weights, got a difference at {', '.join(odd[:1])}"
+        remedy = "resume with the model and recipe that wrote the checkpoint"
+        require(not odd, "cluster", told, remedy, CheckpointError)
         self._codes = codes
         self._clustered_at = int(state["clustered_at"])
         self._errors = {name: float(error) for name, error in state["errors"].items()}
@@ -348,8 +336,9 @@ class WeightClustering(Technique):
             places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
             places.scatter_reduce_(0, flat.long(), torch.arange(flat.numel()), "amin")
             # A code below the largest that no weight has: no member would carry the centroid.
-            if count and int(places[1:].max()) == flat.numel():
-                raise CheckpointError("cluster", f"saved clusters of {name} must have members, got an empty one")
+            is_full = not count or int(places[1:].max()) < flat.numel()
+            told = f"saved clusters of {name} must have members, got an empty one"
+            require(is_full, "cluster", told, "", CheckpointError)
             first, of = places[1:], torch.arange(count)
             if is_sharded(weight):
                 # Marked in the whole weight and then cut as the weight is: each process learns which first members it
@@ -370,8 +359,6 @@ class WeightClustering(Technique):
     def _collected(self, values: list[tuple[Bundle, Tensor]]) -> list[Tensor]:
         """Return sums over the parts of sharded weights: one collective for all of them."""
         sharded = [found for bundle, found in values if is_sharded(self._weights[bundle.names[0]])]
-        # Gradients are parts of the clusters on each process: sums add up over processes, and one collective takes
-        # all weights.
         if not sharded:
             return [found for _, found in values]
         sums = iter(torch.split(all_reduce_(torch.cat(sharded), "sum"), [len(found) for found in sharded]))
@@ -390,7 +377,6 @@ class WeightClustering(Technique):
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
         centroids = []
         for bundle, flat in rows:
-            # The first members are what the optimizer has moved.
             found = flat.index_select(0, bundle.first)
             if not bundle.is_whole:
                 # Zeros where other processes hold the first member; the sum over processes puts the row together.

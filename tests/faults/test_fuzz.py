@@ -195,21 +195,18 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 MERGES = LAUGHS.replace("[1,1,1,1,1,1,1,1,1]", "{b: 1}").replace("[", "{<<: [").replace("]", "]}")
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (LAUGHS, "more values than can be read"),
-        (MERGES, "more values than can be read"),
-        ("a: &a [*a]", "contains itself"),
-        ("a: " + "[" * 1500, "nested too deeply"),
-        ("{" + '"a": {' * 100_000, "nested too deeply"),
-        ("prune: {sparsity: 0.5}\nprune: {sparsity: 0.6}", "'prune' is given twice"),
-        ('{"prune": {"sparsity": 0.5, "sparsity": 0.6}}', "'sparsity' is given twice"),
-        ("prune: {sparsity: 2024-13-45}", "month must be in"),
-        ("prune: {sparsity: 0x_}", "valid YAML"),
-        ("no\x00file", "must be a readable text file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "match"), [
+    (LAUGHS, "more values than can be read"),
+    (MERGES, "more values than can be read"),
+    ("a: &a [*a]", "contains itself"),
+    ("a: " + "[" * 1500, "nested too deeply"),
+    ("{" + '"a": {' * 100_000, "nested too deeply"),
+    ("prune: {sparsity: 0.5}\nprune: {sparsity: 0.6}", "'prune' is given twice"),
+    ('{"prune": {"sparsity": 0.5, "sparsity": 0.6}}', "'sparsity' is given twice"),
+    ("prune: {sparsity: 2024-13-45}", "month must be in"),
+    ("prune: {sparsity: 0x_}", "valid YAML"),
+    ("no\x00file", "must be a readable text file"),
+])  # fmt: skip
 def test_texts_that_once_broke_the_reader(text, match, tmp_path):
     read = Recipe.from_json if text.startswith("{") else Recipe.from_yaml
     with no_hang(), pytest.raises(ConfigError, match=match):
@@ -242,15 +239,11 @@ def test_a_teacher_that_fails_on_the_inputs_of_a_part_of_the_student_is_told():
         two_steps(Recipe.from_dict({"distill": {"teacher": TEACHER, "student": "head"}}))
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        {"distill": {"teacher": "ema"}, "lora": {"rank": 8}},
-        {"low_rank": {"rank": 10**500, "min_size": 1, "force": True}},
-        {"qat": {"scheme": "binary"}, "checkpointing": {"policy": "selective"}},
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("recipe", [
+    {"distill": {"teacher": "ema"}, "lora": {"rank": 8}},
+    {"low_rank": {"rank": 10**500, "min_size": 1, "force": True}},
+    {"qat": {"scheme": "binary"}, "checkpointing": {"policy": "selective"}},
+], ids=" ".join)  # fmt: skip
 def test_recipes_that_once_failed_train(recipe):
     two_steps(Recipe.from_dict(recipe))
 

@@ -1,6 +1,7 @@
 """`eff` in the process of the test."""
 
 import json
+import sys
 
 from typer.testing import CliRunner
 
@@ -13,6 +14,14 @@ def eff(*words, **options):
     if isinstance(result.exception, Exception):
         raise result.exception
     return result
+
+
+def user_module(folder, monkeypatch, name, text):
+    """Work in a folder that holds a module of the user's, which nobody has imported yet."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    (folder / f"{name}.py").write_text(text)
 
 
 def told_by(command, *words, **options):

@@ -82,5 +82,5 @@ def test_the_same_rules_are_told_to_python_in_its_words():
 def test_an_argument_of_a_training_may_be_empty():
     app, seen = typer.Typer(), []
     app.command()(takes(LotteryOptions)(seen.append))
-    CliRunner().invoke(app, ["--", "python", "train.py", "--name", ""], catch_exceptions=False)
+    CliRunner().invoke(app, ["--out", "o", "--", "python", "train.py", "--name", ""], catch_exceptions=False)
     assert seen.pop().command == ("python", "train.py", "--name", "")

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import sys
 
 import commands
 import pytest
@@ -81,11 +80,8 @@ def tokenizer():
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "cache_task.py").write_text(TASK)
-    yield tmp_path
-    sys.modules.pop("cache_task", None)
+    commands.user_module(tmp_path, monkeypatch, "cache_task", TASK)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -236,20 +232,14 @@ def test_another_tokenizer_beside_the_same_weights_is_refused(teacher):
         eff(*arguments, "--resume")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["cache_task:classifier", "--out", "c"], "--data and --out must be given, got no --data"),
-        (["cache_task:classifier", "--data", "cache_task:pairs"], "got no --out"),
-        (["cache_task:classifier", "--data", "cache_task:nothing", "--out", "c"], "data must be batches"),
-        (["cache_task:nothing", "--data", "cache_task:pairs", "--out", "c"], "must return a model"),
-        (["cache_task:classifier", "--data", "cache_task:pairs", "--out", "c", "--device", "abacus"],
-         "--device must be"),
-        (["cache_task:classifier", "--data", "cache_task:pairs", "--out", "c", "--tokenizer", "cache_task:nothing"],
-         "must have a vocabulary"),
-        (["cache_task:classifier", "--data", "cache_task:pairs", "--out", "c", "--dtype", "int8"], "dtype must be"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["cache_task:classifier", "--data", "cache_task:nothing", "--out", "c"], "data must be batches"),
+    (["cache_task:nothing", "--data", "cache_task:pairs", "--out", "c"], "must return a model"),
+    (["cache_task:classifier", "--data", "cache_task:pairs", "--out", "c", "--device", "abacus"], "--device must be"),
+    (["cache_task:classifier", "--data", "cache_task:pairs", "--out", "c", "--tokenizer", "cache_task:nothing"],
+     "must have a vocabulary"),
+    (["cache_task:classifier", "--data", "cache_task:pairs", "--out", "c", "--dtype", "int8"], "dtype must be"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused_with_nothing_written(room, arguments, match):
     with pytest.raises(ConfigError, match=match):
         eff(*arguments)
@@ -289,11 +279,10 @@ def test_fingerprints_of_tokenizers_survive_saving_and_loading_and_see_a_change(
     assert template_fingerprint(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    "model",
-    [models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]), models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)],
-    ids=["bpe", "unigram"],
-)
+@pytest.mark.parametrize("model", [
+    models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]),
+    models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0),
+], ids=["bpe", "unigram"])  # fmt: skip
 def test_fingerprints_of_every_kind_of_vocabulary(tmp_path, model):
     backend = Tokenizer(model)
     backend.add_tokens(["<x>"])

@@ -121,15 +121,12 @@ def test_a_lightning_checkpoint(tmp_path):
     make_net(seed=1).load_state_dict(load_file(tmp_path / "back" / "model.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (["--bits", 9], ConfigError, r"bits must be a whole number in \[2, 8\], got 9"),
-        (["--bits-of", "0"], ConfigError, "--bits-of must be PATTERN=BITS or PATTERN=exact, got '0'"),
-        (["--bits-of", "7.*=4"], ConfigError, r"pattern '7.\*' matches no tensor"),
-        (["--min-size", -1], ConfigError, "min_size must be in"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (["--bits", 9], ConfigError, r"--bits must be in \[2, 8\], got 9"),
+    (["--bits-of", "0"], ConfigError, "--bits-of must be PATTERN=BITS or PATTERN=exact, got '0'"),
+    (["--bits-of", "7.*=4"], ConfigError, r"pattern '7.\*' matches no tensor"),
+    (["--min-size", -1], ConfigError, "--min-size must be in"),
+])  # fmt: skip
 def test_options_that_break_a_rule(tmp_path, arguments, error, message):
     save_model(make_net(), str(tmp_path / "net.safetensors"))
     with pytest.raises(error, match=message):

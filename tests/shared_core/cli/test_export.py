@@ -3,7 +3,6 @@
 import functools
 import json
 import runpy
-import sys
 
 import commands
 import numpy as np
@@ -48,11 +47,8 @@ def none():
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "export_task.py").write_text(TASK)
-    yield tmp_path
-    sys.modules.pop("export_task", None)
+    commands.user_module(tmp_path, monkeypatch, "export_task", TASK)
+    return tmp_path
 
 
 eff = functools.partial(commands.eff, "export")
@@ -125,15 +121,12 @@ def test_the_command_writes_over_nothing_but_its_own_kind(room):
 def test_the_command_refuses(room):
     model, ranges = trained(mlp, finish=True)
     for arguments, error, message in (
-        (["export_task:build"], ConfigError, "--out must be given"),
+        (["export_task:build", "--out", "m", "--opset", "9"], ConfigError, r"--opset must be in \[21, 23\], got 9"),
         (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must lie in a folder that exists"),
         (["export_task:build", "--out", "."], ConfigError, "--out must be a file, got the folder"),
         (["export_task:build", "--out", "m", "--calibration", "export_task:none"], ConfigError, "must return batches"),
-        (
-            ["export_task:build", "--out", "m", "--format", "pt"],
-            ConfigError,
-            "--format must be one of onnx, executorch, compressed-tensors, torchao, gguf, got 'pt'",
-        ),
+        (["export_task:build", "--out", "m", "--format", "pt"], ConfigError,
+         "--format must be one of onnx, executorch, compressed-tensors, torchao, gguf, got 'pt'"),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
         (["export_task.py:build", "--out", "m"], ConfigError, "write export_task:build"),
@@ -142,7 +135,7 @@ def test_the_command_refuses(room):
         (["export_task:build", "--out", "m", "--length", "4"], ConfigError, "--length must come with a folder"),
         ([".", "--out", "m", "--weights", "m"], ConfigError, "--weights must be left out for a folder"),
         (["export_task:build", "--out", "m", "--weights", "absent"], CheckpointError, "absent"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(error, match=message):
             eff(*arguments)
     save_file({"0.weight": model[0].weight.detach()}, room / "model.safetensors")

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import typer
+from commands import user_module
 from rich.table import Table
 from safetensors.torch import save_file
 
@@ -46,10 +47,7 @@ def hazards(text):
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "hostile", raising=False)
-    (tmp_path / "hostile.py").write_text(CODE.format(name=NAME))
+    user_module(tmp_path, monkeypatch, "hostile", CODE.format(name=NAME))
     import hostile
 
     state = hostile.alone().state_dict()
@@ -71,8 +69,7 @@ def room(tmp_path, monkeypatch):
         "coverage": {}, "wall_seconds": 1.0,
     }  # fmt: skip
     (run / "eff_receipt.json").write_text(json.dumps(receipt))
-    yield tmp_path
-    sys.modules.pop("hostile", None)
+    return tmp_path
 
 
 ZERO, ONE, OTHER, RUN = f"0{NAME}.safetensors", f"1{NAME}.safetensors", f"other{NAME}.safetensors", f"run{NAME}"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from safetensors.torch import save_file
 from torch import nn
 
@@ -33,23 +33,18 @@ def quality(net):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "talk.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "talk", TASK)
     for seed in range(2):
         torch.manual_seed(seed)
         save_file(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).state_dict(), f"{seed}.safetensors")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "prune talk:model --sparsity 0.5 --criterion wanda --calibration talk:batches --eval talk:quality --out pruned",
-        "quantize talk:model --calibration talk:batches --eval talk:quality --out quantized",
-        "low-rank talk:model --rank 2 --min-size 0 --eval talk:quality --out thin",
-        "soup 0.safetensors 1.safetensors --eval talk:quality --model talk:model --out soup.safetensors",
-    ],
-    ids=lambda words: words.split()[0],
-)
+@pytest.mark.parametrize("words", [
+    "prune talk:model --sparsity 0.5 --criterion wanda --calibration talk:batches --eval talk:quality --out pruned",
+    "quantize talk:model --calibration talk:batches --eval talk:quality --out quantized",
+    "low-rank talk:model --rank 2 --min-size 0 --eval talk:quality --out thin",
+    "soup 0.safetensors 1.safetensors --eval talk:quality --model talk:model --out soup.safetensors",
+], ids=lambda words: words.split()[0])  # fmt: skip
 def test_what_functions_print_stands_on_stderr(words):
     result = eff(*words.split(), "--json")
     assert isinstance(json.loads(result.stdout), dict)
@@ -57,14 +52,10 @@ def test_what_functions_print_stands_on_stderr(words):
     assert "judged" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "lottery --rounds 1 --out search --plot curve.foo -- python -c pass",
-        "soup 0.safetensors 1.safetensors --eval talk:quality --model talk:model --out s.safetensors --plot p.foo",
-    ],
-    ids=lambda words: words.split()[0],
-)
+@pytest.mark.parametrize("words", [
+    "lottery --rounds 1 --out search --plot curve.foo -- python -c pass",
+    "soup 0.safetensors 1.safetensors --eval talk:quality --model talk:model --out s.safetensors --plot p.foo",
+], ids=lambda words: words.split()[0])  # fmt: skip
 def test_a_plot_that_cannot_be_drawn_stops_before_the_work(words, tmp_path):
     with pytest.raises(ConfigError, match=r"--plot must be a file ending in \.png"):
         eff(*words.split())

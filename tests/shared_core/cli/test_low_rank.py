@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from reports import report_of, row
 from torch import nn
 
@@ -42,9 +42,7 @@ def quality_of_parts(model):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "low_rank_task.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "low_rank_task", TASK)
     return functools.partial(eff, "low-rank", "low_rank_task:model_and_inputs")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import eff, told_by
+from commands import eff, told_by, user_module
 from torch import nn
 
 from shared_core.errors import MatchError
@@ -34,11 +34,10 @@ WITHIN, TOTAL = 2 * 32 * 64, 32**3 + 2 * 32 * 64
 
 @pytest.fixture
 def task(tmp_path, monkeypatch):
-    (tmp_path / "partial_task.py").write_text(TASK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "partial_task", raising=False)
-    return __import__("importlib").import_module("partial_task")
+    user_module(tmp_path, monkeypatch, "partial_task", TASK)
+    import partial_task
+
+    return partial_task
 
 
 def low_rank(model, **options):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -79,10 +79,7 @@ def zeros(model):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "prune_task.py").write_text(TASK)
-    monkeypatch.delitem(sys.modules, "prune_task", raising=False)
+    user_module(tmp_path, monkeypatch, "prune_task", TASK)
     import prune_task
 
     invoke = functools.partial(eff, "prune")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,9 +100,7 @@ GPTQ = ["quantize_task:model", "--out", "out", "--calibration", "quantize_task:b
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "quantize_task.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "quantize_task", TASK)
     import quantize_task
 
     invoke = functools.partial(eff, "quantize")

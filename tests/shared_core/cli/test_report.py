@@ -214,19 +214,16 @@ def test_without_matplotlib_the_tables_stay(tmp_path, monkeypatch):
     assert "<td>prune/sparsity</td>" in page
 
 
-@pytest.mark.parametrize(
-    ("files", "match"),
-    [
-        (None, r"none must be the folder of a finished run, but it does not exist"),
-        ({"curve.json": "not ours"}, r"none must hold what a run leaves, got none of eff_receipt.json"),
-        ({"eff_receipt.json": "{"}, r"eff_receipt.json: file must be JSON, .* give another folder"),
-        ({"eff_receipt.json": "[1]"}, r"must hold a JSON object, got list"),
-        ({"eff_receipt.json": "{}"}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
-        ({"eff_receipt.json": '{"techniques": 3}'}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
-        ({"lottery.json": "{}", "curve.json": '{"rows": []}'}, r"must hold what efftrain writes, got .* curve.json"),
-        ({"metrics.csv": b"\xff\xfe\x00"}, r"metrics.csv: file must be a log of Lightning's CSVLogger"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "match"), [
+    (None, r"none must be the folder of a finished run, but it does not exist"),
+    ({"curve.json": "not ours"}, r"none must hold what a run leaves, got none of eff_receipt.json"),
+    ({"eff_receipt.json": "{"}, r"eff_receipt.json: file must be JSON, .* give another folder"),
+    ({"eff_receipt.json": "[1]"}, r"must hold a JSON object, got list"),
+    ({"eff_receipt.json": "{}"}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
+    ({"eff_receipt.json": '{"techniques": 3}'}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
+    ({"lottery.json": "{}", "curve.json": '{"rows": []}'}, r"must hold what efftrain writes, got .* curve.json"),
+    ({"metrics.csv": b"\xff\xfe\x00"}, r"metrics.csv: file must be a log of Lightning's CSVLogger"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, files, match):
     folder = tmp_path / "none"
     if files is not None:

@@ -117,14 +117,11 @@ def test_a_typo_names_the_flags_of_its_technique_alone():
         take_flags(["--comm_zzz", "1"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "meant"),
-    [
-        (["--max_steps", "3", "--pruning_sparsity", "0.5"], "--prune_sparsity"),
-        (["--distil-teacher=runs/t"], "--distill_teacher"),
-        (["--max_steps", "3", "--learning_rate", "1"], None),
-    ],
-)
+@pytest.mark.parametrize(("flags", "meant"), [
+    (["--max_steps", "3", "--pruning_sparsity", "0.5"], "--prune_sparsity"),
+    (["--distil-teacher=runs/t"], "--distill_teacher"),
+    (["--max_steps", "3", "--learning_rate", "1"], None),
+])  # fmt: skip
 def test_what_resembles_a_flag_of_ours_most_is_suggested(flags, meant):
     hint = _nearest_flag(flags)
     assert hint == (f"; did you mean '{meant}'?" if meant else "")

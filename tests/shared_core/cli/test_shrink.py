@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from commands import eff
+from commands import eff, user_module
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -31,9 +31,7 @@ def inputs():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "shrink_task.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "shrink_task", TASK)
     import shrink_task
 
     weights = shrink_task.model().state_dict()
@@ -79,7 +77,7 @@ def test_nothing_to_remove_is_said(run):
 def test_wrong_input_is_refused_and_nothing_is_written(run, tmp_path):
     with pytest.raises(ConfigError, match="example_inputs"):
         run("shrink_task:model", "--out", "small")
-    with pytest.raises(ConfigError, match="multiple_of"):
+    with pytest.raises(ConfigError, match="--multiple-of"):
         run("shrink_task:model_and_inputs", "--out", "small", "--multiple-of", "0")
     with pytest.raises(ConfigError, match="module:function"):
         run("nowhere", "--out", "small")

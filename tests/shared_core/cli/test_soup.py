@@ -57,16 +57,13 @@ QUALITY = ["--eval", "soup_task:quality", *NET]
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "soup_task.py").write_text(TASK)
+    commands.user_module(tmp_path, monkeypatch, "soup_task", TASK)
     for step in (1, 2, 3):
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         save_file({"w": torch.full((4, 4), float(step))}, folder / "model.safetensors")
         (folder / "config.json").write_text('{"width": 4}')
-    yield tmp_path
-    sys.modules.pop("soup_task", None)
+    return tmp_path
 
 
 eff = functools.partial(commands.eff, "soup")
@@ -212,97 +209,56 @@ WEIGHTED = ["--kind", "weighted", "--weights"]
 TIES = ["--kind", "ties", "--density"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "match"),
-    [
-        (["--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 0"),
-        (["run/checkpoint-1", "--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 1"),
-        (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: file must exist"),
-        (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
-        (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet"),
-        (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),
-        (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "must be writable"),
-        (["run", *GREEDY], ConfigError, "--out must be given"),
-        (["run", "--out", "soup"], ConfigError, "--eval must be given"),
-        (["run", "--out", "soup", "--eval", "soup_task", *NET], ConfigError, "must be module:function"),
-        (["run", "--out", "soup", "--eval", "no_such_module:f", *NET], ConfigError, "can be imported"),
-        (["run", "--out", "soup", "--eval", "soup_task:number", *NET], ConfigError, "'number'"),
-        (["run", "--out", "soup", "--eval", "soup_task:nothing", *NET], ConfigError, "'nothing'"),
-        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be one of max, min"),
-        (
-            ["run", "--out", "soup", *WEIGHTED, "1,1,1", *GREEDY],
-            ConfigError,
-            "weighted must stand without --eval and --model",
-        ),
-        (["run", "--out", "soup", *WEIGHTED, "1,x,1"], ConfigError, "--weights must be numbers"),
-        (["run", "--out", "soup", *WEIGHTED, "1,1"], ConfigError, "one for each of 3"),
-        (["run", "--out", "soup", *WEIGHTED[:2]], ConfigError, "--weights must be given with --kind weighted"),
-        (["run", "--out", "soup", "--weights", "1,1,1", *GREEDY], ConfigError, "must come with --kind weighted"),
-        (["run", "--out", "soup", *TIES, "0.5"], ConfigError, "--base must be given with --kind ties"),
-        (
-            ["run", "--out", "soup", *TIES[:2], "--base", "wide"],
-            ConfigError,
-            "--density must be given with --kind ties",
-        ),
-        (
-            ["run", "--out", "soup", *TIES, "0.5", "--base", "wide"],
-            CheckpointError,
-            r"\(4, 4\) in .* and \(5, 5\) in wide",
-        ),
-        (["run", "--out", "soup", *TIES, "0.5", "--base", "run/checkpoint-1"], CheckpointError, "must be named once"),
-        (
-            ["run", "--out", "soup", *TIES, "1.5", "--base", "base"],
-            ConfigError,
-            r"density must be in \(0, 1\], got 1.5",
-        ),
-        (
-            ["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--seed", "1"],
-            ConfigError,
-            "--seed must come with --order random, or",
-        ),
-        (
-            ["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--rank", "1"],
-            ConfigError,
-            "ties must stand without --rank",
-        ),
-        (["run", "--out", "soup", "--kind", "uniform", "--t", "0.1"], ConfigError, "--t must come with --kind slerp"),
-        (["run", "--out", "soup", "--kind", "slerp"], ConfigError, "slerp must have two ingredients, got 3"),
-        (
-            ["run", "--out", "soup", "--kind", "mean"],
-            ConfigError,
-            "--kind must be one of greedy, uniform, .*, slerp, got 'mean'",
-        ),
-        (
-            ["run", "--out", "soup", "--order", "best", *GREEDY],
-            ConfigError,
-            "--order must be one of metric, random, given",
-        ),
-        (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
-        (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be in"),
-        (
-            ["run", "--out", "soup", "--kind", "uniform", *GREEDY, "--batch-size", "8"],
-            ConfigError,
-            "uniform must stand without --eval and --model and --batch-size, which say how candidates are evaluated",
-        ),
-        (
-            ["run", "--out", "soup", "--kind", "uniform", "--strict"],
-            ConfigError,
-            "uniform must stand without --strict, which steer the greedy search",
-        ),
-        (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "max_ingredients"),
-        (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
-        (["run", "--out", "soup", "--plot", "path.xyz", *GREEDY], ConfigError, "--plot must be a file ending in .png"),
-        (["run", "--out", "soup", "--plot", "full", *GREEDY], ConfigError, "--plot must .* got full"),
-        (["run", "run/../run/checkpoint-2", "--out", "soup", *GREEDY], CheckpointError, "must be named once"),
-        (["run", "soup_task.py", "--out", "soup", *GREEDY], CheckpointError, "got Unsupported operand"),
-        (["run", "--out", "soup", "--rank-by", ":min", *GREEDY], ConfigError, "--rank-by must be a metric"),
-        (
-            ["run", "--out", "soup", "--rank-by", "eval_f1", *GREEDY],
-            CheckpointError,
-            "got no metric of its step;",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "kind", "match"), [
+    (["--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 0"),
+    (["run/checkpoint-1", "--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 1"),
+    (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: file must exist"),
+    (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
+    (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet"),
+    (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),
+    (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "must be writable"),
+    (["run", *GREEDY], ConfigError, "--out must be given"),
+    (["run", "--out", "soup"], ConfigError, "--eval must be given"),
+    (["run", "--out", "soup", "--eval", "soup_task", *NET], ConfigError, "must be module:function"),
+    (["run", "--out", "soup", "--eval", "no_such_module:f", *NET], ConfigError, "can be imported"),
+    (["run", "--out", "soup", "--eval", "soup_task:number", *NET], ConfigError, "'number'"),
+    (["run", "--out", "soup", "--eval", "soup_task:nothing", *NET], ConfigError, "'nothing'"),
+    (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be one of max, min"),
+    (["run", "--out", "soup", *WEIGHTED, "1,1,1", *GREEDY], ConfigError,
+     "weighted must stand without --eval and --model"),
+    (["run", "--out", "soup", *WEIGHTED, "1,x,1"], ConfigError, "--weights must be a finite number, got 'x'"),
+    (["run", "--out", "soup", *WEIGHTED, "1,1"], ConfigError, "one for each of 3"),
+    (["run", "--out", "soup", *WEIGHTED[:2]], ConfigError, "--weights must be given with --kind weighted"),
+    (["run", "--out", "soup", "--weights", "1,1,1", *GREEDY], ConfigError, "must come with --kind weighted"),
+    (["run", "--out", "soup", *TIES, "0.5"], ConfigError, "--base must be given with --kind ties"),
+    (["run", "--out", "soup", *TIES[:2], "--base", "wide"], ConfigError, "--density must be given with --kind ties"),
+    (["run", "--out", "soup", *TIES, "0.5", "--base", "wide"], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
+    (["run", "--out", "soup", *TIES, "0.5", "--base", "run/checkpoint-1"], CheckpointError, "must be named once"),
+    (["run", "--out", "soup", *TIES, "1.5", "--base", "base"], ConfigError, r"density must be in \(0, 1\], got 1.5"),
+    (["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--seed", "1"], ConfigError,
+     "--seed must come with --order random, or"),
+    (["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--rank", "1"], ConfigError,
+     "ties must stand without --rank"),
+    (["run", "--out", "soup", "--kind", "uniform", "--t", "0.1"], ConfigError, "--t must come with --kind slerp"),
+    (["run", "--out", "soup", "--kind", "slerp"], ConfigError, "slerp must have two ingredients, got 3"),
+    (["run", "--out", "soup", "--kind", "mean"], ConfigError,
+     "--kind must be one of greedy, uniform, .*, slerp, got 'mean'"),
+    (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be one of metric, random, given"),
+    (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
+    (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "--min-delta must be in"),
+    (["run", "--out", "soup", "--kind", "uniform", *GREEDY, "--batch-size", "8"], ConfigError,
+     "uniform must stand without --eval and --model and --batch-size, which say how candidates are evaluated"),
+    (["run", "--out", "soup", "--kind", "uniform", "--strict"], ConfigError,
+     "uniform must stand without --strict, which steer the greedy search"),
+    (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "--max-ingredients must"),
+    (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
+    (["run", "--out", "soup", "--plot", "path.xyz", *GREEDY], ConfigError, "--plot must be a file ending in .png"),
+    (["run", "--out", "soup", "--plot", "full", *GREEDY], ConfigError, "--plot must .* got full"),
+    (["run", "run/../run/checkpoint-2", "--out", "soup", *GREEDY], CheckpointError, "must be named once"),
+    (["run", "soup_task.py", "--out", "soup", *GREEDY], CheckpointError, "got Unsupported operand"),
+    (["run", "--out", "soup", "--rank-by", ":min", *GREEDY], ConfigError, "--rank-by must be a metric"),
+    (["run", "--out", "soup", "--rank-by", "eval_f1", *GREEDY], CheckpointError, "got no metric of its step;"),
+])  # fmt: skip
 def test_bad_input_is_one_error_and_writes_nothing(room, arguments, kind, match):
     (room / "full").mkdir()
     (room / "full" / "file").write_text("kept")

@@ -123,17 +123,14 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "told"),
-    [
-        ([], ConfigError, "--goal must be given"),
-        (["--goal", "smallr"], ConfigError, "did you mean 'smaller'"),
-        (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
-        (["--goal", "smaller", "--trainer", "keras"], ConfigError, "--trainer must be one of hf, lightning"),
-        (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
-        (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^eff init: MODEL must name a function"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "told"), [
+    ([], ConfigError, "--goal must be given"),
+    (["--goal", "smallr"], ConfigError, "did you mean 'smaller'"),
+    (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
+    (["--goal", "smaller", "--trainer", "keras"], ConfigError, "--trainer must be one of hf, lightning"),
+    (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
+    (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^eff init: MODEL must name a function"),
+])  # fmt: skip
 def test_init_refuses_what_would_not_run(arguments, error, told, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(__file__.rsplit("/", 1)[0])
     out = tmp_path / "recipe.yaml"
@@ -178,25 +175,25 @@ def test_matched_tensors_are_those_of_the_receipt():
     assert told.touched["prune"].tensors == {"0.0.0.weight": 1024, "0.1.0.weight": 1024}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "told"),
-    [
-        ({"qat": {"scheme": "int8"}, "fp8": {"recipe": "rowwise"}}, "qat cannot be combined with fp8"),
-        ({"prune": {"sparsity": 0.5, "skip": "nothing*"}}, "skip pattern 'nothing\\*' matches no module"),
-        (
-            {"prune": {"sparsity": 0.5, "begin": 6, "end": 7}, "cluster": {"bits": 4, "begin": 3}},
-            "cluster: begin must not",
-        ),
-        ({"average": {"kind": "ema", "begin": 9}}, "within the 8 steps"),
-        ({"activations": {"pack": "none", "offload": True}}, "nothing to offload"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "told"), [
+    ({"qat": {"scheme": "int8"}, "fp8": {"recipe": "rowwise"}}, "qat cannot be combined with fp8"),
+    ({"prune": {"sparsity": 0.5, "skip": "nothing*"}}, "skip pattern 'nothing\\*' matches no module"),
+    ({"prune": {"sparsity": 0.5, "begin": 6, "end": 7}, "cluster": {"bits": 4, "begin": 3}}, "cluster: begin must not"),
+    ({"average": {"kind": "ema", "begin": 9}}, "within the 8 steps"),
+    ({"activations": {"pack": "none", "offload": True}}, "nothing to offload"),
+])  # fmt: skip
 def test_conflicts_are_the_errors_of_the_start(recipe, told):
     recipe = Recipe.from_dict(recipe)
     conflicts = explain(recipe, net(), total_steps=STEPS).conflicts
     with pytest.raises(ValueError, match=told) as error:
         started(recipe, net())
     assert [line for line in conflicts if line in str(error.value)], conflicts
+
+
+def test_an_option_of_a_technique_is_not_taken_for_one_of_the_command(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("{fp8: {recipe: best}}")
+    with pytest.raises(ConfigError, match=r"^fp8\.recipe: recipe must be one of"):
+        eff("explain", tmp_path / "recipe.yaml")
 
 
 def test_steps_come_from_epochs_as_trainers_count_them():

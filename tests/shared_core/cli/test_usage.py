@@ -7,18 +7,21 @@ import pytest
 from shared_core.cli import main
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["prune", "m", "--sparsitty", "1"], "eff prune: --sparsitty is not an option; did you mean '--sparsity'?"),
-        (["quantize", "m", "--outt", "x"], "eff quantize: --outt is not an option; did you mean '--out'?"),
-        (["compress", "m", "--zzzzzz"], "eff compress: --zzzzzz is not an option; eff compress --help tells more"),
-        (["prun"], "eff: prun is not a command; did you mean 'prune'?"),
-        (["prune", "--sparsity", "1", "--out", "x"], "eff prune: missing argument 'model'"),
-        (["cache-teacher", "m", "--batch-size", "x"], "eff cache-teacher: invalid value for '--batch-size'"),
-        (["quantize", "m:f", "--out", "x", "--min_size", "-1"], "qat.min_size: min_size must be in [0, inf), got -1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), [
+    (["prune", "m", "--sparsitty", "1"], "eff prune: --sparsitty is not an option; did you mean '--sparsity'?"),
+    (["quantize", "m", "--outt", "x"], "eff quantize: --outt is not an option; did you mean '--out'?"),
+    (["compress", "m", "--zzzzzz"], "eff compress: --zzzzzz is not an option; eff compress --help tells more"),
+    (["prun"], "eff: prun is not a command; did you mean 'prune'?"),
+    (["prune", "--sparsity", "1", "--out", "x"], "eff prune: missing argument 'model'"),
+    (["cache-teacher", "m", "--out", "c"], "eff cache-teacher: missing option '--data'"),
+    (["cache-teacher", "m", "--data", "d"], "eff cache-teacher: missing option '--out'"),
+    (["chain", "--generations", "2", "--", "true"], "eff chain: missing option '--out'"),
+    (["export", "m:f"], "eff export: missing option '--out'"),
+    (["lottery", "--", "true"], "eff lottery: missing option '--out'"),
+    (["cache-teacher", "m", "--data", "d", "--out", "c", "--batch-size", "x"],
+     "eff cache-teacher: invalid value for '--batch-size'"),
+    (["quantize", "m:f", "--out", "x", "--min_size", "-1"], "eff quantize: --min-size must be in [0, inf), got -1"),
+])  # fmt: skip
 def test_a_wrong_command_line_is_one_line(given, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eff", *given])
     monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # what `python -m pytest` leaves is no name of it

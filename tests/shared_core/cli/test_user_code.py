@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from commands import user_module
 
 from shared_core.cli import main
 
@@ -41,10 +42,7 @@ COMMAND = ["prune", "my_code:build", "--sparsity", "0.5", "--out", "out"]
 @pytest.fixture
 def eff(tmp_path, monkeypatch, capsys):
     """Run a command line in a folder of its own; return exit code and what it wrote to stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_code", raising=False)
-    (tmp_path / "my_code.py").write_text(CODE)
+    user_module(tmp_path, monkeypatch, "my_code", CODE)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["eff", *arguments])
@@ -52,8 +50,7 @@ def eff(tmp_path, monkeypatch, capsys):
             main()
         return stopped.value.code, capsys.readouterr().err.strip()
 
-    yield run
-    sys.modules.pop("my_code", None)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -90,13 +87,10 @@ def test_the_model_cannot_be_built(eff):
     assert "at my_code.py:8 in narrow" in errors
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("import json\nx = json.loads('{')\n", " at my_code.py:2 in <module>; mend it"),
-        ("def build(:\n    pass\n", "SyntaxError: invalid syntax at my_code.py:1; mend it"),
-    ],
-)
+@pytest.mark.parametrize(("code", "told"), [
+    ("import json\nx = json.loads('{')\n", " at my_code.py:2 in <module>; mend it"),
+    ("def build(:\n    pass\n", "SyntaxError: invalid syntax at my_code.py:1; mend it"),
+])  # fmt: skip
 def test_a_module_that_cannot_be_imported(eff, tmp_path, code, told):
     (tmp_path / "my_code.py").write_text(code)
     assert eff(*COMMAND)[0] == 2

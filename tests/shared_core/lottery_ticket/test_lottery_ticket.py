@@ -149,16 +149,12 @@ def test_fine_tuning_trains_on_at_the_last_learning_rate(tmp_path):
     assert ticket.learning_rates == ((used[-1],),)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        sgd,
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3, fused=True),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True, amsgrad=True),
-    ],
-    ids=["sgd", "adamw", "fused", "foreach"],
-)
+@pytest.mark.parametrize("optimizer", [
+    sgd,
+    lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3),
+    lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3, fused=True),
+    lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True, amsgrad=True),
+], ids=["sgd", "adamw", "fused", "foreach"])  # fmt: skip
 def test_pruned_weights_and_their_moments_stay_zero(optimizer, tmp_path):
     train(ticket_recipe(tmp_path / "dense", rewind_to=3), optimizer=optimizer)
     path = tmp_path / "dense" / "ticket.safetensors"

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from commands import eff
+from commands import eff, user_module
 from quantization_digits import accuracy, batches, data, trained
 from reports import part, report_of
 from safetensors.torch import load_file, save_file
@@ -47,9 +47,7 @@ HEADINGS = [
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "report_task.py").write_text(TASK)
+    user_module(tmp_path, monkeypatch, "report_task", TASK)
     save_file(trained("cnn").state_dict(), tmp_path / "trained.safetensors")
 
     def invoke(model, *args):

@@ -191,16 +191,13 @@ def test_controls_that_run_are_stopped_when_a_round_fails(tmp_path):
     assert stopped == ["round-01-random_mask"]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("slrum", [], "--executor must be one of local, submitit, ray, got 'slrum'"),
-        ("local", ["timeout_min=5"], "--executor-set must come with submitit or ray, got 'timeout_min=5' with local"),
-        ("submitit", ["timeout_min"], "--executor-set must be NAME=VALUE, got 'timeout_min'"),
-        ("submitit", [], "must name a time limit, as submitit stops a job after 5 minutes without"),
-        ("submitit", ["timeout_min=5", "partitoin=gpu"], "--executor-set must be what submitit takes, got"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "says"), [
+    ("slrum", [], "--executor must be one of local, submitit, ray, got 'slrum'"),
+    ("local", ["timeout_min=5"], "--executor-set must come with submitit or ray, got timeout_min=5 with local"),
+    ("submitit", ["timeout_min"], "--executor-set must be NAME=VALUE, got 'timeout_min'"),
+    ("submitit", [], "must name a time limit, as submitit stops a job after 5 minutes without"),
+    ("submitit", ["timeout_min=5", "partitoin=gpu"], "--executor-set must be what submitit takes, got"),
+])  # fmt: skip
 def test_wrong_options_are_refused(tmp_path, name, options, says):
     with pytest.raises(ConfigError, match=says):
         executor_of(name, options, tmp_path, "eff chain")

@@ -110,15 +110,12 @@ def test_tied_weights_are_stored_once():
     assert teacher.embedding.weight is teacher.head.weight
 
 
-@pytest.mark.parametrize(
-    ("stored", "message"),
-    [
-        ({"weight": torch.ones(2, 3)}, r"missing \['bias'\] and others \[\]"),
-        ({"weight": torch.ones(2, 3), "bias": torch.ones(2), "more": torch.ones(1)}, r"others \['more'\]"),
-        ({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, r"others \['weight'\]"),
-        ({}, "missing"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "message"), [
+    ({"weight": torch.ones(2, 3)}, r"missing \['bias'\] and others \[\]"),
+    ({"weight": torch.ones(2, 3), "bias": torch.ones(2), "more": torch.ones(1)}, r"others \['more'\]"),
+    ({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, r"others \['weight'\]"),
+    ({}, "missing"),
+])  # fmt: skip
 def test_other_weights_are_refused(stored, message):
     with pytest.raises(CheckpointError, match=message):
         same_class_teacher(stored, nn.Linear(3, 2), "runs/x")

@@ -68,17 +68,14 @@ def test_a_metric_is_judged_by_the_prediction_interval_of_the_plain_runs():
     assert verdict(center + 0.01).noise == pytest.approx(limit)
 
 
-@pytest.mark.parametrize(
-    ("values", "advice"),
-    [
-        ({}, "no difference seen in so few steps"),
-        ({"packed": 100}, "keep: better packed file"),
-        ({"packed": 100, "memory": 2000}, "keep: better packed file, for worse memory"),
-        ({"packed": 100, "metrics": {"eval_loss": 3.0}}, "your choice: better packed file, for worse metric"),
-        ({"metrics": {"eval_loss": 0.2}}, "keep: better metric"),
-        ({"memory": 2000, "bytes": 900}, "leave out: worse memory and file, better nothing"),
-    ],
-)
+@pytest.mark.parametrize(("values", "advice"), [
+    ({}, "no difference seen in so few steps"),
+    ({"packed": 100}, "keep: better packed file"),
+    ({"packed": 100, "memory": 2000}, "keep: better packed file, for worse memory"),
+    ({"packed": 100, "metrics": {"eval_loss": 3.0}}, "your choice: better packed file, for worse metric"),
+    ({"metrics": {"eval_loss": 0.2}}, "keep: better metric"),
+    ({"memory": 2000, "bytes": 900}, "leave out: worse memory and file, better nothing"),
+])  # fmt: skip
 def test_advice_follows_from_what_differs(values, advice):
     assert findings(pairs_of(reading("prune", **values))).rows[0].advice == advice
 
@@ -120,7 +117,7 @@ def test_variants_are_each_technique_and_all(tmp_path):
         "prune": {"prune"}, "average": {"average"}, ALL: {"prune", "average"},
     }  # fmt: skip
     assert [second for _, second in work.pairs] == [PLAIN, "prune", "average", ALL] * 2
-    with pytest.raises(ConfigError, match="--steps must be at least 8, got 4"):
+    with pytest.raises(ConfigError, match=r"--steps must be in \[8, inf\), got 4"):
         TryOut(str(script), [], RECIPE, tmp_path, steps=4)
 
 
@@ -203,7 +200,7 @@ def test_the_command_refuses_what_it_cannot_try(tmp_path, monkeypatch):
     Path("train.py").touch()
     for given, told in (
         (["train.py"], "at least one technique must be switched on"),
-        (["--mode", "up", "train.py", "--prune_sparsity", "0.5"], "--mode must be auto, min or max"),
+        (["--mode", "up", "train.py", "--prune_sparsity", "0.5"], "--mode must be one of auto, min, max"),
         (["none.py", "--prune_sparsity", "0.5"], "script must be a file"),
         (["train.py", "--prune_sparsitty", "0.5"], "did you mean"),
     ):

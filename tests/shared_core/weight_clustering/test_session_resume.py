@@ -45,16 +45,13 @@ def test_the_state_fits_a_state_file(tmp_path):
         assert torch.equal(back["codes"][name], codes)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda codes: {"other.weight": codes["0.weight"]},
-        lambda codes: {**codes, "0.weight": codes["0.weight"].t()},
-        lambda codes: {**codes, "0.weight": codes["0.weight"].float()},
-        lambda codes: {**codes, "0.weight": codes["0.weight"].to(torch.int16) * 100},
-        lambda codes: {**codes, "0.weight": -codes["0.weight"].to(torch.int16)},
-    ],
-)
+@pytest.mark.parametrize("spoil", [
+    lambda codes: {"other.weight": codes["0.weight"]},
+    lambda codes: {**codes, "0.weight": codes["0.weight"].t()},
+    lambda codes: {**codes, "0.weight": codes["0.weight"].float()},
+    lambda codes: {**codes, "0.weight": codes["0.weight"].to(torch.int16) * 100},
+    lambda codes: {**codes, "0.weight": -codes["0.weight"].to(torch.int16)},
+])  # fmt: skip
 def test_clusters_of_another_model_are_refused(spoil):
     model = make_net()
     session, opt = make_session(model)

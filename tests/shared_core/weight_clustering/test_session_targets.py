@@ -47,18 +47,15 @@ def test_which_weights_are_shared():
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"include": ["nothing"]}, MatchError, "cluster: include pattern 'nothing' matches no module"),
-        ({"bits_of": ["nothing=4"]}, MatchError, "cluster: bits_of: include pattern 'nothing' matches no module"),
-        ({"min_size": 10_000}, MatchError, "cluster: must match at least one module"),
-        ({"bits_of": ["0=9"]}, ConfigError, r"bits_of must be PATTERN=BITS with bits in \[2, 8\]"),
-        ({"bits_of": ["0"]}, ConfigError, "bits_of must be PATTERN=BITS"),
-        ({"bits": 1}, ConfigError, r"cluster.bits: bits must be in \[2, 8\], got 1"),
-        ({"bits": float("nan")}, ConfigError, "cluster.bits"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"include": ["nothing"]}, MatchError, "cluster: include pattern 'nothing' matches no module"),
+    ({"bits_of": ["nothing=4"]}, MatchError, "cluster: bits_of: include pattern 'nothing' matches no module"),
+    ({"min_size": 10_000}, MatchError, "cluster: must match at least one module"),
+    ({"bits_of": ["0=9"]}, ConfigError, r"bits_of must be PATTERN=BITS with bits in \[2, 8\]"),
+    ({"bits_of": ["0"]}, ConfigError, "bits_of must be PATTERN=BITS"),
+    ({"bits": 1}, ConfigError, r"cluster.bits: bits must be in \[2, 8\], got 1"),
+    ({"bits": float("nan")}, ConfigError, "cluster.bits"),
+])  # fmt: skip
 def test_what_cannot_be_shared_is_refused_before_training(options, error, message):
     with pytest.raises(error, match=message):
         make_session(make_net(), **options)
