@@ -169,7 +169,7 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
     """
     from shared_core.low_rank import LowRankConfig, factorize, merge
     from shared_core.low_rank.config import MEASURED
-    from shared_core.low_rank.saving import WEIGHTS_FILE
+    from shared_core.low_rank.factorize import WEIGHTS_FILE
     from shared_core.tools.measuring import difference, forward_flops, latency, outputs, state_bytes
 
     check_new(asked.out, asked.key)
