@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from shared_core.distributed.collectives import digest, world_size
-from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.state_file import packed, rng_snapshot, rng_state, set_rng_state, unpacked
+from shared_core.engine.saving.own_generators import OwnGenerators
+from shared_core.engine.saving.state_file import packed, rng_snapshot, rng_state, set_rng_state, unpacked
 from shared_core.front_ends.wrapped_method import Wrapped
 
 if TYPE_CHECKING:

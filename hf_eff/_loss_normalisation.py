@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from shared_core.distributed.collectives import all_reduce_
-from shared_core.engine.micro_batches import mean_over_micro_batch
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.observers.micro_batches import mean_over_micro_batch
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.modules.calls import evaluated
 
 if TYPE_CHECKING:

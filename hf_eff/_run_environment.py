@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
-from shared_core.engine.model_guards import wrapped_by_user
+from shared_core.engine.checks.model_guards import wrapped_by_user
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 

@@ -16,11 +16,11 @@ from hf_eff._checkpoints import checkpoint_folder, factors_renamed, load_renamed
 from hf_eff._run_environment import GivenCallbacks, is_peft, run_environment
 from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section, write_deployment
 from shared_core.distributed.collectives import from_main
-from shared_core.engine import rank_states
-from shared_core.engine.claims import Where
+from shared_core.engine.checks.claims import Where
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
-from shared_core.engine.session_state import fit_to, loading
-from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.saving import rank_states
+from shared_core.engine.saving.session_state import fit_to, loading
+from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write
 from shared_core.reports.run_page import card_section

@@ -26,7 +26,7 @@ from hf_eff._run_environment import (
 from hf_eff._saving import Loading, Saving
 from hf_eff._services import TrainerServices, preflight
 from hf_eff._watched_steps import WatchedSteps
-from shared_core.engine import compatibility
+from shared_core.engine.checks import compatibility
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import TrainingError

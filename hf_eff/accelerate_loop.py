@@ -28,8 +28,8 @@ from hf_eff._watched_steps import GradientScale
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session_state import loading
-from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.saving.session_state import loading
+from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan

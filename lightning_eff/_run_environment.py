@@ -18,7 +18,7 @@ import torch
 
 from lightning_eff._averages import averaging
 from shared_core.config.training_time import StepsPerEpoch, steps_until
-from shared_core.engine.model_guards import wrapped_by_user
+from shared_core.engine.checks.model_guards import wrapped_by_user
 from shared_core.errors import MissingExtraError
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from shared_core.checkpoint_formats import RUN_KEY, load_checkpoint, open_ingred
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import is_sharded
-from shared_core.engine.claims import Where
+from shared_core.engine.checks.claims import Where
 from shared_core.engine.receipt import RECEIPT_KEY, ReceiptPlace
+from shared_core.engine.saving.session_state import fit_to
 from shared_core.engine.session import Session
-from shared_core.engine.session_state import fit_to
 from shared_core.errors import ReceiptError
 from shared_core.front_ends.wrapped_method import Wrapped
 

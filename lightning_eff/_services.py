@@ -19,9 +19,9 @@ from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
-from shared_core.engine.preflight import without_trace
+from shared_core.engine.checks.preflight import without_trace
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.services import BareServices, SavedCheckpoint
-from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.front_ends.services import looking
 

@@ -20,7 +20,7 @@ from lightning_eff._saving import Saving
 from lightning_eff._services import LightningServices, preflight
 from lightning_eff._watched_steps import WatchedSteps
 from shared_core.distributed.collectives import world_size
-from shared_core.engine.compatibility import check
+from shared_core.engine.checks.compatibility import check
 from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe

@@ -16,9 +16,9 @@ from lightning_eff._checkpoints import load_checked, wrap_loading
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main
-from shared_core.engine.model_guards import wrapped_by_user
+from shared_core.engine.checks.model_guards import wrapped_by_user
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session_state import loading
+from shared_core.engine.saving.session_state import loading
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan

@@ -7,15 +7,18 @@ import inspect
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 import typer
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shared_core import Recipe
@@ -170,7 +173,7 @@ def test_recipes(page):
             assert Recipe.from_dict(values)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/hugging_face.md", "docs/lightning.md"])
+@pytest.mark.parametrize("name", ["docs/hugging_face.md", "docs/lightning.md"])
 def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, capsys):
     page = ROOT / name
     monkeypatch.chdir(tmp_path)
@@ -183,6 +186,22 @@ def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, 
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
     assert list(tmp_path.rglob("eff_receipt.json"))
+
+
+@pytest.mark.slow
+def test_the_first_commands_of_the_readme_export_what_they_trained(tmp_path):
+    page = ROOT / "README.md"
+    (script,) = (block for block in blocks(page, "python") if block.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(script.replace("= 3e-3, 15,", "= 3e-3, 1,"))
+    training, exporting = (words for words in commands(page) if words[:2] in (["eff", "run"], ["eff", "export"]))
+    for words in (training, exporting):
+        subprocess.run([sys.executable, "-m", "efftrain", *words[1:]], cwd=tmp_path, check=True)
+    saved = load_file(tmp_path / "runs" / "small" / "model.safetensors")
+    layers = [weight for name, weight in saved.items() if name.startswith("vit.encoder") and weight.ndim == 2]
+    zeros, numel = sum(int((weight == 0).sum()) for weight in layers), sum(weight.numel() for weight in layers)
+    assert zeros > 0.79 * numel
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert session.run(None, {"pixel_values": np.zeros((2, 1, 8, 8), np.float32)})[0].shape == (2, 10)
 
 
 @pytest.mark.slow

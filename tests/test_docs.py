@@ -33,7 +33,7 @@ def test_the_tables_of_what_combines_are_the_generated_ones(page, table):
 def test_every_link_leads_to_a_file_of_the_repository(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     generated = ("commands.md", "api/")  # pages that only the site has
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+    for target in re.findall(r"(?:\]\(|^\[.*\]: )(?!https?:)([^)#\n]+)", text, flags=re.M):
         assert target.startswith(generated) or (page.parent / target).exists(), target
 
 

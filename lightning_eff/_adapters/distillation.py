@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._checkpoints import read_checkpoint
 from shared_core.checkpoint_formats.opening import is_bare_weights, same_class_teacher, teacher_from_weights
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError, MissingExtraError, TrainingError
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.wrapped_method import Wrapped

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.activation_checkpointing.config import CheckpointingConfig
 from shared_core.activation_checkpointing.policies import LazyBudget, apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, Tally, apply_segments
-from shared_core.engine.model_guards import refuse_scripted
+from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError

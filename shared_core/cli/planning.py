@@ -85,7 +85,7 @@ def plan(asked: PlanOptions) -> None:
     from shared_core.config.conflicts import RUN_ENVIRONMENTS
     from shared_core.contrib.planning import ModelShape
     from shared_core.contrib.planning import plan as plan_run
-    from shared_core.engine import compatibility
+    from shared_core.engine.checks import compatibility
     from shared_core.engine.recipe import Recipe
 
     config, memory, bandwidth = asked.config, asked.memory, asked.bandwidth
@@ -348,7 +348,7 @@ def _matched(entry: dict[str, Any]) -> str:
     more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     text = f"{len(names)} {entry['what']}, {entry['elements']:,} elements: {', '.join(names[:_SHOWN])}{more}"
     if entry["coverage"] is not None:
-        from shared_core.engine.coverage import percent
+        from shared_core.engine.checks.coverage import percent
 
         text = (
             f"{percent(entry['coverage']['share'])} of the weights that multiply activations are within reach\n{text}"

@@ -100,7 +100,7 @@ def compat(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show which techniques combine with which, and with which run environments; with names, the reasons."""
-    from shared_core.engine.compatibility import matrix
+    from shared_core.engine.checks.compatibility import matrix
     from shared_core.reports.page import Console
 
     rows = matrix()
@@ -156,7 +156,7 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
 
 def pairs_markdown() -> str:
     """Return the table of techniques that are refused together, and why, as Markdown."""
-    from shared_core.engine.compatibility import matrix
+    from shared_core.engine.checks.compatibility import matrix
 
     rows, refused = matrix(), {}
     for row in rows:
@@ -169,7 +169,7 @@ def pairs_markdown() -> str:
 
 def distributed_markdown() -> str:
     """Return the table of techniques and ways to spread a run over processes, as Markdown."""
-    from shared_core.engine.compatibility import matrix
+    from shared_core.engine.checks.compatibility import matrix
 
     ways = {
         "fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",

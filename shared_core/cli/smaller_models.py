@@ -113,7 +113,7 @@ def _applied(config: PruneConfig) -> dict[str, Any]:
 
 
 def _pruning_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
-    from shared_core.engine import coverage
+    from shared_core.engine.checks import coverage
     from shared_core.pruning.config import UNITS
 
     rows = [(entry["name"], entry["numel"], entry["pruned"], f"{entry['sparsity']:.1%}") for entry in values["tensors"]]
@@ -214,7 +214,7 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
 
 
 def _low_rank_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
-    from shared_core.engine import coverage
+    from shared_core.engine.checks import coverage
 
     headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
     yield table(f"factorised: {out}", headings[:2], headings, map(_row, values["layers"]))

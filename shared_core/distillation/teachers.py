@@ -20,7 +20,7 @@ from shared_core.distillation.config import TeacherDtype
 from shared_core.distillation.forward_capture import Forward, ask_teacher, first_parameter
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
-from shared_core.engine.model_guards import refuse_scripted
+from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, MatchError, TrainingError
 from shared_core.libraries import optional
 from shared_core.modules.calls import cache_configs, without_cache

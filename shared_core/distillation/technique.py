@@ -37,7 +37,7 @@ from shared_core.distillation.opening import open_comparison
 from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.task_gradient import FusedHead, Task, TaskLoss, with_own_forward
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
-from shared_core.engine.micro_batches import StepMeans
+from shared_core.engine.observers.micro_batches import StepMeans
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest

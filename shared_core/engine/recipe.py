@@ -27,7 +27,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
 
     Args:
         configs: Recipe key → config.
-        allow_partial: Whether techniques may run that reach less than half of a model (`shared_core.engine.coverage`).
+        allow_partial: Whether techniques may run that reach less than half of a model (`engine.checks.coverage`).
 
     Example:
         >>> recipe = Recipe.from_dict({"prune": {"sparsity": "8e-1"}})

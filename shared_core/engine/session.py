@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_, reshard_
-from shared_core.engine import compatibility, coverage, model_guards
-from shared_core.engine.claims import Claims, Where
+from shared_core.engine.checks import compatibility, coverage, model_guards
+from shared_core.engine.checks.claims import Claims, Where
+from shared_core.engine.checks.optimizer_parameters import joined_note
 from shared_core.engine.hooks import Hooks
-from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.ending import Ending, not_finite_note
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History
+from shared_core.engine.observers.micro_batches import MicroBatchMeans
+from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.observers.pace import Pace
 from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.observers.validation import Validation
-from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.optimizer_parameters import joined_note
 from shared_core.engine.protocols import (
     Bakes,
     Deploys,
@@ -42,8 +42,8 @@ from shared_core.engine.protocols import (
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.saving.session_state import reading, restore, state_of, unstepped
 from shared_core.engine.services import BareServices, Services
-from shared_core.engine.session_state import reading, restore, state_of, unstepped
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
-from shared_core.engine.claims import Claim
-from shared_core.engine.micro_batches import mean_over_micro_batch
-from shared_core.engine.model_guards import is_element_wise
+from shared_core.engine.checks.claims import Claim
+from shared_core.engine.checks.model_guards import is_element_wise
+from shared_core.engine.observers.micro_batches import mean_over_micro_batch
+from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
-from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering
 from shared_core.engine.services import BareServices, Services

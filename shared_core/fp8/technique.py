@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded
-from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError

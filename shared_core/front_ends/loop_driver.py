@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
-from shared_core.engine import rank_states
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
+from shared_core.engine.saving import rank_states
+from shared_core.engine.saving.session_state import fits, load_window_state, window_state
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
-from shared_core.engine.session_state import fits, load_window_state, window_state
 from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices

@@ -12,9 +12,9 @@ from torch import nn
 
 from shared_core.distributed.collectives import is_main
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine.own_generators import OwnGenerators
+from shared_core.engine.saving.own_generators import OwnGenerators
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.services import BareServices
-from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CompatibilityError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
-from shared_core.engine.claims import Claim, Gone, Same
-from shared_core.engine.optimizer_parameters import layers_of_copies
+from shared_core.engine.checks.claims import Claim, Gone, Same
+from shared_core.engine.checks.optimizer_parameters import layers_of_copies
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError

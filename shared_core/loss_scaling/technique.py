@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import from_main, is_main
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
-from shared_core.engine.claims import Claim, Where, Zeros
-from shared_core.engine.model_guards import refuse_lbfgs
+from shared_core.engine.checks.claims import Claim, Where, Zeros
+from shared_core.engine.checks.model_guards import refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique

@@ -17,7 +17,7 @@ from shared_core.checkpoint_formats import load_checkpoint
 from shared_core.checkpoint_formats.plain import check_values, unlike
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import whole
-from shared_core.engine import coverage
+from shared_core.engine.checks import coverage
 from shared_core.engine.plan import Touched
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig, read_report
@@ -55,7 +55,7 @@ class LowRankReport:
         decomposition: What the truncation kept best.
         batches: How many batches were looked at.
         seconds: What it took.
-        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`).
+        coverage: How much of the model is within reach (`shared_core.engine.checks.coverage.Reach`).
     """
 
     layers: list[dict[str, Any]]

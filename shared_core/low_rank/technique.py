@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import broadcast_
-from shared_core.engine.claims import Claim, Gone, Rank, Shape, Where
-from shared_core.engine.optimizer_parameters import layers_of_copies
+from shared_core.engine.checks.claims import Claim, Gone, Rank, Shape, Where
+from shared_core.engine.checks.optimizer_parameters import layers_of_copies
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.hardware import float32_matmul_format, float32_matmul_precision

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
-from shared_core.engine.model_guards import refuse_lbfgs
-from shared_core.engine.optimizer_modes import has_modes
+from shared_core.engine.checks.model_guards import refuse_lbfgs
+from shared_core.engine.observers.optimizer_modes import has_modes
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.distributed.collectives import all_gather_object, rank, world_size
 from shared_core.distributed.sharded_tensors import whole
-from shared_core.engine.model_guards import refuse_scripted
+from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.matching import own_class
 from shared_core.numerics.deferred_checks import read_together

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from shared_core.distributed.collectives import all_reduce_, any_rank, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
 from shared_core.engine.plan import Plan, Touched, trained
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import modes_restored

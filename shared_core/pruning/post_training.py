@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_finite, local_part, world_size
-from shared_core.engine import coverage
+from shared_core.engine.checks import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import call_on_batch, evaluating, solve_in_order
@@ -216,7 +216,7 @@ class PruneReport:
         notes: What a user should know of layers that lost most of what they had.
         units: One entry a group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned, with the reason.
-        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`); of units what they hold.
+        coverage: How much of the model is within reach (`engine.checks.coverage.Reach`); of units what they hold.
     """
 
     masks: dict[str, Tensor] = field(repr=False)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
-from shared_core.engine.claims import Claim, Where, Zeros
-from shared_core.engine.model_guards import refuse_lbfgs
+from shared_core.engine.checks.claims import Claim, Where, Zeros
+from shared_core.engine.checks.model_guards import refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
-from shared_core.engine.claims import Grid, Where
+from shared_core.engine.checks.claims import Grid, Where
 from shared_core.errors import CompatibilityError
 from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from shared_core.config.options import checked
 from shared_core.config.training_time import Position, parse_position
-from shared_core.engine.compatibility import check
+from shared_core.engine.checks.compatibility import check
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import TrainingError, nearest, require
 from shared_core.files.atomic import atomic_write, make_folder

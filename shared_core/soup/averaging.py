@@ -31,7 +31,7 @@ from shared_core.checkpoint_formats import (
 )
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import all_reduce_, broadcast_
-from shared_core.engine.state_file import STATE_FILE, load_state
+from shared_core.engine.saving.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError, MatchError, TrainingError
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.

@@ -11,9 +11,9 @@ from torch import Tensor
 from shared_core.checkpoint_formats import Ingredient
 from shared_core.distributed.collectives import broadcast_
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine.claims import Claim, Same
+from shared_core.engine.checks.claims import Claim, Same
+from shared_core.engine.checks.preflight import check_all
 from shared_core.engine.plan import Plan, Touched
-from shared_core.engine.preflight import check_all
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name

@@ -13,7 +13,7 @@ from torch import nn
 
 from shared_core.config.ability import Ability
 from shared_core.config.training_time import Position
-from shared_core.engine import compatibility, coverage
+from shared_core.engine.checks import compatibility, coverage
 from shared_core.engine.hooks import overrides
 from shared_core.engine.plan import Touched
 from shared_core.engine.protocols import Bakes, Deploys, LooksFirst, TrainsPeers

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, reshard_, whole, whole_of
-from shared_core.engine.claims import Claim, Same
-from shared_core.engine.model_guards import refuse_scripted
-from shared_core.engine.optimizer_modes import OptimizerModes
+from shared_core.engine.checks.claims import Claim, Same
+from shared_core.engine.checks.model_guards import refuse_scripted
+from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Plan, Touched, every, trained
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
-from shared_core.engine.claims import Claim, FewValues, Where
-from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
+from shared_core.engine.checks.claims import Claim, FewValues, Where
+from shared_core.engine.checks.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, MatchError, by_reason, require

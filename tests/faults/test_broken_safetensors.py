@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.checkpoint_formats.opening import teacher_from_weights
 from shared_core.cli.loading import load_weights
-from shared_core.engine.state_file import STATE_FILE, load_state, save_state
+from shared_core.engine.saving.state_file import STATE_FILE, load_state, save_state
 from shared_core.errors import CheckpointError
 from shared_core.lottery_ticket import Ticket, read_ticket, write_ticket
 from shared_core.low_rank import LowRankConfig, factorize

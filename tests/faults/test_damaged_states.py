@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shared_core import Session
-from shared_core.engine.state_file import STATE_FILE, load_state
+from shared_core.engine.saving.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
 
 RECIPES = {

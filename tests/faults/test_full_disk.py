@@ -7,7 +7,7 @@ import pytest
 from fault_points import ERRORS, SLOW, dice, failing_call, in_child, longest_file
 from fault_writers import SIZE, WRITERS, tensors
 
-from shared_core.engine.state_file import save_state
+from shared_core.engine.saving.state_file import save_state
 from shared_core.errors import CheckpointError
 
 NAMES = [pytest.param(name, marks=SLOW if name == "plot" else ()) for name in WRITERS if name != "listed folder"]

@@ -246,7 +246,7 @@ PATHS = {
     "cache: manifest": teacher_cache("*.json"),
     "cache: shard": teacher_cache("shard-*"),
     "cache: index": teacher_cache("index-*"),
-    "state": one_file("eff_state.safetensors", "shared_core.engine.state_file", "load_state"),
+    "state": one_file("eff_state.safetensors", "shared_core.engine.saving.state_file", "load_state"),
     "ticket": one_file("t.safetensors", "shared_core.lottery_ticket", "read_ticket"),
     "lottery": journal,
     "receipt": one_file("eff_receipt.json", "shared_core.files.journal", "read_object"),

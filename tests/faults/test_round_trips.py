@@ -10,7 +10,7 @@ from promise_drivers import difference
 from torch import nn
 
 from shared_core.distillation.teacher_cache import TeacherCache, top_k_targets, write_teacher_cache
-from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.tools import compressed_file as entropy
 from shared_core.tools.compressed_file import gap_symbols, runs_of_zeros, weight_places
 from shared_core.tools.compression import compress, decompress

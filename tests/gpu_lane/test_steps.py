@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from shared_core import Session
 from shared_core.distillation.chunked_loss import chunked_kd_loss
-from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.observers.micro_batches import MicroBatchMeans
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.services import BareServices, SavedCheckpoint
 from shared_core.errors import ConfigError

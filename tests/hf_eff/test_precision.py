@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_eff import LossScaling, Pruning, attach
 from hf_eff.callbacks import PrimaryWeights
-from shared_core.engine.state_file import load_state
+from shared_core.engine.saving.state_file import load_state
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.primary_weights import optimizer_swap, technique
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_eff import DifferentialPrivacy
-from shared_core.engine.state_file import load_state
+from shared_core.engine.saving.state_file import load_state
 from shared_core.errors import CompatibilityError, ConfigError
 
 LENGTHS = (2, 6, 3, 5, 4, 6, 2, 3, 6, 4, 5, 3)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from lightning_eff import Pruning, WeightAverage
-from shared_core.engine.state_file import load_state
+from shared_core.engine.saving.state_file import load_state
 from shared_core.errors import CompatibilityError, ConfigError
 
 EMA = {"average": {"kind": "ema", "decay": 0.8}}

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from shared_core import Session
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 3, "every": 1}
 

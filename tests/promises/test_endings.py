@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.engine import receipt as receipts
-from shared_core.engine.compatibility import refusal
+from shared_core.engine.checks.compatibility import refusal
 from shared_core.errors import CompatibilityError, EffError, ReceiptError
 from shared_core.reports.run_folder import read_run
 

@@ -11,10 +11,10 @@ from plain_loop import begun_session
 from promise_drivers import hf_trainer, run_lightning
 from promise_table import TECHNIQUES, recipe_of
 
-from shared_core.engine.compatibility import refusal
+from shared_core.engine.checks.compatibility import refusal
 from shared_core.engine.logged_figures import is_in_bar, logged_figures
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.session_state import load_window_state, window_state
+from shared_core.engine.saving.session_state import load_window_state, window_state
 
 FIGURES = logged_figures()
 EVERY = 3  # of 8 steps

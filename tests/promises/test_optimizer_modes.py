@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from shared_core import Session
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError
 
 EVERY = 2

@@ -14,7 +14,7 @@ from promise_table import TECHNIQUES, Row
 
 import hf_eff.training_args  # noqa: F401, its flags are made before a technique is added
 from shared_core import Technique, TechniqueConfig, option, register
-from shared_core.engine import compatibility
+from shared_core.engine.checks import compatibility
 from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order

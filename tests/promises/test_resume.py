@@ -22,7 +22,7 @@ from promise_drivers import (
 from promise_table import EVERYTHING, FEW_RUNS, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
 from two_ranks import run_scripts
 
-from shared_core.engine.state_file import load_state
+from shared_core.engine.saving.state_file import load_state
 
 FRESH = Path(__file__).parents[1] / "support" / "fresh_run.py"
 IN_MATRIX = pytest.mark.matrix

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shared_core import Session
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError, MatchError
 
 RUNS = {

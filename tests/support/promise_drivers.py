@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.receipt import VARIABLE
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.services import BareServices
-from shared_core.engine.state_file import rng_state, set_rng_state
 
 LEARNING_RATE = 0.01
 CLIP = 1.0
@@ -533,7 +533,7 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
                 state[name] = torch.load(checkpoint / name, weights_only=True)
         state["rng"] = torch.load(checkpoint / "rng_state.pth", weights_only=False)
         if (checkpoint / "eff_state.safetensors").is_file():
-            from shared_core.engine.state_file import load_state
+            from shared_core.engine.saving.state_file import load_state
 
             state["eff"] = _without_memory(load_state(checkpoint))
         return state

@@ -18,7 +18,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from shared_core.engine.compatibility import is_allowed, refusal
+from shared_core.engine.checks.compatibility import is_allowed, refusal
 from shared_core.engine.recipe import Recipe
 from shared_core.lottery_ticket import Ticket, write_ticket
 from shared_core.pruning import PruneConfig

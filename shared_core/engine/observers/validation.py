@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shared_core.engine.preflight import check_all, reported_names
+from shared_core.engine.checks.preflight import check_all, reported_names
 from shared_core.engine.receipt import figures
 
 if TYPE_CHECKING:

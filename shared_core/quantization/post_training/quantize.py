@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from shared_core.config.options import checked
 from shared_core.distributed.collectives import digest
 from shared_core.distributed.job import Job
-from shared_core.engine import coverage
+from shared_core.engine.checks import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated
@@ -59,7 +59,7 @@ class QuantizationReport:
             was not asked for or there are no batches.
         kv_cache: Scales of the cache of keys and values, which stand among the ranges too, and what they cost; None if
             they were not asked for.
-        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`).
+        coverage: How much of the model is within reach (`shared_core.engine.checks.coverage.Reach`).
     """
 
     layers: list[dict[str, Any]]

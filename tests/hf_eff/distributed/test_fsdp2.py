@@ -14,7 +14,7 @@ from fsdp2_runs import (
 
 from hf_eff._checkpoints import newest_whole
 from shared_core.checkpoint_formats import open_ingredient
-from shared_core.engine.state_file import load_state
+from shared_core.engine.saving.state_file import load_state
 from shared_core.soup import save_soup, uniform_soup
 
 pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_eff import attach
-from shared_core.engine.state_file import load_state
+from shared_core.engine.saving.state_file import load_state
 
 RECIPES = [
     {"prune": {"sparsity": 0.5, "begin": 1, "end": 8, "every": 2}, "average": {"kind": "swa", "begin": 4}},

@@ -8,7 +8,7 @@ from promise_table import EVERYTHING, TECHNIQUES, VARIANTS, recipe_of
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.engine.compatibility import refusal
+from shared_core.engine.checks.compatibility import refusal
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 
 ROW = TECHNIQUES["checkpointing"].recipe()

@@ -7,7 +7,7 @@ from torch import nn
 
 from shared_core.activation_checkpointing import CheckpointingConfig
 from shared_core.activation_compression import ActivationsConfig
-from shared_core.engine import compatibility
+from shared_core.engine.checks import compatibility
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 

@@ -23,7 +23,7 @@ from shared_core.checkpoint_formats.plain import (
     read_deployment,
     write_deployment,
 )
-from shared_core.engine.state_file import save_state
+from shared_core.engine.saving.state_file import save_state
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
 TASK = """

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from shared_core.distillation.forward_capture import Forward, ask_teacher, counted_positions, is_causal
-from shared_core.engine.micro_batches import mean_over_micro_batch
+from shared_core.engine.observers.micro_batches import mean_over_micro_batch
 from shared_core.errors import ConfigError, TrainingError
 
 VOCAB = 17

@@ -17,11 +17,11 @@ from shared_core.cli import app
 from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import parse_position
-from shared_core.engine import compatibility
+from shared_core.engine.checks import compatibility
 from shared_core.engine.hooks import Hooks
 from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.saving.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
 from shared_core.engine.services import BareServices
-from shared_core.engine.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import (
     CheckpointError,

@@ -11,7 +11,7 @@ from promise_table import TECHNIQUES, recipe_of
 from torch import nn
 
 from shared_core import Session, training
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.services import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
 

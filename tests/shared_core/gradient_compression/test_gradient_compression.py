@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from two_ranks import saved_by_two_ranks
 
-from shared_core.engine import compatibility
+from shared_core.engine.checks import compatibility
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError

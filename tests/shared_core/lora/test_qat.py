@@ -9,7 +9,7 @@ from lora_runs import X, net
 from torch import nn
 
 from shared_core import Session
-from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lora.adapters import adapters
 from shared_core.quantization import apply_ranges, convert

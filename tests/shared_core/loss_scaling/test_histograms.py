@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.loss_scaling import HistogramProbe, Log2Histogram, log2_histogram
 from shared_core.loss_scaling.histograms import read_counts, smallest_exponents, update_counts
 

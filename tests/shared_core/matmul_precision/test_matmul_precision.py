@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared_core import hardware
-from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.receipt import environment
 from shared_core.engine.services import BareServices
 from shared_core.engine.technique import Context

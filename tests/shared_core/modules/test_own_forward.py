@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from shared_core import Session, training
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.quantization import convert

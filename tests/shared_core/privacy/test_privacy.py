@@ -17,7 +17,7 @@ from two_ranks import be_a_rank, saved_by_two_ranks
 from shared_core import Recipe, Session, training
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import whole
-from shared_core.engine.compatibility import check, remarks
+from shared_core.engine.checks.compatibility import check, remarks
 from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
 from shared_core.privacy.accountant import epsilon
 from shared_core.privacy.per_sample_gradients import (

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from shared_core import training
 from shared_core.channel_graph.groups import find_groups
-from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError

@@ -34,7 +34,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(stop, optimizer):
 
 
 def test_the_state_fits_a_state_file(tmp_path):
-    from shared_core.engine.state_file import load_state, save_state
+    from shared_core.engine.saving.state_file import load_state, save_state
 
     model = make_net()
     session, opt = make_session(model, bits=8, bits_of=["0=2"])

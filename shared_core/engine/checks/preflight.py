@@ -11,8 +11,8 @@ from torch import nn
 
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.own_generators import OwnGenerators
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.errors import ConfigError, EffError, nearest
 from shared_core.modules.calls import modes_restored
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from shared_core.engine.model_guards import optimizers_of
+from shared_core.engine.checks.model_guards import optimizers_of
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.modules.matching import plain_name
 

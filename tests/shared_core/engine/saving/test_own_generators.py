@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.saving.own_generators import OwnGenerators
+from shared_core.engine.saving.state_file import load_state, save_state
 
 
 class Holder:

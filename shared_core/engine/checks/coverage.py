@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shared_core.engine.optimizer_parameters import own_parameters, shapes_of, unheld, unheld_note, untrained_modules
+from shared_core.engine.checks.optimizer_parameters import (
+    own_parameters,
+    shapes_of,
+    unheld,
+    unheld_note,
+    untrained_modules,
+)
 from shared_core.engine.protocols import LeavesUnheld, offering
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
 from shared_core.errors import MatchError

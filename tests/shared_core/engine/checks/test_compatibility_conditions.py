@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.engine import compatibility
+from shared_core.engine.checks import compatibility
 from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CompatibilityError
 

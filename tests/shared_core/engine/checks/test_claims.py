@@ -5,7 +5,7 @@ import torch
 from plain_loop import begun_session, plain_step
 from torch import nn
 
-from shared_core.engine.claims import Grid, Where
+from shared_core.engine.checks.claims import Grid, Where
 from shared_core.errors import ReceiptError
 
 

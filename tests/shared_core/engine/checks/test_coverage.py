@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from shared_core import Recipe, Session
-from shared_core.engine.coverage import count
+from shared_core.engine.checks.coverage import count
 from shared_core.errors import ConfigError, MatchError
 from shared_core.quantization.post_training.quantize import quantize_with_report
 from shared_core.tools.explain import explain

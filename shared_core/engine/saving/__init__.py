@@ -1,0 +1,1 @@
+"""What a session leaves in checkpoints, and how it is read again."""
