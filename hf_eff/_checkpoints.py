@@ -100,7 +100,7 @@ def damage(folder: Path) -> str | None:
 
 
 def _is_replaced(folder: Path, name: str) -> bool:
-    """Return whether a file of weights has given way to others that the trainer takes: shards, or their sum."""
+    """Return True if a file of weights has given way to others that the trainer takes: shards, or their sum."""
     stands_in = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     return bool(_WEIGHTS.fullmatch(name)) and any((folder / other).is_file() for other in stands_in)
 
@@ -186,7 +186,7 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
 
 
 def _was_cut_short(folder: Path) -> bool:
-    """Return whether a checkpoint's writer was stopped, which is no damage to what was saved before."""
+    """Return True if a checkpoint's writer was stopped, which is no damage to what was saved before."""
     if folder.is_dir() and all(is_stray(Path(path.name)) for path in folder.iterdir()):
         return True  # before its list was begun
     with contextlib.suppress(CheckpointError):

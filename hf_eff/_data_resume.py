@@ -153,7 +153,7 @@ class WatchedLoader:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether batches can be left out without being read."""
+        """True if batches can be left out without being read."""
         is_stream = isinstance(self.loader.dataset, IterableDataset) or self.loader.batch_sampler is None
         return not is_stream and not isinstance(self.loader, DataLoaderDispatcher)
 

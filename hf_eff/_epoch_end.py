@@ -23,7 +23,7 @@ class EpochEnd:
         self.ignored_keys: Any = None  # keys of the model's output that evaluations leave out, as `train` was told
         self.is_due = False  # whether the run that is resumed had an epoch's end before it
         self.is_silent = False
-        """Whether nothing is logged, evaluated or saved any more: the run that is resumed was over."""
+        """True if nothing is logged, evaluated or saved any more: the run that is resumed was over."""
 
     def begin(self) -> None:
         """Note that an epoch begins."""
@@ -34,7 +34,7 @@ class EpochEnd:
         self._has_ended = True
 
     def state(self) -> dict[str, Any]:
-        """Return whether an epoch's end is yet to come, and the loss that is not logged yet."""
+        """Return True if an epoch's end is yet to come, and the loss that is not logged yet."""
         trainer, state = self._trainer, self._trainer.state
         # A whole number of epochs, or the last step: the trainer saved in `step end`, and what an epoch's end does
         # was yet to come.

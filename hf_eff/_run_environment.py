@@ -39,7 +39,7 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def is_peft(model: Any) -> bool:
-    """Return whether this is a model with adapters, whose checkpoints hold only these."""
+    """Return True if this is a model with adapters, whose checkpoints hold only these."""
     if not is_peft_available():
         return False
     from peft import PeftModel

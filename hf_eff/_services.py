@@ -158,7 +158,7 @@ class TrainerServices:
 
 
 def is_used_up(data: Any) -> bool:
-    """Return whether a stream may be one that can be iterated once: it is an iterator, or keeps one."""
+    """Return True if a stream may be one that can be iterated once: it is an iterator, or keeps one."""
     held = [data, *getattr(data, "__dict__", {}).values()]
     return isinstance(data, IterableDataset) and any(isinstance(source, Iterator) for source in held)
 

@@ -171,7 +171,7 @@ class SessionCallback(TrainerCallback):
         return output
 
     def _drop_removed_callbacks(self) -> bool:
-        """Return whether techniques are left without those of callbacks that were removed since the last training."""
+        """Return True if techniques are left without those of callbacks that were removed since the last training."""
         left = self.given.left_of(self.session.recipe)
         self.session.detach()
         if left:

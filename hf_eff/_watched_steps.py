@@ -66,7 +66,7 @@ class GradientScale:
         self._before = scaler.get_scale() if hidden and is_torchs else None
 
     def hid_a_skip(self) -> bool:
-        """Return whether the step since then was skipped and the trainer does not know; the next one begins."""
+        """Return True if the step since then was skipped and the trainer does not know; the next one begins."""
         self.unscaled = False
         # After an overflow the scale falls: that is the only trace of a hidden skip.
         return self._before is not None and self._trainer.accelerator.scaler.get_scale() < self._before

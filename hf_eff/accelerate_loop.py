@@ -181,7 +181,7 @@ class AcceleratedLoop(LoopDriver):
         self._scale.before_step()
 
     def applied(self) -> bool:
-        """Return whether Accelerate's scaler let the step through."""
+        """Return True if Accelerate's scaler let the step through."""
         is_hidden = self._scale.hid_a_skip()
         return not (is_hidden or self.stepper.step_was_skipped)
 

@@ -52,7 +52,7 @@ class HuggingFace:
         after_import(_LOOPS_MODULE, silence_accelerator)
 
     def used(self) -> bool:
-        """Return whether a trainer took the recipe."""
+        """Return True if a trainer took the recipe."""
         return self._used
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:

@@ -182,7 +182,7 @@ def _resume(
 
 
 def _is_found_by_lightning(trainer: Any, file: Path) -> bool:
-    """Return whether `fit` looks for such a file itself: ``ckpt_path`` "last" and "hpc"."""
+    """Return True if `fit` looks for such a file itself: ``ckpt_path`` "last" and "hpc"."""
     found = {Path(trainer.default_root_dir) / file.name} if file.name.startswith("hpc_ckpt_") else set()
     for callback in trainer.checkpoint_callbacks:
         if type(callback).__name__ == "OnExceptionCheckpoint":

@@ -60,7 +60,7 @@ def refuse_other_module(trainer: Any, session: Session | None, module: Any) -> N
 
 
 def tries_first(trainer: Any, recipe: Recipe) -> bool:
-    """Return whether Lightning's tuner runs trials before training, from which it takes all callbacks away.
+    """Return True if Lightning's tuner runs trials before training, from which it takes all callbacks away.
 
     Techniques sit on the model in a trial, and do nothing yet; its weights are put back.
     """

@@ -134,7 +134,7 @@ def finish_batch(trainer: Any, place: Place, fetcher: Any) -> None:
 
 
 def has_all_batches(trainer: Any) -> bool:
-    """Return whether the batches of the present epoch are over."""
+    """Return True if the batches of the present epoch are over."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return bool(progress.is_last_batch or progress.current.ready == trainer.num_training_batches)
 
@@ -169,7 +169,7 @@ class ExactResume:
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
         self._is_marked = self._goes_on_within = False
         self.step_was_skipped = False
-        """Whether the optimizer step of the last batch of a resumed run was tried and not applied."""
+        """True if the optimizer step of the last batch of a resumed run was tried and not applied."""
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
             # Wrappers around the places where Lightning makes an iterator, fetches, or counts: the draws of random

@@ -193,7 +193,7 @@ def share_done(trainer: Any, model: Any, batch_index: int) -> float | None:
 
 
 def clips_by_norm(trainer: Any, model: Any) -> bool:
-    """Return whether gradients may be clipped by norm: certain not to be only if Lightning would do it and does not."""
+    """Return True if gradients may be clipped by norm: certain not to be only if Lightning would do it and does not."""
     # A user's own clipping may do anything; nothing can be ruled out.
     own = type(model).configure_gradient_clipping is not _stock(model).configure_gradient_clipping
     if own or not model.automatic_optimization:

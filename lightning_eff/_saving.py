@@ -201,7 +201,7 @@ class BestCheckpoints:
 
     @property
     def is_missing(self) -> bool:
-        """Whether a callback has no best checkpoint because none held what was asked for."""
+        """True if a callback has no best checkpoint because none held what was asked for."""
         return any(callback.best_model_score == _worst(callback) for callback in self._passed_over)
 
     def save_last(self) -> None:

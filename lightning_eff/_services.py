@@ -90,7 +90,7 @@ class LightningServices:
 
     @property
     def can_validate(self) -> bool:
-        """Whether the Trainer has a validation loop with batches that this run went through."""
+        """True if the Trainer has a validation loop with batches that this run went through."""
         return bool(self._trainer.enable_validation and any(self._trainer.num_val_batches))
 
     def check_validation(self) -> None:

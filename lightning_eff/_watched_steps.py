@@ -43,7 +43,7 @@ class WatchedSteps:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer step of this batch was tried and not applied."""
+        """True if the optimizer step of this batch was tried and not applied."""
         return self._tried and not self._applied
 
     def before_step(self) -> None:

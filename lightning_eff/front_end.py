@@ -74,7 +74,7 @@ class LightningFrontEnd:
             after_import(f"{name}.trainer.trainer", functools.partial(shorten_fit, run))
 
     def used(self) -> bool:
-        """Return whether training with techniques of a recipe was started in this process."""
+        """Return True if training with techniques of a recipe was started in this process."""
         module = sys.modules.get("lightning_eff._trainer_hooks")
         return module is not None and module.EffCallback.num_started > 0
 

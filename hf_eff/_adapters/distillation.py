@@ -124,7 +124,7 @@ class Distillation(Adapter):
         return {**prepared, self.field: batch[self.field]}
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a batch has no labels, where the model would take them."""
+        """Return True if a batch has no labels, where the model would take them."""
         return "labels" in self._trainer.label_names and batch.get("labels") is None
 
     def _positions(self, window: list[Any]) -> Tensor | None:
@@ -266,7 +266,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_composed(student: nn.Module) -> bool:
-    """Return whether a student is a model of sentence-transformers: several modules, listed in ``modules.json``."""
+    """Return True if a student is a model of sentence-transformers: several modules, listed in ``modules.json``."""
     return any(kind.__module__.startswith("sentence_transformers.") for kind in type(student).__mro__)
 
 

@@ -170,6 +170,6 @@ class Soup(Adapter):
 
 
 def _is_empty(data: Any) -> bool:
-    """Return whether a data set, or one of a dict of them, is known to have no example; a stream does not tell."""
+    """Return True if a data set, or one of a dict of them, is known to have no example; a stream does not tell."""
     parts = data.values() if isinstance(data, dict) else [data]
     return any(isinstance(part, Sized) and len(part) == 0 for part in parts)

@@ -138,7 +138,7 @@ def loss_of_trl(trainer: Trainer) -> str | None:
 
 
 def fuses_head(trainer: Trainer) -> bool:
-    """Return whether the trainer calls the model for log-probabilities: TRL replaces its instance's forward."""
+    """Return True if the trainer calls the model for log-probabilities: TRL replaces its instance's forward."""
     forward = getattr(base_of(trainer.model), "forward", None)
     while forward is not None:  # accelerate wraps it
         code = getattr(getattr(forward, "__func__", forward), "__code__", None)

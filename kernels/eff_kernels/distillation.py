@@ -51,7 +51,7 @@ def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device)
 
 
 def _in_triton(device: torch.device, student: torch.dtype, teacher: torch.dtype, temperature: float) -> bool:
-    """Return whether `kd_rows_` is one Triton kernel for logits of these types, which needs no scratch."""
+    """Return True if `kd_rows_` is one Triton kernel for logits of these types, which needs no scratch."""
     return (
         device.type == "cuda"
         and arithmetic_dtype(student, temperature) == torch.float32

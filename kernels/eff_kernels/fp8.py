@@ -225,7 +225,7 @@ def _quantize(source: Source, dtype: torch.dtype, block: Block, rounding: Roundi
 
 
 def is_swizzled(block: Block, rounding: Rounding) -> bool:
-    """Return whether `quantize` leaves scales as bytes, see `swizzled_e8m0`."""
+    """Return True if `quantize` leaves scales as bytes, see `swizzled_e8m0`."""
     return block == _MX and rounding == "mx"
 
 
@@ -371,7 +371,7 @@ def _rows_in_float32(device: torch.device) -> bool:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return whether a device has FP8 tensor cores: NVIDIA of compute capability 8.9 and later.
+    """Return True if a device has FP8 tensor cores: NVIDIA of compute capability 8.9 and later.
 
     Args:
         device: Any; False for all but CUDA.

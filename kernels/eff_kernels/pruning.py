@@ -85,7 +85,7 @@ def _multiply_in_pieces_(bits: _Array, mask: _Array, filled: int) -> None:
 
 
 def _numpy_is_faster(bits: Tensor, mask: Tensor) -> bool:
-    """Return whether a product by bool is large: there torch (2.13) widens all of it into a temporary in memory."""
+    """Return True if a product by bool is large: there torch (2.13) widens all of it into a temporary in memory."""
     is_eager = type(bits) is Tensor and not torch.compiler.is_compiling()
     return bits.numel() > _NUMPY_FROM and is_eager and _lie_alike(bits, mask)
 
@@ -95,7 +95,7 @@ def _lie_alike(bits: Tensor, mask: Tensor) -> bool:
 
 
 def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Return whether masks can be read in the order of their tensors: all are bool and of the same strides.
+    """Return True if masks can be read in the order of their tensors: all are bool and of the same strides.
 
     Example:
         >>> fit_masks([torch.ones(2, 3)], [torch.ones(3, 2, dtype=torch.bool).T])

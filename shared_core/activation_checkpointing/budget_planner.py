@@ -34,7 +34,7 @@ class BlockCost:
     """The most bytes that the step holds while it runs, forward or backward, beside `input` and `saved` of it and of
     the blocks before: its output, gradients of activations, intermediate results, what is saved around the blocks."""
     follows: bool = True
-    """Whether its input is the output of the block before, so that one segment can hold both."""
+    """True if its input is the output of the block before, so that one segment can hold both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class _Chain:
         return high
 
     def _can_keep(self, budget: float) -> bool:
-        """Return whether any segments keep within a budget: the programme of `cheapest` without the time."""
+        """Return True if any segments keep within a budget: the programme of `cheapest` without the time."""
         held = np.full(len(self._names) + 1, np.inf)
         held[0] = 0.0
         for a, stop in enumerate(self._stops):

@@ -51,7 +51,7 @@ class CheckpointingConfig(TechniqueConfig):
 
     @property
     def has_budget(self) -> bool:
-        """Whether a plan is made from the first micro-batches."""
+        """True if a plan is made from the first micro-batches."""
         return self.policy.startswith(BUDGET)
 
     @property

@@ -110,13 +110,13 @@ def _repeated(module: nn.Module, prefix: str, names: set[str], classes: set[type
 
 
 def _is_compound(module: nn.Module) -> bool:
-    """Whether a module is made of several, and no mere list of them without a forward."""
+    """True if a module is made of several, and no mere list of them without a forward."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return not is_list and next(module.parameters(), None) is not None and next(module.children(), None) is not None
 
 
 def _are_stages(group: _Group) -> bool:
-    """Whether modules hold the blocks rather than are them: no two of one shape, and lists of blocks inside."""
+    """True if modules hold the blocks rather than are them: no two of one shape, and lists of blocks inside."""
     # Stages of a CNN have other shapes each and hold lists of blocks; equal shapes are blocks themselves.
     shapes = [tuple((n, tuple(p.shape)) for n, p in module.named_parameters()) for _, module in group]
     if len(set(shapes)) < len(shapes):
@@ -227,7 +227,7 @@ class LazyBudget:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing more to see: the verbs need not be called any more."""
+        """True if there is nothing more to see: the verbs need not be called any more."""
         return self.measured_peak is not None
 
     @property

@@ -334,7 +334,7 @@ class _Call:
     """Events before it."""
     output: int | None = None
     trains: bool = True
-    """Whether gradients come back to it: not to frozen layers at the beginning."""
+    """True if gradients come back to it: not to frozen layers at the beginning."""
     backward: int | None = None
     """Events before its backward."""
     saved: set[Any] = field(default_factory=set)

@@ -145,11 +145,11 @@ class Tally:
     """Bytes that the first backward found dropped: what autograd would have held, less what was held instead. What a
     region hands on is not counted: whatever runs next may hold it."""
     reached: bool = False
-    """Whether a block ran with gradients on, in train mode or not."""
+    """True if a block ran with gradients on, in train mode or not."""
     compiled: bool = False
-    """Whether a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
+    """True if a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
     uncompiled: bool = False
-    """Whether torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
+    """True if torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
     notes: list[str] = field(default_factory=list)
     """Messages for the user, each once."""
     first_backward: int | None = None
@@ -251,7 +251,7 @@ class Region:
         return output if same else None
 
     def feeds(self, args: Any) -> bool:
-        """Return whether the last call's first tensor is among these arguments, unchanged."""
+        """Return True if the last call's first tensor is among these arguments, unchanged."""
         return any(self._source(value) == self._last for value in tree_flatten(args)[0] if isinstance(value, Tensor))
 
     def call(

@@ -119,12 +119,12 @@ class ActivationCheckpointing(Technique):
 
     @property
     def _is_reached(self) -> bool:
-        """Whether training has come to a wrapped block: the experts of a mixture may get no token for steps."""
+        """True if training has come to a wrapped block: the experts of a mixture may get no token for steps."""
         return self.handle is None or self.handle.tally.reached
 
     @property
     def _has_recomputed(self) -> bool:
-        """Whether backward ran a block again, in this process."""
+        """True if backward ran a block again, in this process."""
         return self.handle is not None and (self.handle.tally.recomputations > 0 or self.handle.tally.compiled)
 
     def _check(self) -> None:
@@ -155,7 +155,7 @@ class ActivationCheckpointing(Technique):
             self.handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
+        """Return True if blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
         return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "tallies": self._counts()}
 

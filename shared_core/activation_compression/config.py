@@ -58,7 +58,7 @@ class ActivationsConfig(TechniqueConfig):
 
     @property
     def rounds(self) -> bool:
-        """Whether gradients are no longer exact."""
+        """True if gradients are no longer exact."""
         return self.pack in ("bf16", "fp16", "int8")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

@@ -220,7 +220,7 @@ _MAX_FRAMES = 8
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter, a view of one, or its copy in another type."""
+    """Return True if a tensor is a parameter, a view of one, or its copy in another type."""
     # A view of a parameter has it as _base, also without a graph (frozen weights).
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
@@ -232,7 +232,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def is_own_result(tensor: Tensor, operation: str) -> bool:
-    """Return whether `operation` is just saving its own result, rather than another one its input.
+    """Return True if `operation` is just saving its own result, rather than another one its input.
 
     Autograd notes who made a tensor before it saves the result there, so the place is still empty. Asking for it
     unpacks nothing (`SavedTensor.data` of torch 2.13; without it no result counts as its own).
@@ -242,7 +242,7 @@ def is_own_result(tensor: Tensor, operation: str) -> bool:
 
 
 def is_region_input() -> bool:
-    """Return whether activation checkpointing is saving the input of a region that it will compute again."""
+    """Return True if activation checkpointing is saving the input of a region that it will compute again."""
     frame: Any = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -280,7 +280,7 @@ class HeldMemory:
             self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a weight, or lies in the memory of a parameter or buffer."""
+        """Return True if a tensor is a weight, or lies in the memory of a parameter or buffer."""
         # The storage's address, so that all views of a weight are known by it.
         address = tensor.untyped_storage()._cdata
         if address in self._known or address in self._of_buffers:
@@ -489,7 +489,7 @@ class Packing(saved_tensors_hooks):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill a piece of memory without gaps and repetitions, in any order."""
+    """Return True if a tensor's elements fill a piece of memory without gaps and repetitions, in any order."""
     expected = 1
     # Sorted by stride: without gaps, each step is the product of the sizes before it.
     for step, size in sorted((step, size) for size, step in zip(tensor.size(), tensor.stride(), strict=True)):

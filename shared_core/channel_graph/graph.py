@@ -341,7 +341,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not self.cuts and weight.is_parameter and not weight.labels
 
     def is_aliased(self, tensor: Tensor) -> bool:
-        """Return whether a tensor without labels may have another name: what is written to it cannot be followed."""
+        """Return True if a tensor without labels may have another name: what is written to it cannot be followed."""
         # Any tensor made from another without a copy; its storage was noted when the view was made.
         tracked = self.get(tensor)
         return not (tracked and tracked.labels) and tensor.untyped_storage().data_ptr() in self._viewed

@@ -95,7 +95,7 @@ def _told_as_damage(file: Path) -> Iterator[None]:
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether a shard's name, which a file tells, stays in the file's folder."""
+    """Return True if a shard's name, which a file tells, stays in the file's folder."""
     return isinstance(name, str) and Path(name).name == name and len(name.encode(errors="replace")) < 256
 
 

@@ -61,7 +61,7 @@ def load_torch_file(file: Path) -> Any:
 
 
 def _is_archive(file: Path) -> bool:
-    """Return whether a file can be mapped: those from before torch 1.6 cannot."""
+    """Return True if a file can be mapped: those from before torch 1.6 cannot."""
     # torch (2.13) maps packed bytes as if they were the weights.
     try:
         if not zipfile.is_zipfile(file):
@@ -249,7 +249,7 @@ class Ingredient:
         }
 
     def has(self, key: str) -> bool:
-        """Return whether a tensor has this name, tied or not."""
+        """Return True if a tensor has this name, tied or not."""
         return key in self.specs or key in self.ties
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ def storage_key(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 def averaged(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype are averaged; integers and booleans come from the best ingredient.
+    """Return True if tensors of this dtype are averaged; integers and booleans come from the best ingredient.
 
     Example:
         >>> averaged(torch.bfloat16), averaged(torch.int64), averaged(torch.bool)

@@ -272,7 +272,7 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def is_bare_weights(path: Path) -> bool:
-    """Return whether a path is a ``.safetensors`` file, or a folder with one of a model that has no ``config.json``."""
+    """Return True if a path is a ``.safetensors`` file, or a folder with one of a model that has no ``config.json``."""
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.glob("model*.safetensors"))
     return path.suffix == ".safetensors"

@@ -221,7 +221,7 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
 
 
 def _has_ranges(weights: Path) -> bool:
-    """Return whether a file or folder is what qat saved, or may be: weights without what qat writes are in float."""
+    """Return True if a file or folder is what qat saved, or may be: weights without what qat writes are in float."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, LIGHTNING_META
 
     folder = weights if weights.is_dir() else weights.parent

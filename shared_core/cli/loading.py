@@ -313,7 +313,7 @@ _folders: set[Path] = set()
 
 
 def wants_traceback() -> bool:
-    """Return whether errors are to come with their traceback."""
+    """Return True if errors are to come with their traceback."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 

@@ -201,12 +201,12 @@ class SoupOptions(CommandOptions):
 
     @property
     def averages(self) -> bool:
-        """Whether all are averaged or merged at once, and none is evaluated."""
+        """True if all are averaged or merged at once, and none is evaluated."""
         return self.kind not in (None, "greedy")
 
     @property
     def draws(self) -> bool:
-        """Whether chance has a part."""
+        """True if chance has a part."""
         return self.order == "random" or self.kind in _DARE
 
     def validate(self) -> None:

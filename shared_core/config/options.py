@@ -214,7 +214,7 @@ class Options:
         yield from (vars(base)[kind][name] for base in cls.__mro__ if name in vars(base).get(kind, {}))
 
     def is_given(self, name: str) -> bool:
-        """Return whether an option has another value than its default."""
+        """Return True if an option has another value than its default."""
         value, default = getattr(self, name), getattr(type(self), name, dataclasses.MISSING)
         if self.hints()[name] == Position and default is not dataclasses.MISSING:
             value, default = parse_position(value), parse_position(default)  # a flag gives "0.1"; 1 is no 1.0
@@ -322,7 +322,7 @@ class TechniqueConfig(Options):
     own_checkpoints: ClassVar[tuple[str, str] | None] = None
     """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
     needs_values: ClassVar[bool] = False
-    """Whether `attach` reads weights, so that a preview needs a model that has them."""
+    """True if `attach` reads weights, so that a preview needs a model that has them."""
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
@@ -330,7 +330,7 @@ class TechniqueConfig(Options):
         return Ability("native")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return whether these options allow an entry of `conflicts` all the same; its reason says which do."""
+        """Return True if these options allow an entry of `conflicts` all the same; its reason says which do."""
         return False
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

@@ -123,7 +123,7 @@ def multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> T
 
 
 def graph_is_kept() -> bool:
-    """Return whether the backward under way keeps its graph for another one."""
+    """Return True if the backward under way keeps its graph for another one."""
     # private, and asked by torch's own compiled backward for the same reason (torch 2.11 to 2.13); without it, copies
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())
@@ -257,7 +257,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 def adds_wider(factor: Tensor, total: Tensor) -> bool:
-    """Return whether a product of half factors can be added to a float32 sum in its GEMM: cuBLAS alone does it."""
+    """Return True if a product of half factors can be added to a float32 sum in its GEMM: cuBLAS alone does it."""
     half = factor.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
     # torch before 2.11 may refuse the sum: it had to have the factors' type
     return half and factor.is_cuda and torch.version.hip is None and torch.__version__ >= "2.11"

@@ -88,14 +88,14 @@ class Compared:
     count: Tensor
     mask: Tensor | None
     with_task: bool = False
-    """Whether the gradient of the total is that of the task loss, too."""
+    """True if the gradient of the total is that of the task loss, too."""
 
 
 class Comparison:
     """Compares the student's logits with those of teachers that are asked in every micro-batch."""
 
     trains_others: ClassVar[bool] = False
-    """Whether `compare` needs gradients though the soft term of the student has no weight."""
+    """True if `compare` needs gradients though the soft term of the student has no weight."""
 
     def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any]) -> None:
         self.config, self.teachers, self.told = config, teachers, dict(told)

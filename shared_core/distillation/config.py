@@ -228,7 +228,7 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def mutual(self) -> bool:
-        """Whether students teach each other."""
+        """True if students teach each other."""
         return self.teaching == MUTUAL
 
     @property
@@ -247,7 +247,7 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def can_be_chunked(self) -> bool:
-        """Whether the loss may be computed in chunks."""
+        """True if the loss may be computed in chunks."""
         return not self.unmet(_CHUNKED)
 
     @property
@@ -276,18 +276,18 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def needs_whole_weights(self) -> bool:
-        """Whether something is made of the student's weights, or reads them outside of their layers."""
+        """True if something is made of the student's weights, or reads them outside of their layers."""
         beside = bool(self.hidden or self.attention or self.init_layers)
         return beside or self.chunked or self.mutual or self.teaching == EMA
 
     @property
     def works_on_single_examples(self) -> bool:
-        """Whether the soft term is a mean of terms of single examples, through the student's own modules alone."""
+        """True if the soft term is a mean of terms of single examples, through the student's own modules alone."""
         return not (self.mutual or self.hidden or self.attention or self.chunked or self.unlabelled_field)
 
     @property
     def of_classes(self) -> bool:
-        """Whether the outputs are one distribution over classes, not independent labels or numbers."""
+        """True if the outputs are one distribution over classes, not independent labels or numbers."""
         return self.divergence not in ("logit_mse", "bernoulli_kl")
 
     def pairs(self, option_name: str) -> list[tuple[str, str]]:

@@ -95,7 +95,7 @@ class DeferredLogits(Tensor):
     budget: int | None
     """Bytes of logits that may exist at a time, as of `rows_in_budget`."""
     channels_first: bool
-    """Whether classes are dimension 1."""
+    """True if classes are dimension 1."""
 
     @staticmethod
     def __new__(

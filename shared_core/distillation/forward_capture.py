@@ -90,7 +90,7 @@ def unseen(missed: str) -> TrainingError:
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
+    """Return True if a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
     # Recomputed forwards of checkpointing run inside backward (a graph task is under way) and must not be kept twice.
     repeated = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
     return module.training and torch.is_grad_enabled() and not repeated
@@ -194,7 +194,7 @@ def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | No
 
 
 def is_causal(student: nn.Module) -> bool:
-    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming)."""
+    """Return True if a model's class says that position i predicts token i + 1 (Transformers' naming)."""
     inside = models_inside(student) or [student]
     trained = [model for model in inside if any(parameter.requires_grad for parameter in model.parameters())]
     told = {_says_causal(model): type(model).__name__ for model in trained or inside}

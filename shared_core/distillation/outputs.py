@@ -65,7 +65,7 @@ def _others(name: str) -> dict[str, tuple[str, ...]]:
 
 
 def holds(output: Any, kind: str) -> bool:
-    """Return whether a forward's output holds all that a kind of `KEYS` consists of."""
+    """Return True if a forward's output holds all that a kind of `KEYS` consists of."""
     return all(isinstance(_item(output, key), Tensor) for key in KEYS[kind])
 
 
@@ -238,7 +238,7 @@ def divergence_of(kind: str, divergence: str, width: int | None) -> str:
 
 
 def is_of_classes(divergence: str) -> bool:
-    """Return whether a divergence compares one distribution over classes, not independent labels or numbers."""
+    """Return True if a divergence compares one distribution over classes, not independent labels or numbers."""
     return divergence not in _NUMBERS
 
 

@@ -110,7 +110,7 @@ def without_factors(loss: Tensor) -> tuple[Any, Tensor]:
 
 
 def _is_log_softmax(node: Any, logits: Tensor) -> bool:
-    """Return whether a node is log_softmax over the last of two dimensions, of these logits and their rows in order."""
+    """Return True if a node is log_softmax over the last of two dimensions, of these logits and their rows in order."""
     if node is None or node.name() != "LogSoftmaxBackward0" or node._saved_dim not in (1, -1, 2**64 - 1):
         return False
     node, output = node.next_functions[0]
@@ -253,7 +253,7 @@ takes all rows at once, none are too few."""
 
 
 def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
-    """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
+    """Return True if `fused_sum` computes this divergence of these logits, and faster than autograd would."""
     return (
         divergence in FUSED
         and (student.numel() >= SMALLEST or (student.is_cuda and compiles_for(student.device)))

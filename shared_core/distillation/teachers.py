@@ -61,7 +61,7 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is of floating point and not packed by a library."""
+    """Return True if a weight is of floating point and not packed by a library."""
     return weight.is_floating_point() and type(weight.data) is Tensor
 
 
@@ -170,7 +170,7 @@ class Teachers:
 
     @property
     def is_readable(self) -> bool:
-        """Whether `state_dict` needs no other process."""
+        """True if `state_dict` needs no other process."""
         return True
 
     def gather(self) -> None:
@@ -240,7 +240,7 @@ class StudentAverage(Teachers):
 
     @property
     def is_readable(self) -> bool:
-        """Whether the average is whole here, or gathered."""
+        """True if the average is whole here, or gathered."""
         return self._gathered is not None or not any(map(is_sharded, self._tensors().values()))
 
     def gather(self) -> None:
@@ -321,12 +321,12 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def _is_codes(parameter: Tensor | None) -> bool:
-    """Return whether a parameter is of a frozen base in 4 or 8 bits: the student's, as are its scales, not averaged."""
+    """Return True if a parameter is of a frozen base in 4 or 8 bits: the student's, as are its scales, not averaged."""
     return parameter is not None and not parameter.is_floating_point()
 
 
 def _is_placed(module: nn.Module) -> bool:
-    """Return whether accelerate placed a model, or bitsandbytes quantised it: `to` is refused or would undo it."""
+    """Return True if accelerate placed a model, or bitsandbytes quantised it: `to` is refused or would undo it."""
     return hasattr(module, "hf_device_map") or bool(getattr(module, "is_quantized", False))
 
 

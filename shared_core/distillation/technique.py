@@ -67,9 +67,9 @@ class Distillation(Technique):
         self.labels: Tensor | None = None
         """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
         self.fuses_head = False
-        """Whether the trainer calls the student for log-probabilities of labels, not logits; set before `attach`."""
+        """True if the trainer calls the student for log-probabilities of labels, not logits; set before `attach`."""
         self.is_causal = False
-        """Whether the student's labels are one position ahead; known from `attach` on."""
+        """True if the student's labels are one position ahead; known from `attach` on."""
         self._examples = Examples(config.unlabelled_field)
         self._schedule = Schedule(config)
         self._comparison: Comparison | None = None
@@ -461,7 +461,7 @@ class Schedule:
         return cls(config, first, last)
 
     def is_active(self, context: Context) -> bool:
-        """Return whether this step has a soft term."""
+        """Return True if this step has a soft term."""
         return self.first <= context.step < self.last
 
     def options(self, context: Context) -> tuple[float, float]:

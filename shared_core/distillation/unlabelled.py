@@ -130,7 +130,7 @@ def zero_of(output: Any) -> Tensor:
 
 
 def is_per_token(student: nn.Module, *, causal: bool) -> bool:
-    """Return whether a model has logits for every token, as far as its class tells."""
+    """Return True if a model has logits for every token, as far as its class tells."""
     return causal or any(kind.__name__.endswith(_PER_TOKEN) for kind in type(student).__mro__)
 
 
@@ -232,7 +232,7 @@ def _unlabelled(labels: Any, attention_mask: Any) -> Tensor | None:
 
 
 def _one_each(labels: Tensor, attention_mask: Any) -> bool:
-    """Return whether labels are one for each example, not those of a flattened batch of sequences."""
+    """Return True if labels are one for each example, not those of a flattened batch of sequences."""
     return not isinstance(attention_mask, Tensor) or attention_mask.ndim == 0 or len(attention_mask) == len(labels)
 
 

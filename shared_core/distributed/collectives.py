@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every element of every dense tensor is finite; one read of the device for all of them."""
+    """Return True if every element of every dense tensor is finite; one read of the device for all of them."""
     # Empty tensors (a process's part of a small parameter) have no largest element.
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
@@ -30,7 +30,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 
 
 def has_group() -> bool:
-    """Return whether there is a process group, of one process or more."""
+    """Return True if there is a process group, of one process or more."""
     return _IS_BUILT_IN and dist.is_initialized()
 
 
@@ -45,7 +45,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this is the process that writes files and prints."""
+    """Return True if this is the process that writes files and prints."""
     return rank() == 0
 
 
@@ -78,7 +78,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
-    """Return whether `flag` is true on any process; every process must call it."""
+    """Return True if `flag` is true on any process; every process must call it."""
     if world_size() == 1:
         return flag
     return bool(all_reduce_(torch.tensor(int(flag), device=device), "max").item())

@@ -75,7 +75,7 @@ class Job:
             self._ask(lambda: self._store.set(name, value))
 
     def has(self, name: str) -> bool:
-        """Return whether there is a value under this name."""
+        """Return True if there is a value under this name."""
         self.check()
         return bool(self._ask(lambda: self._store.check([name])))
 

@@ -26,7 +26,7 @@ def join_buffers_(model: nn.Module) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a process may hold only a part of a tensor."""
+    """Return True if a process may hold only a part of a tensor."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -126,7 +126,7 @@ def put_gradient(parameter: Tensor, part: Tensor) -> None:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return whether layers hold parts of their weights in forward too, with or without FSDP2 around them."""
+    """Return True if layers hold parts of their weights in forward too, with or without FSDP2 around them."""
     cut: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     # FSDP2 alone cuts along one axis of the mesh; without it there is nothing else that cuts
     return bool(cut) and (
@@ -136,7 +136,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def shards(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards a model, or a module in it."""
+    """Return True if FSDP2 shards a model, or a module in it."""
     return any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
 
 

@@ -22,7 +22,7 @@ Calls = list[tuple[str, Callable[P, R]]]
 
 
 def overrides(method: Callable[..., Any], stock: Callable[..., Any]) -> bool:
-    """Return whether a technique has its own version of a hook.
+    """Return True if a technique has its own version of a hook.
 
     Args:
         method: The bound method of a technique.

@@ -14,7 +14,7 @@ def logged_figures() -> dict[str, Figure]:
 
 
 def is_in_bar(name: str) -> bool:
-    """Return whether a progress bar shows a figure."""
+    """Return True if a progress bar shows a figure."""
     key, _, figure = name.partition("/")
     declared = REGISTRY[key].config_class.figures if key in REGISTRY else {}
     return figure in declared and declared[figure].in_bar

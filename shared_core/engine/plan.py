@@ -63,11 +63,11 @@ class Plan:
     """By name the very objects of the model that this technique found and goes on to work on: if one is replaced, the
     run ends. Looked up again they would always match."""
     keeps_frozen: bool = False
-    """Whether tensors among `guards` must not train: if somebody unfreezes one, the run ends."""
+    """True if tensors among `guards` must not train: if somebody unfreezes one, the run ends."""
     acts_on_gradients: bool = False
     """True if `before_step` must come before weights move: then no optimizer may step inside backward."""
     looks_at_batches: bool = False
-    """Whether training batches are looked at when a technique has replaced the weights."""
+    """True if training batches are looked at when a technique has replaced the weights."""
 
 
 def trained(model: nn.Module) -> Touched:

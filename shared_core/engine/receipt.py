@@ -238,7 +238,7 @@ def _steps(steps: Mapping[str, Any]) -> str:
 
 
 def is_quiet() -> bool:
-    """Return whether the environment asks for less output."""
+    """Return True if the environment asks for less output."""
     return os.environ.get(QUIET, "") not in ("", "0")
 
 

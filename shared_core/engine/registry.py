@@ -91,7 +91,7 @@ class _Registry(Mapping[str, Registration]):
         self._loaded = False
         self._orders: dict[str, tuple[str, ...]] = {}
         self.has_made_flags = False
-        """Whether a front end has made flags of all techniques, once for the process."""
+        """True if a front end has made flags of all techniques, once for the process."""
 
     def __getitem__(self, key: str) -> Registration:
         return self._all()[key]

@@ -98,13 +98,13 @@ class Session:
         self.coverage = coverage.Coverage()
         """By key what a technique of layers reaches of the weights that multiply activations."""
         self.is_changed = False
-        """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
+        """True if a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._is_tensor_parallel = False
         self.has_begun = False
-        """Whether `begin` was called in this run."""
+        """True if `begin` was called in this run."""
         self.is_finished = False
-        """Whether the run ended and the model is plain again."""
+        """True if the run ended and the model is plain again."""
         self.is_saving = False
         """True during a save: torch may step the optimizer then, to have states for the file."""
         self._evaluation = contextlib.ExitStack()
@@ -120,7 +120,7 @@ class Session:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the techniques sit on a model now."""
+        """True if the techniques sit on a model now."""
         return self.context is not None and not self.is_finished
 
     @property
@@ -292,7 +292,7 @@ class Session:
 
     @property
     def needs_forward(self) -> bool:
-        """Whether a technique still works in the forward or the loss of micro-batches."""
+        """True if a technique still works in the forward or the loss of micro-batches."""
         return bool(self.hooks.forward or self.hooks.loss)
 
     @property

@@ -49,7 +49,7 @@ class Context:
     total_steps: int | None = None
     steps_per_epoch: StepsPerEpoch | None = None
     clips_gradients: bool = True
-    """Whether the trainer clips by norm."""
+    """True if the trainer clips by norm."""
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Context:
     """State that gathers within an accumulation window, by ``<key>.<name>``: techniques add it in `attach`. It is saved
     with the gradients of a window that is not over, and restored after `begin`."""
     is_preview: bool = False
-    """Whether the model is only looked at: `attach` writes, loads and sets nothing outside of it."""
+    """True if the model is only looked at: `attach` writes, loads and sets nothing outside of it."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""
@@ -82,9 +82,9 @@ class Context:
     """A technique sets it in `before_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     adds_parameters: bool = False
-    """Whether optimizers were made first and given what techniques added to the model; see `attach_with`."""
+    """True if optimizers were made first and given what techniques added to the model; see `attach_with`."""
     takes_gradients_in_backward: bool = False
-    """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
+    """True if an optimizer steps inside backward, and leaves no gradients for the step that comes."""
     techniques: Mapping[str, Technique] = field(default_factory=dict)
     """All of the recipe, by key, in the order of composition."""
     touched: dict[str, Touched] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Context:
     plans: dict[str, Plan] = field(default_factory=dict)
     """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
     unvalidated: bool = False
-    """Whether the model holds what no validation of the user's has seen: a technique sets it where it puts in other
+    """True if the model holds what no validation of the user's has seen: a technique sets it where it puts in other
     weights or ranges; steps of training do not."""
     generator: torch.Generator = field(default_factory=torch.Generator)
     """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
@@ -128,7 +128,7 @@ class Context:
 
     @property
     def gradients_mix(self) -> bool:
-        """Whether elements of a gradient act on each other in a step: then those of dead weights must be zeroed first.
+        """True if elements of a gradient act on each other in a step: then those of dead weights must be zeroed first.
 
         They do where the trainer clips by norm, and in every optimizer that is not known to be element-wise.
         """
@@ -205,13 +205,13 @@ class Technique:
 
     key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
-    """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
+    """True if `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
     reaches_frozen: ClassVar[bool] = False
     """True if it works on frozen weights too: then those that it leaves count against its coverage."""
     replaces_weights: ClassVar[bool] = False
-    """Whether it puts other weights into the model at the end; those that look at batches then do."""
+    """True if it puts other weights into the model at the end; those that look at batches then do."""
     makes_gradients_private: ClassVar[bool] = False
-    """Whether `before_step` is called before that of every other technique."""
+    """True if `before_step` is called before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config

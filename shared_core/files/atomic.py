@@ -181,7 +181,7 @@ def _replace(temporary: Path, path: Path, *, keeps_mode: bool = True) -> None:
 
 
 def is_stray(path: Path) -> bool:
-    """Return whether a path is, or lies in, what is written aside: never a result."""
+    """Return True if a path is, or lies in, what is written aside: never a result."""
     return any(part.startswith(_MARK) for part in path.parts)
 
 
@@ -206,7 +206,7 @@ def _removed(stray: Path) -> bool:
 
 
 def _is_alive(stray: Path, descriptor: int) -> bool:
-    """Return whether a stray's writer may be alive; if not, hold its lock, so that no writer takes the folder now."""
+    """Return True if a stray's writer may be alive; if not, hold its lock, so that no writer takes the folder now."""
     try:
         # Locked by a living writer: the lock is refused. Free: its writer is gone.
         if stray.name.removeprefix(_MARK).split("-")[0] == _kernel():

@@ -117,7 +117,7 @@ def finish_list(folder: Path) -> None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether what began to write a folder did not come to its end."""
+    """Return True if what began to write a folder did not come to its end."""
     return (folder / LIST_FILE).exists() and read_object(folder / LIST_FILE).get("complete") is not True
 
 

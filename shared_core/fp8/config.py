@@ -127,22 +127,22 @@ class Fp8Config(TechniqueConfig):
 
     @property
     def has_scales(self) -> bool:
-        """Whether operands are FP8 codes with a scale a block, as scaled matmuls take them."""
+        """True if operands are FP8 codes with a scale a block, as scaled matmuls take them."""
         return self.forward_format == "fp8_e4m3"
 
     @property
     def has_session_state(self) -> bool:
-        """Whether the recipe does something once per optimizer step, which only a session counts."""
+        """True if the recipe does something once per optimizer step, which only a session counts."""
         return self.recipe in ("delayed", "hfp8", "int16")
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether gradients are cast without a scale of their own, so that small ones vanish without a loss scaler."""
+        """True if gradients are cast without a scale of their own, so that small ones vanish without a loss scaler."""
         return self.recipe == "hfp8"
 
     @property
     def backward_is_narrow(self) -> bool:
-        """Whether gradients are in e5m2, whose range is narrower than bf16's: a loss scaler is of use with bf16 too."""
+        """True if gradients are in e5m2, whose range is narrower than bf16's: a loss scaler is of use with bf16 too."""
         return self.gradient_format == "fp8_e5m2" and self.recipe in (*_HYBRID, "hfp8")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

@@ -348,7 +348,7 @@ fp8_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _runs_at_once(*tensors: Tensor) -> bool:
-    """Return whether nothing stands between a call and its arithmetic that has to see an operator."""
+    """Return True if nothing stands between a call and its arithmetic that has to see an operator."""
     return (
         all(map(is_plain, tensors))
         and not torch.compiler.is_compiling()
@@ -478,7 +478,7 @@ def follow_device(module: nn.Module, config: Fp8Config) -> None:
 
 
 def is_torchao_linear(module: nn.Module) -> bool:
-    """Return whether a layer is torchao's; without importing it."""
+    """Return True if a layer is torchao's; without importing it."""
     float8 = sys.modules.get("torchao.float8.float8_linear")
     return float8 is not None and isinstance(module, float8.Float8Linear)
 

@@ -33,7 +33,7 @@ class Adapter:
 
     @classmethod
     def applies(cls, recipe: Recipe) -> bool:
-        """Return whether a run of this recipe needs it."""
+        """Return True if a run of this recipe needs it."""
         return cls.key in recipe if cls.key else bool(recipe)
 
     @property

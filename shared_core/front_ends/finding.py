@@ -31,7 +31,7 @@ class FrontEnd(Protocol):
         ...
 
     def used(self) -> bool:
-        """Return whether a trainer took the recipe."""
+        """Return True if a trainer took the recipe."""
         ...
 
     def shorten(self, run: ShortRunConfig) -> None:

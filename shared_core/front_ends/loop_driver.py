@@ -107,7 +107,7 @@ class LoopDriver:
         """Divide the gradients by the loss scale, unless that was done."""
 
     def applied(self) -> bool:
-        """Return whether the optimizer stepped: a scaler that finds an overflow leaves it out."""
+        """Return True if the optimizer stepped: a scaler that finds an overflow leaves it out."""
         has_stepped, self._has_stepped = self._has_stepped, False
         return has_stepped
 
@@ -125,12 +125,12 @@ class LoopDriver:
 
     @property
     def is_live(self) -> bool:
-        """Whether the session has begun and is not finished."""
+        """True if the session has begun and is not finished."""
         return self.session.is_attached and self.session.has_begun
 
     @property
     def is_done(self) -> bool:
-        """Whether the planned steps were made."""
+        """True if the planned steps were made."""
         return self.session.step + self.session.skipped >= self.plan.total_steps
 
     def attach(self, environment: Iterable[str]) -> None:
@@ -253,7 +253,7 @@ class LoopDriver:
         return method(loss, *args, **kwargs)
 
     def _count_micro_batch(self) -> bool:
-        """Return whether a technique weighs the losses of a step, which then must be as many as planned."""
+        """Return True if a technique weighs the losses of a step, which then must be as many as planned."""
         if self.is_complete:
             raise TrainingError(
                 self.name,

@@ -358,7 +358,7 @@ def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: to
 
 
 def _are_translated(asked: Any, model: nn.Module) -> bool:
-    """Return whether peft takes names of layers for those of transformers 4, whose experts were layers of their own."""
+    """Return True if peft takes names of layers for those of transformers 4, whose experts were layers of their own."""
     # peft (0.21) then adapts the fused experts in place of layers that have such names today: the dense and the shared
     # ones of DeepSeek-V3.
     try:

@@ -97,7 +97,7 @@ class LoraConfig(TechniqueConfig):
         return self.alpha / self.rank
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return whether the base is in float, beside quantisers; or merged weights stay as they are, beside soups."""
+        """Return True if the base is in float, beside quantisers; or merged weights stay as they are, beside soups."""
         return (other == "qat" and self.base == "none") or (other == "soup" and not self.requantize)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

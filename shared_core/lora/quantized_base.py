@@ -38,7 +38,7 @@ def on_device(device: torch.device, base: str) -> Iterator[None]:
 
 @cache
 def int8_sums_exactly() -> bool:
-    """Return whether bitsandbytes' product of int8 codes is exact on this CPU: one product that can saturate shows it.
+    """Return True if bitsandbytes' product of int8 codes is exact on this CPU: one product that can saturate shows it.
 
     Where the processor has AVX-512 it is `torch._int_mm` (0.50), which leads to oneDNN: that obeys ONEDNN_MAX_CPU_ISA.
     """

@@ -112,7 +112,7 @@ class LossScaleConfig(TechniqueConfig):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TELEMETRY}
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return whether gradients are cast to e5m2, whose range is narrower than bf16's."""
+        """Return True if gradients are cast to e5m2, whose range is narrower than bf16's."""
         fp8 = recipe.get("fp8")
         return other == "bf16" and fp8 is not None and fp8.backward_is_narrow and self.format == "fp8_e5m2"
 

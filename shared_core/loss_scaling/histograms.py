@@ -213,7 +213,7 @@ class HistogramProbe:
 
     @property
     def is_armed(self) -> bool:
-        """Whether a step is being measured."""
+        """True if a step is being measured."""
         return self._armed
 
     def arm(self) -> None:

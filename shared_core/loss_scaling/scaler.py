@@ -119,7 +119,7 @@ class LossScaler(GradScaler):
         self.applied_steps = 0
         """Calls of `update` after steps none of which was skipped: the step that a floor's pairs mean."""
         self.last_step_skipped = False
-        """Whether the latest call of `step` was skipped, whichever optimizer it was for."""
+        """True if the latest call of `step` was skipped, whichever optimizer it was for."""
         self.scale_range: tuple[float, float] | None = None
         """Lowest and highest scale that a step was taken or skipped at; None before the first."""
         self.widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
@@ -134,7 +134,7 @@ class LossScaler(GradScaler):
         return max(self._min_scale, self._floor.at(self.applied_steps) if self._floor else 0.0)
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the latest `step` of this optimizer was skipped; False before its first."""
+        """Return True if the latest `step` of this optimizer was skipped; False before its first."""
         return self._in_a_row.get(id(optimizer), 0) > 0
 
     def scale(self, outputs: Any) -> Any:
@@ -384,7 +384,7 @@ class LossScaler(GradScaler):
 
 
 def has_scaled_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step unscales in its own kernel, in fp32: only then may parameters be fp16."""
+    """Return True if the step unscales in its own kernel, in fp32: only then may parameters be fp16."""
     # kernels that want the whole scaler as an argument would skip inside; they take unscaled gradients too
     return getattr(optimizer, "_step_supports_amp_scaling", False) and (
         "grad_scaler" not in inspect.signature(optimizer.step).parameters

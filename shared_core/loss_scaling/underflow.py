@@ -219,7 +219,7 @@ class FlushProbe:
 
     @property
     def is_watching(self) -> bool:
-        """Whether there is a model to measure."""
+        """True if there is a model to measure."""
         return self._model is not None
 
     def arm(self) -> None:

@@ -266,7 +266,7 @@ def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype hold the same bits, also where these are NaN or -0.0.
+    """Return True if two tensors of one shape and dtype hold the same bits, also where these are NaN or -0.0.
 
     Example:
         >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))

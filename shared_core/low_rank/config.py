@@ -145,7 +145,7 @@ class LowRankConfig(TechniqueConfig):
 
     @property
     def needs_batches(self) -> bool:
-        """Whether inputs are looked at."""
+        """True if inputs are looked at."""
         return self.decomposition in MEASURED
 
     def validate(self) -> None:
@@ -155,7 +155,7 @@ class LowRankConfig(TechniqueConfig):
             raise ConfigError("low_rank", f"force {rule}", "leave force out")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return whether the model stays factorised, beside what the product of factors would undo."""
+        """Return True if the model stays factorised, beside what the product of factors would undo."""
         return other in ("prune", "cluster", "qat") and not self.merge
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

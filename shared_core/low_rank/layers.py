@@ -18,7 +18,7 @@ LINEAR, CHANNEL, SPATIAL = "linear", "channel", "spatial"
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Return whether a layer is transformers' Conv1D, a linear layer whose weight is (in, out)."""
+    """Return True if a layer is transformers' Conv1D, a linear layer whose weight is (in, out)."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
 
 
@@ -161,7 +161,7 @@ class LowRankLayer(nn.Module):
 
     @property
     def transposed(self) -> bool:
-        """Whether the user's layer holds its weight as (in, out)."""
+        """True if the user's layer holds its weight as (in, out)."""
         return is_transposed(self.dense)
 
     @property

@@ -82,7 +82,7 @@ class MatmulPrecision(Technique):
 
     @property
     def is_active(self) -> bool:
-        """Whether products are computed in what was asked for: measured, not looked up. False before `begin`."""
+        """True if products are computed in what was asked for: measured, not looked up. False before `begin`."""
         return self._format is not None and not self._reason()
 
     def _reason(self) -> str:

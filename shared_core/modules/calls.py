@@ -192,7 +192,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def has_rows(module: nn.Module) -> bool:
-    """Return whether a layer multiplies vectors along the last axis of its input by its weight."""
+    """Return True if a layer multiplies vectors along the last axis of its input by its weight."""
     return isinstance(module, nn.Linear) or is_transformers_conv1d(module)
 
 

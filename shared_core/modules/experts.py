@@ -52,7 +52,7 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gates_between_products(module: nn.Module) -> bool:
-    """Return whether what the second stack multiplies is what the module's own ``_apply_gate`` returns.
+    """Return True if what the second stack multiplies is what the module's own ``_apply_gate`` returns.
 
     So transformers' batched and grouped products call it; its eager loops gate in their own code.
     """

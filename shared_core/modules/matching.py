@@ -46,7 +46,7 @@ class PlannedForward:
 
 
 def follow_class(module: nn.Module) -> bool:
-    """Return whether a layer has a plan's forward that follows its class from now on, until `leave_planned`.
+    """Return True if a layer has a plan's forward that follows its class from now on, until `leave_planned`.
 
     Not where a plan hands over plain parts in training too: those of packed projections and of experts.
     """
@@ -139,7 +139,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_transformers_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
+    """Return True if a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
     return not isinstance(module, nn.Linear) and conv1d_kind(type(module)) is not None  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _is_own_forward(module: nn.Module, value: object) -> bool:
-    """Return whether a value is the bound ``forward`` of a module's class."""
+    """Return True if a value is the bound ``forward`` of a module's class."""
     # accelerate's hooks, which `device_map` puts on layers, call the one that they found (`_old_forward`), and leave it
     # on the layer as `forward` when they are removed. Both would go on calling that of the layer's class before.
     return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is type(module).forward

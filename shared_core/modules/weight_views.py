@@ -161,7 +161,7 @@ def num_inputs(module: nn.Module) -> int:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Return whether every output channel of a convolution reads one input channel of its own."""
+    """Return True if every output channel of a convolution reads one input channel of its own."""
     groups = getattr(module, "groups", 1)
     return bool(groups > 1 and groups == num_inputs(module) == num_outputs(module))
 

@@ -148,7 +148,7 @@ class Format:
         return _LATTICES[self.name][1]
 
     def holds(self, other: Format) -> bool:
-        """Return whether this float format has every value of `other`."""
+        """Return True if this float format has every value of `other`."""
         finer = self.precision >= other.precision and self.smallest <= other.smallest
         return self.kind == "float" and finer and self.largest >= other.largest
 

@@ -203,7 +203,7 @@ class WideGradients:
 
     def __init__(self) -> None:
         self.reduced_in_16_bit = False
-        """Whether gradients are accumulated and reduced in 16 bit, and widened for the step alone."""
+        """True if gradients are accumulated and reduced in 16 bit, and widened for the step alone."""
         self._reduced: dict[Tensor, Tensor] = {}
         self._widened: Sequence[Tensor] = ()
         """Parameters whose gradients are float32 from now on: torch refuses others."""

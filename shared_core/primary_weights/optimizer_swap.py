@@ -85,7 +85,7 @@ class Exchange:
 
     @property
     def is_current(self) -> bool:
-        """Whether the groups hold the tensors that they held when they were last exchanged."""
+        """True if the groups hold the tensors that they held when they were last exchanged."""
         contents = self._contents[0]
         return contents is not None and contents.are_groups_of(self.optimizer)
 
@@ -107,7 +107,7 @@ class Exchange:
 
 
 def are_same(one: Collection[object], other: Collection[object]) -> bool:
-    """Return whether two collections hold the very same objects in one order."""
+    """Return True if two collections hold the very same objects in one order."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -123,7 +123,7 @@ def trained_in_16_bit(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tenso
 
 
 def is_trained_in_16_bit(parameter: Tensor) -> bool:
-    """Return whether a parameter is trainable and fp16 or bf16."""
+    """Return True if a parameter is trainable and fp16 or bf16."""
     return parameter.dtype in HALF and parameter.requires_grad
 
 
@@ -164,7 +164,7 @@ _TENSORWISE_OF_OTHERS = ("transformers.optimization.Adafactor", "bitsandbytes.op
 
 
 def updates_each_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to update each parameter from its own gradient and state alone."""
+    """Return True if an optimizer is known to update each parameter from its own gradient and state alone."""
     kind = type(optimizer)
     if f"{kind.__module__}.{kind.__name__}".startswith(_TENSORWISE_OF_OTHERS):
         # Overrides of bitsandbytes are by the parameter's place or identity, which slices do not have.

@@ -101,7 +101,7 @@ class PrimaryWeights(Technique):
         self._small_updates: dict[str, int] = {}
         self._sliced: SlicedStep | None = None
         self._in_slices = False
-        """Whether the step that is under way is made in slices."""
+        """True if the step that is under way is made in slices."""
         self._versions: list[int] = []
         self._lost: dict[Tensor, Tensor] = {}
         """Rounding error of each parameter, with kahan."""
@@ -388,7 +388,7 @@ class PrimaryWeights(Technique):
             self._copies.follow_()
 
     def _are_copied(self) -> bool:
-        """Return whether the copies are those of all that the optimizers train in 16 bit now."""
+        """Return True if the copies are those of all that the optimizers train in 16 bit now."""
         return (
             are_same([exchange.optimizer for exchange in self._exchanges], self._optimizers)
             and all(exchange.is_current for exchange in self._exchanges)

@@ -147,7 +147,7 @@ class ExampleGradients:
     """(examples, ...), None where the layers' inputs and gradients of outputs are kept instead, which are smaller."""
     uses: list[Use] = field(default_factory=list)
     coarse: bool = False
-    """Whether the backward ran in 16 bits, as under autocast: the gradient of the whole batch is rounded to them."""
+    """True if the backward ran in 16 bits, as under autocast: the gradient of the whole batch is rounded to them."""
 
     def weighted_sum(self, factors: Tensor, all_finite: bool) -> Tensor:
         """Return ``Σᵢ fᵢgᵢ``; a factor of 0 leaves an example out, also one that is not finite.
@@ -222,7 +222,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         self._uses: dict[str, list[Use]] = {}
         self._order: dict[nn.Module, Tensor] = {}
         self.is_checking = True
-        """Whether a part of autograd's own gradients is kept in `gradients`: until the first backward has been seen."""
+        """True if a part of autograd's own gradients is kept in `gradients`: until the first backward has been seen."""
         self.gradients: dict[str, Tensor] = {}
         self._kept: dict[str, Any] = {}
         prepared = {module: _by_example(module) for module in self._names if not self._has_rule(module)}
@@ -385,7 +385,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
 
 
 def _is_factored(layer: nn.Module) -> bool:
-    """Return whether the layer's weight has a gradient of factors; a convolution in groups has several."""
+    """Return True if the layer's weight has a gradient of factors; a convolution in groups has several."""
     return own_class(layer) in _FACTORED and getattr(layer, "groups", 1) == 1
 
 

@@ -79,7 +79,7 @@ class DifferentialPrivacy(Technique):
         self._factor: Tensor | None = None
         self._ghosts: Mapping[str, bool] = {}
         self.checks_loss = config.check_loss
-        """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
+        """True if the loss still has to be seen as a mean over examples; a front end that can does so and calls
         `check_loss`."""
         self.sees_loss_in_forward = True
         """True: the loss that the model's forward returns is checked. A front end that checks it itself sets False."""
@@ -474,12 +474,12 @@ def _fields(batch: Any) -> Mapping[Any, Any]:
 
 
 def _is_state(value: Tensor, count: int) -> bool:
-    """Return whether a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
+    """Return True if a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
     return value.dim() == _STATE_DIMS and value.shape[1] == count
 
 
 def _is_unclear(batch: Any, count: int) -> bool:
-    """Return whether both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
+    """Return True if both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
     if isinstance(batch, Tensor):
         return _is_state(batch, count) and len(batch) == count
     values = batch if isinstance(batch, list | tuple) else _fields(batch).values()

@@ -206,12 +206,12 @@ class PruneConfig(OverridableConfig):
 
     @property
     def layers_compete(self) -> bool:
-        """Whether a layer whose weights score lower loses more of them."""
+        """True if a layer whose weights score lower loses more of them."""
         return self.resolved_scope in ("global", "tower") and self.granularity != "n_m" and self.criterion != "wanda"
 
     @property
     def layers_differ(self) -> bool:
-        """Whether one layer may lose a larger share than another."""
+        """True if one layer may lose a larger share than another."""
         return self.resolved_scope != "local" and self.granularity not in ("n_m", "layer") and self.criterion != "wanda"
 
     @property
@@ -223,12 +223,12 @@ class PruneConfig(OverridableConfig):
 
     @property
     def straight_through(self) -> bool:
-        """Whether masks act in forward and backward alone, so that weights under them go on learning until end."""
+        """True if masks act in forward and backward alone, so that weights under them go on learning until end."""
         return self.criterion == "movement" or self.dynamic == "recompute" or self.sr_ste > 0
 
     @property
     def updates_until_end(self) -> bool:
-        """Whether masks change from begin to end, also where sparsity does not."""
+        """True if masks change from begin to end, also where sparsity does not."""
         return self.schedule != "one_shot" or self.straight_through or self.dynamic == "rigl"
 
     @property
@@ -242,17 +242,17 @@ class PruneConfig(OverridableConfig):
 
     @property
     def prunes_units(self) -> bool:
-        """Whether output units go whole, not weights or tiles."""
+        """True if output units go whole, not weights or tiles."""
         return self.granularity in UNITS
 
     @property
     def is_traced(self) -> bool:
-        """Whether units are found by tracing a micro-batch."""
+        """True if units are found by tracing a micro-batch."""
         return self.granularity in TRACED
 
     @property
     def counts_calls(self) -> bool:
-        """Whether costs come from what passes through each layer."""
+        """True if costs come from what passes through each layer."""
         return self.cost in ("flops", "energy")
 
     @property
@@ -267,12 +267,12 @@ class PruneConfig(OverridableConfig):
 
     @property
     def watches_layers(self) -> bool:
-        """Whether layers must be called as modules, for hooks to see what passes through them."""
+        """True if layers must be called as modules, for hooks to see what passes through them."""
         return self.gathers_at_layers or self.counts_calls
 
     @property
     def gathers_at_layers(self) -> bool:
-        """Whether scores come from what passes through each layer."""
+        """True if scores come from what passes through each layer."""
         return self.criterion == "sparsegpt" or self.weight_criterion in ("fisher", "wanda", "neuron_taylor")
 
     @property
@@ -291,7 +291,7 @@ class PruneConfig(OverridableConfig):
 
     @property
     def sees_weights_alone(self) -> bool:
-        """Whether neither gradients nor activations decide, and no term of its own joins the loss."""
+        """True if neither gradients nor activations decide, and no term of its own joins the loss."""
         plain = self.criterion in ("magnitude", "threshold", "random") and not self.prunes_units
         return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
 

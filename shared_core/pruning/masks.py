@@ -49,7 +49,7 @@ class MaskStore(Mapping[str, Tensor]):
         self._masked: list[Tensor] = []
         self._masks: list[Tensor] = []
         self.forgotten = False
-        """Whether optimizers hold zeros for every pruned weight."""
+        """True if optimizers hold zeros for every pruned weight."""
         self._versions: list[int] = []
         self._zeroed: list[tuple[Tensor, int]] = []
 
@@ -132,7 +132,7 @@ class MaskStore(Mapping[str, Tensor]):
         self._zeroed = []
 
     def is_held(self) -> bool:
-        """Return whether every pruned weight, of what this process holds, is zero."""
+        """Return True if every pruned weight, of what this process holds, is zero."""
         pairs = zip(self._held(self._masked), self._masks, strict=True)
         grown = [(weight.ne(0) & ~mask).any() for weight, mask in pairs]
         return not grown or not bool(torch.stack(grown).any())
@@ -189,7 +189,7 @@ _STAND_IN = 2.0**-45
 
 
 def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer takes the square root of second moments by a kernel that is slow on zeros.
+    """Return True if an optimizer takes the square root of second moments by a kernel that is slow on zeros.
 
     That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros and subnormal
     numbers, so that a step with the masked gradients of a half pruned model takes more than twice as long.
@@ -201,7 +201,7 @@ def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer makes +0.0 of a weight, gradient and moments that are +0.0, and writes uncounted.
+    """Return True if an optimizer makes +0.0 of a weight, gradient and moments that are +0.0, and writes uncounted.
 
     ``0 - lr·λ·0 - lr·0 / (√0 + ε)`` with ε > 0, which ``fused=True`` adds in float32 whatever the weight's type.
     """
@@ -275,7 +275,7 @@ class MaskPolicy:
     """
 
     stays_pruned: ClassVar[bool] = True
-    """Whether a weight that is pruned once is pruned in every later mask."""
+    """True if a weight that is pruned once is pruned in every later mask."""
 
     why_short: ClassVar[str] = "hardly any of the weights within reach could be scored"
     """The likely reason where `is_short` is true."""
@@ -286,7 +286,7 @@ class MaskPolicy:
         self.weights: Mapping[str, nn.Parameter] = {}
         self.schedule = Schedule(config)
         self.is_final = False
-        """Whether no mask changes any more."""
+        """True if no mask changes any more."""
 
     def take_costs(self, costs: dict[str, float]) -> None:
         """Divide scores by costs, from now on; more costs may join them."""
@@ -359,7 +359,7 @@ class MaskPolicy:
         return [name for name in self.weights if not self.scorer.has_seen(name)]
 
     def is_short(self, sparsity: float) -> bool:
-        """Return whether the masks prune nothing, or far less than asked, other than by a limit or by rounding."""
+        """Return True if the masks prune nothing, or far less than asked, other than by a limit or by rounding."""
         alone = self.own
         counts = {name: found for name, found in self.layers().items() if name not in alone}
         if not sparsity or (self.targets.own and not counts):

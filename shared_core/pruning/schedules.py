@@ -36,7 +36,7 @@ class Schedule:
         return cls(config, first, last)
 
     def is_due(self, step: int) -> bool:
-        """Return whether masks are made after `step`: each `every` steps from `begin`, and at `end`."""
+        """Return True if masks are made after `step`: each `every` steps from `begin`, and at `end`."""
         on_time = (step - self.begin) % self.config.every == 0 or step == self.end
         return self.begin <= step <= self.end and on_time
 

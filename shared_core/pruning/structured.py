@@ -178,7 +178,7 @@ class UnitPruning(MaskPolicy):
     """
 
     replays: ClassVar[bool] = False
-    """Whether a micro-batch runs again at each update."""
+    """True if a micro-batch runs again at each update."""
     why_short: ClassVar[str] = "the units were not found or scored, as no training forward of their layers was seen"
 
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:

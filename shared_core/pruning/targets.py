@@ -320,7 +320,7 @@ def _reason(
 
 
 def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Return whether a tensor that a chosen module holds under this name is one that is pruned."""
+    """Return True if a tensor that a chosen module holds under this name is one that is pruned."""
     if isinstance(module, StackedExperts):
         return name in expert_weights(module)
     return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"

@@ -135,7 +135,7 @@ class Fold:
 
     @property
     def uses_running_statistics(self) -> bool:
-        """Whether statistics rest: frozen, unless somebody re-estimates them as a mean over batches, as a soup does."""
+        """True if statistics rest: frozen, unless somebody re-estimates them as a mean over batches, as a soup does."""
         # A momentum that was None from the start averages over batches: a soup that re-estimates statistics sets it
         # so.
         return self.frozen and (self._is_mean or self.batch_norm.momentum is not None)

@@ -149,7 +149,7 @@ class QatConfig(OverridableConfig):
 
     @property
     def is_static(self) -> bool:
-        """Whether activations have ranges that are observed."""
+        """True if activations have ranges that are observed."""
         return _is_static(self.scheme, self.activation_bits is not None)
 
     @classmethod
@@ -160,12 +160,12 @@ class QatConfig(OverridableConfig):
 
     @property
     def learns_ranges(self) -> bool:
-        """Whether training learns the ranges with the weights, in place of observing them."""
+        """True if training learns the ranges with the weights, in place of observing them."""
         return self.range in ("lsq", "lsq_plus", "pact")
 
     @property
     def observes_activations(self) -> bool:
-        """Whether layers may have ranges of their inputs, which other weights need anew."""
+        """True if layers may have ranges of their inputs, which other weights need anew."""
         others = self.override_options()
         has_bits = self.activation_bits is not None or any(name == "activation_bits" for _, name, _ in others)
         schemes = {self.scheme, *(value for _, name, value in others if name == "scheme")}

@@ -206,7 +206,7 @@ def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuan
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return whether a layer has a quantiser."""
+    """Return True if a layer has a quantiser."""
     return own_class(module) in STOCK or (type(module) in STOCK_OF_FOLDED and "quantizer" in vars(module))
 
 

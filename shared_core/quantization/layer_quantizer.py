@@ -29,7 +29,7 @@ class LayerQuantizer:
     """Quantises the weight of one layer by what it holds, and its input by that or by the observed range."""
 
     baked = False
-    """Whether the weight holds the values of its codes: quantising it again could move one by an ulp."""
+    """True if the weight holds the values of its codes: quantising it again could move one by an ulp."""
 
     def __init__(self, bank: RangeBank, index: int | None, scheme: LayerScheme, *, number: int = 0) -> None:
         self.bank, self.index, self.scheme, self.number = bank, index, scheme, number

@@ -58,12 +58,12 @@ class LayerScheme:
 
     @property
     def has_range(self) -> bool:
-        """Whether the input has a range that is observed and kept."""
+        """True if the input has a range that is observed and kept."""
         return self.input in WITH_RANGE
 
     @property
     def spans_rows(self) -> bool:
-        """Whether weights of several rows share a scale."""
+        """True if weights of several rows share a scale."""
         return self.weight in ("fp8_block", "nvfp4")
 
     def group_of(self, width: int) -> int:

@@ -25,7 +25,7 @@ _SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
 
 
 def is_launcher(word: str) -> bool:
-    """Return whether a command or module starts scripts in processes of their own, which no runner of ours is in."""
+    """Return True if a command or module starts scripts in processes of their own, which no runner of ours is in."""
     return Path(word).name in _LAUNCHERS
 
 
@@ -96,7 +96,7 @@ class TrainingCommand:
         return cls(where, tuple(parts[:start]), (*script, *rest), flags, steps)
 
     def uses(self, sign: str) -> bool:
-        """Return whether an argument contains `sign`."""
+        """Return True if an argument contains `sign`."""
         return any(sign in argument for argument in self.arguments)
 
     def with_recipe(

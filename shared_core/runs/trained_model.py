@@ -142,5 +142,5 @@ def usual_metric(known: Iterable[str]) -> str | None:
 
 
 def is_larger_better(metric: str, mode: str) -> bool:
-    """Return whether a metric is better when larger; with mode ``auto`` its name tells."""
+    """Return True if a metric is better when larger; with mode ``auto`` its name tells."""
     return mode == "max" if mode != "auto" else larger_is_better(metric)

@@ -189,7 +189,7 @@ class _Run:
         turns.settimeout(_POLL_SECONDS)
 
     def wait(self) -> bool:
-        """Return whether the turn ended and another may follow, once it has; else the process has ended."""
+        """Return True if the turn ended and another may follow, once it has; else the process has ended."""
         while True:
             try:
                 return bool(self._turns.recv(1))

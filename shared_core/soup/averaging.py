@@ -398,7 +398,7 @@ def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
 
 
 def _obeys(ingredient: Ingredient, masks: Mapping[str, Tensor]) -> bool:
-    """Return whether a checkpoint without a state file is zero wherever the mask is, as a pruned model is."""
+    """Return True if a checkpoint without a state file is zero wherever the mask is, as a pruned model is."""
     obeys = all(not ingredient.tensor(name)[~mask].any() for name, mask in masks.items())
     ingredient.close()
     return obeys

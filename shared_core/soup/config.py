@@ -88,7 +88,7 @@ class SoupConfig(TechniqueConfig):
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether the metric is better when larger."""
+        """True if the metric is better when larger."""
         return self.mode == "max" if self.mode != "auto" else larger_is_better(self.metric)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
@@ -113,7 +113,7 @@ class SoupConfig(TechniqueConfig):
 
 
 def larger_is_better(metric: str) -> bool:
-    """Return whether a metric of this name is better when larger: all but losses and errors are."""
+    """Return True if a metric of this name is better when larger: all but losses and errors are."""
     words = re.split(r"[^a-z0-9]+", metric.lower())
     return not any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)
 

@@ -1,4 +1,4 @@
-"""Whether checkpoints can be averaged at all: their metrics, their distances, the barriers between them."""
+"""True if checkpoints can be averaged at all: their metrics, their distances, the barriers between them."""
 
 from __future__ import annotations
 

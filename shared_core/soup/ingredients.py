@@ -253,7 +253,7 @@ class RunIngredients:
         return {"specs": specs, "parts_on": self._parts_on}
 
     def _holds(self, ingredient: Ingredient, weights: dict[str, Tensor]) -> bool:
-        """Return whether a checkpoint has the same bits as these weights."""
+        """Return True if a checkpoint has the same bits as these weights."""
         same = all(
             key in weights
             # To the dtype of the model: a checkpoint may hold what the model has, cast for the file.

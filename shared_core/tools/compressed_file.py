@@ -226,7 +226,7 @@ def _holds(entry: TensorEntry) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a file name stays in the folder that it is put into.
+    """Return True if a file name stays in the folder that it is put into.
 
     Example:
         >>> is_plain_name("config.json"), is_plain_name("../config.json"), is_plain_name(".bashrc")
@@ -315,7 +315,7 @@ class Decoder:
         return symbols
 
     def is_empty(self) -> bool:
-        """Return whether nothing is left, as it must be at the end."""
+        """Return True if nothing is left, as it must be at the end."""
         return bool(self._coder.is_empty())
 
 

@@ -157,7 +157,7 @@ class SwappedWeights:
         self._exchanged: set[str] = set()
 
     def is_short(self) -> bool:
-        """Return whether parameters train that did not then."""
+        """Return True if parameters train that did not then."""
         return any(map(is_trained, self._others))
 
     def live(self) -> Mapping[str, Tensor]:
@@ -178,12 +178,12 @@ class SwappedWeights:
 
     @property
     def has_average(self) -> bool:
-        """Whether there is an average to exchange with, in the model or, for the moment, beside it."""
+        """True if there is an average to exchange with, in the model or, for the moment, beside it."""
         return bool(self._aside)
 
     @property
     def is_in(self) -> bool:
-        """Whether the model holds the average."""
+        """True if the model holds the average."""
         return bool(self._exchanged)
 
     def put_in(self, running: RunningAverage, norms: Mapping[str, Tensor]) -> None:
@@ -252,7 +252,7 @@ class SwappedWeights:
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """Return whether a parameter is one to average: trainable and not an integer."""
+    """Return True if a parameter is one to average: trainable and not an integer."""
     return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
 
 

@@ -301,7 +301,7 @@ class Bundle:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the first members of all clusters are here."""
+        """True if the first members of all clusters are here."""
         return len(self.of) == self.num_values
 
     def flat(self, parts: Mapping[str, Tensor]) -> Tensor:

@@ -170,7 +170,7 @@ def device_of(x: Tensor) -> AbstractContextManager[None]:
 
 
 def has_native_fp8(x: Tensor) -> bool:
-    """Return whether the device of `x` converts to FP8 by instructions that round as torch does."""
+    """Return True if the device of `x` converts to FP8 by instructions that round as torch does."""
     return x.is_cuda and torch.version.hip is None and _capability(x.device) >= (8, 9)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether `triton` can be found: CUDA builds of torch bring it on Linux."""
+    """Return True if `triton` can be found: CUDA builds of torch bring it on Linux."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -27,7 +27,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether `x`, of up to 32 bits and not empty, and the others are plain tensors on one GPU, and not traced.
+    """Return True if `x`, of up to 32 bits and not empty, and the others are plain tensors on one GPU, and not traced.
 
     The compiler fuses torch's own operations and cannot look into an operator; ``torch.func`` cannot either.
 
@@ -47,7 +47,7 @@ def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor is no subclass but a parameter; a subclass (a DTensor, say) has its data elsewhere.
+    """Return True if a tensor is no subclass but a parameter; a subclass (a DTensor, say) has its data elsewhere.
 
     Example:
         >>> is_plain(nn.Parameter(torch.ones(2)))
@@ -159,11 +159,11 @@ class TensorTable(NamedTuple):
     like: list[Tensor]
     """One tensor of each column: its dtype is the column's."""
     is_aligned: bool
-    """Whether addresses and sizes are multiples of 16, so that loads can be vectors."""
+    """True if addresses and sizes are multiples of 16, so that loads can be vectors."""
 
 
 def runs_in_one_launch(*columns: Sequence[Tensor]) -> bool:
-    """Return whether Triton can read these tensors by address: plain, dense, of one GPU, and not while compiling.
+    """Return True if Triton can read these tensors by address: plain, dense, of one GPU, and not while compiling.
 
     Example:
         >>> runs_in_one_launch([torch.ones(2)])

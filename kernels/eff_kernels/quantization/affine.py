@@ -28,7 +28,7 @@ def with_signature(function: _Function) -> _Function:
 def grid_on_triton(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, noise: Tensor | None = None, grad: Tensor | None = None
 ) -> bool:
-    """Return whether `round_to_grid` takes these, or with `grad` `grid_gradients`, which has no gradient of its own.
+    """Return True if `round_to_grid` takes these, or with `grad` `grid_gradients`, which has no gradient of its own.
 
     Example:
         >>> grid_on_triton(torch.zeros(2), torch.tensor(1.0), None)

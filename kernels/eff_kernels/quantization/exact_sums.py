@@ -1,4 +1,4 @@
-"""Whether this process's integer kernels sum products of 8-bit codes exactly: one product shows it, no flag does.
+"""True if this process's integer kernels sum products of 8-bit codes exactly: one product shows it, no flag does.
 
 Without VNNI or AMX, x86 adds pairs of products in 16 bits, where ``255·127·2`` saturates. Which instructions a kernel
 takes is its own matter: oneDNN obeys ONEDNN_MAX_CPU_ISA, torch asks the processor, and some shapes widen first.
@@ -24,7 +24,7 @@ _ROWS = (1, 17)  # kernels for one row are others
 
 @cache
 def sums_exactly(kernel: _Kernel) -> bool:
-    """Return whether a kernel's sums are exact for all 8-bit codes; otherwise weights must lie within ±64.
+    """Return True if a kernel's sums are exact for all 8-bit codes; otherwise weights must lie within ±64.
 
     Found by one saturating product when it is first asked in a process, then remembered. A kernel that this torch
     lacks gets nothing wrong, one that fails is not exact.

@@ -286,7 +286,7 @@ def counted_costs(
 
 
 def attention_of(model: nn.Module) -> Attention:
-    """Return whether a model's attention is ``eager``, by what transformers notes in its config, or else ``fused``."""
+    """Return True if a model's attention is ``eager``, by what transformers notes in its config, or else ``fused``."""
     return "eager" if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager" else "fused"
 
 

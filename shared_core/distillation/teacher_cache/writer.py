@@ -242,7 +242,7 @@ class StoreWriter:
             raise TrainingError(WHERE, rule, "seed what is random in the functions that return them")
 
     def _is_there(self, rows: ExampleRows, fresh: list[int]) -> bool:
-        """Return whether these examples lie in a shard that was written before this start."""
+        """Return True if these examples lie in a shard that was written before this start."""
         if self._there is None:
             return False
         keys = as_keys(self._there.keys[self._examples : self._examples + len(fresh)])
@@ -329,7 +329,7 @@ class StoreWriter:
         return self._settings.fields or default_fields(batch, accepted)
 
     def _takes_keywords(self, batch: Any) -> bool:
-        """Return whether the batch's names are the teacher's arguments; else a mapping is its only argument."""
+        """Return True if the batch's names are the teacher's arguments; else a mapping is its only argument."""
         return isinstance(batch, Mapping) and (self._accepted is None or not self._accepted.isdisjoint(batch))
 
     def _labelled_positions(self, batch: Any) -> Array:
@@ -447,7 +447,7 @@ def _position_field(rows: ExampleRows, length: int) -> str | None:
 
 
 def _is_free(made: Manifest) -> bool:
-    """Return whether only the teacher's outputs tell how many rows an example has."""
+    """Return True if only the teacher's outputs tell how many rows an example has."""
     return not made.per_example and made.positions is None
 
 

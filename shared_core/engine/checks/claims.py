@@ -128,7 +128,7 @@ class Grid(Claim):
     codes: torch.dtype | None = None
     """Of codes that are numbers of a small format; None: they are integers."""
     any_step: bool = False
-    """Whether the largest weight may have any code, as under a learned scale that `scale` does not tell."""
+    """True if the largest weight may have any code, as under a learned scale that `scale` does not tell."""
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
         """Return how far a weight is from its code, or how many values there are."""
@@ -315,7 +315,7 @@ class Claims:
         )
 
     def any_hold(self, where: Where) -> bool:
-        """Return whether anything is said that weights of such a moment can be compared with."""
+        """Return True if anything is said that weights of such a moment can be compared with."""
         return any(claim.holds >= where for claims in self._said.values() for claim in claims.values())
 
     def differences(

@@ -39,7 +39,7 @@ def _declared(key: str, other: str) -> str | None:
 
 
 def is_allowed(first: str, second: str, recipe: Mapping[str, Any]) -> bool:
-    """Return whether the options of the technique that declares a conflict allow it all the same."""
+    """Return True if the options of the technique that declares a conflict allow it all the same."""
     return any(
         key in recipe and _declared(key, other) is not None and recipe[key].allows(other, recipe)
         for key, other in ((first, second), (second, first))

@@ -1,4 +1,4 @@
-"""Whether the loss and its softmax were computed in 32 bits: 16 are too few to add up many classes."""
+"""True if the loss and its softmax were computed in 32 bits: 16 are too few to add up many classes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LossDtype:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether loss or softmax were computed in 16 bits."""
+        """True if loss or softmax were computed in 16 bits."""
         return self.loss in _NARROW or self.softmax in _NARROW
 
     def warning(self) -> str:

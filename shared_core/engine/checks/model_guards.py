@@ -203,7 +203,7 @@ def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
 
 
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to move each element by its own gradient alone.
+    """Return True if an optimizer is known to move each element by its own gradient alone.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))

@@ -189,7 +189,7 @@ class OptimizerParameters:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the optimizers hold none of the model's parameters."""
+        """True if the optimizers hold none of the model's parameters."""
         return not self._group_of
 
     def follow(self) -> None:
@@ -299,7 +299,7 @@ class OptimizerParameters:
         )
 
     def _takes(self, index: int, parameter: nn.Parameter) -> bool:
-        """Return whether the optimizer of a group steps parameters of as many dimensions."""
+        """Return True if the optimizer of a group steps parameters of as many dimensions."""
         groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
         optimizer, group = groups[index]
         if "muon" not in type(optimizer).__name__.lower() or not group.get("use_muon", True):

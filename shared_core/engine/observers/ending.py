@@ -33,7 +33,7 @@ class Ending:
         return {key: text for key, text in found.items() if text}
 
     def may_be_best(self) -> bool:
-        """Return whether the weights of now hold what was asked for: others are not compared. Warns the first time."""
+        """Return True if the weights of now hold what was asked for: others are not compared. Warns the first time."""
         unreached = self.unreached()
         if unreached and self._tells_of_best:
             self._tells_of_best = False

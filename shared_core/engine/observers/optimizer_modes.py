@@ -12,7 +12,7 @@ _MODES = ("train", "eval")
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Return whether an optimizer moves the weights between training and evaluation."""
+    """Return True if an optimizer moves the weights between training and evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in _MODES)
 
 

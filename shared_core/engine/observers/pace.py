@@ -1,4 +1,4 @@
-"""Whether optimizer steps come at the rate that positions were planned for."""
+"""True if optimizer steps come at the rate that positions were planned for."""
 
 from __future__ import annotations
 

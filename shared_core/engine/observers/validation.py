@@ -35,7 +35,7 @@ class Validation:
 
     @property
     def is_current(self) -> bool:
-        """Whether the last validation saw the model as it is now."""
+        """True if the last validation saw the model as it is now."""
         context = self._session.context
         return bool(context and not context.unvalidated and self._last and self._last[0] == context.step)
 

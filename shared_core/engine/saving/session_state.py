@@ -147,7 +147,7 @@ def loading(session: Session) -> Iterator[None]:
 
 
 def fits(session: Session, state: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's weights have the structure that the model has now.
+    """Return True if a checkpoint's weights have the structure that the model has now.
 
     Args:
         session: Attached, not begun.

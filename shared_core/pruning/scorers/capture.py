@@ -161,7 +161,7 @@ class GatheringScorer(Scorer):
 
     @property
     def ready(self) -> bool:
-        """Whether any layer was seen, by any rank."""
+        """True if any layer was seen, by any rank."""
         return any(self._counts.values())
 
     @property
@@ -348,7 +348,7 @@ class Wanda(GatheringScorer):
                 self._remove()
 
     def has_seen(self, name: str) -> bool:
-        """Return whether an input has ever reached the layer, by the last `observe_step` or `reduce`."""
+        """Return True if an input has ever reached the layer, by the last `observe_step` or `reduce`."""
         return name in self._totals or name in self._former
 
     def reset(self) -> None:

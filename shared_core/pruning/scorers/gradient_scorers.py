@@ -203,7 +203,7 @@ class _StepSums(Scorer):
 
     @property
     def ready(self) -> bool:
-        """Whether any weight had a gradient in a step."""
+        """True if any weight had a gradient in a step."""
         return bool(self._sums)
 
     def _observe(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], loss_scale: float) -> None:

@@ -196,7 +196,7 @@ class GroupTaylor:
         self._ever: set[str] = set()
 
     def has_seen(self, group: str) -> bool:
-        """Return whether any step had a gradient of this group."""
+        """Return True if any step had a gradient of this group."""
         return group in self._ever
 
     def observe_step(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

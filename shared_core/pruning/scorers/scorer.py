@@ -42,11 +42,11 @@ class Scorer:
     needs: ClassVar[frozenset[str]] = frozenset()
     """Of ``gradients``, ``activations`` and ``per_example_gradients``: what it gathers during training."""
     per_row: ClassVar[bool] = False
-    """Whether scores are to be compared within the row of one output unit only (`layouts.output_rows`)."""
+    """True if scores are to be compared within the row of one output unit only (`layouts.output_rows`)."""
     zero_is_lowest: ClassVar[bool] = True
-    """Whether a weight that was 0 since the last update has the score 0, and no score is lower."""
+    """True if a weight that was 0 since the last update has the score 0, and no score is lower."""
     keeps_going: ClassVar[bool] = False
-    """Whether `reset` leaves what was gathered."""
+    """True if `reset` leaves what was gathered."""
     _saw_nothing: ClassVar[str] = (
         "but its hooks saw no layer train; attach it before torch.compile, and keep the model in train mode"
     )
@@ -114,11 +114,11 @@ class Scorer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to score by."""
+        """True if there is something to score by."""
         return self.num_observed > 0
 
     def has_seen(self, name: str) -> bool:
-        """Return whether there is something to score this weight by, where there is of any."""
+        """Return True if there is something to score this weight by, where there is of any."""
         return (self.costs is None or name in self.costs) and (not self.needs or name in self._ever)
 
     @torch.no_grad()
@@ -276,7 +276,7 @@ def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.S
 
 
 def all_finite(gradients: Collection[Tensor]) -> bool:
-    """Return whether every gradient is finite: one pass each and one wait for the device.
+    """Return True if every gradient is finite: one pass each and one wait for the device.
 
     If FSDP2 shards them, the parts of all processes; then every process must call it.
     """

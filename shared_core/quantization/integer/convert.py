@@ -155,7 +155,7 @@ _GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torch
 
 
 def wants_kernels(backend: str) -> bool:
-    """Return whether a backend's name asks for more than the reference."""
+    """Return True if a backend's name asks for more than the reference."""
     if backend not in _BACKENDS:
         raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
     if backend == "torchao" and not _has_torchao():

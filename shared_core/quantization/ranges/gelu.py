@@ -80,7 +80,7 @@ class GeluInputs:
 
     @property
     def searches(self) -> bool:
-        """Whether a layer is left that no step has reached."""
+        """True if a layer is left that no step has reached."""
         return len(self._judged) < len(self.quantizers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

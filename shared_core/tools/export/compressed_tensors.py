@@ -210,7 +210,7 @@ def export_compressed_tensors(
 
 
 def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
-    """Return whether transformers (5.23) loads the folder."""
+    """Return True if transformers (5.23) loads the folder."""
     # Not zero points beside other schemes, nor float experts. Of others it reads FP8 and packed codes without zero
     # points, and then one scheme of the layers beside them.
     if experts:
@@ -221,7 +221,7 @@ def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts:
 
 
 def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
-    """Return whether a model has the matrices of several experts in one parameter, beside those of some modules."""
+    """Return True if a model has the matrices of several experts in one parameter, beside those of some modules."""
     inside = {id(value) for name in coded for value in model.get_submodule(name).parameters()}
     inside |= {id(at.weight) for at in model.modules() if isinstance(at, nn.modules.conv._ConvNd)}
     return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())

@@ -169,7 +169,7 @@ def _symbolic(kind: str, tensors: list[Tensor], attributes: dict[str, Any]) -> T
 
 
 def _alike(calls: list[_Call]) -> bool:
-    """Return whether all are called alike, with tensors and plain values."""
+    """Return True if all are called alike, with tensors and plain values."""
     first = calls[0].named()
     plain = all(isinstance(leaf, tuple | None | bool | int | float | str) for leaf in first.leaves)
     return plain and all(call.named() == first for call in calls)

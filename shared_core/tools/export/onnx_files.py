@@ -350,7 +350,7 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether a tensor (an `onnx_ir.Value`) is dequantised codes."""
+    """Return True if a tensor (an `onnx_ir.Value`) is dequantised codes."""
     return value.producer() is not None and value.producer().op_type == "DequantizeLinear"
 
 
@@ -361,12 +361,12 @@ def _is_activation(value: Any) -> bool:
 
 
 def _is_integer_convolution(node: Any) -> bool:
-    """Return whether codes go in, of input and weight and of the bias if there is one."""
+    """Return True if codes go in, of input and weight and of the bias if there is one."""
     return node.op_type == "Conv" and _is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
 
 
 def _joins_codes(node: Any) -> bool:
-    """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
+    """Return True if all that a sum or concatenation reads are codes, or can be: then it does."""
     if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
         return False
     # All inputs must be codes, or onnxruntime leaves the sum in float and dequantises each.
@@ -466,7 +466,7 @@ _EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
 
 
 def wants_unsigned(weight_codes: str) -> bool:
-    """Return whether weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
+    """Return True if weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
 
     Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
     Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
@@ -481,7 +481,7 @@ def wants_unsigned(weight_codes: str) -> bool:
 
 @cache
 def onnxruntime_sums_exactly() -> bool:
-    """Return whether onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
+    """Return True if onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
 
     One saturating product shows it, when it is first asked in a process. Without onnxruntime nothing shows it: False.
     """

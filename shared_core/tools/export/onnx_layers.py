@@ -258,7 +258,7 @@ def token_scale(x: Tensor, bits: int) -> Tensor:
 
 
 def multiplies_token_codes(module: nn.Module, scheme: LayerScheme) -> bool:
-    """Return whether the file has codes of a layer's tokens, which MatMulInteger takes."""
+    """Return True if the file has codes of a layer's tokens, which MatMulInteger takes."""
     symmetric = not scheme.affine_input and scheme.weight != "group"
     return isinstance(module, nn.Linear) and scheme.input == "token" and symmetric
 

@@ -503,7 +503,7 @@ class Work:
         self.tolerance = tolerance_of(model)
 
     def is_exact(self, changes: list[Change]) -> bool:
-        """Return whether changes leave the outputs as they are: they narrow no layer norm."""
+        """Return True if changes leave the outputs as they are: they narrow no layer norm."""
         return all(norm.exact for norm in rescales(self.model, self.traced, joined(changes)))
 
     def allowed(self, name: str) -> int:

@@ -27,7 +27,7 @@ _WIDTHS_BY_DEFAULT = ("n_inner", "intermediate_size", "ffn_dim", "ffn_hidden_siz
 
 
 def is_configured(model: nn.Module) -> bool:
-    """Return whether a model is built from a configuration object alone, as those of transformers are."""
+    """Return True if a model is built from a configuration object alone, as those of transformers are."""
     config = getattr(model, "config", None)
     return hasattr(config, "to_dict") and hasattr(model, "save_pretrained") and hasattr(type(model), "from_pretrained")
 
@@ -192,7 +192,7 @@ class KnobSearch:
         return {name: shape for name, shape in shapes.items() if name in self._names}
 
     def describes_itself(self) -> bool:
-        """Return whether a model built from the unchanged configuration has the model's shapes."""
+        """Return True if a model built from the unchanged configuration has the model's shapes."""
         state = self._model.state_dict()
         return self.shapes == {name: tuple(state[name].shape) for name in self._names}
 

@@ -17,14 +17,14 @@ _TYPES = (torch.float16, torch.bfloat16)
 
 
 def has_two_four_kernels(device: torch.device) -> bool:
-    """Return whether torch multiplies 2:4 weights on a device: NVIDIA of compute capability 8.0 and newer."""
+    """Return True if torch multiplies 2:4 weights on a device: NVIDIA of compute capability 8.0 and newer."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def two_four_here(device: torch.device) -> str:
-    """Return whether 2:4 weights are multiplied as such on a device, in words."""
+    """Return True if 2:4 weights are multiplied as such on a device, in words."""
     if has_two_four_kernels(device):
         return f"2:4 weights are multiplied by {compressor()[1]}"
     return "masks train everywhere; 2:4 products need a GPU of compute capability 8.0 or later"
