@@ -7,7 +7,6 @@ beside the logits; on CUDA one Triton program does a row.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,10 @@ _SCRATCH = 4
 def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
     """Return the type for softmaxes of logits of a type: float32, or float64 for float64 and extreme temperatures.
 
+    Args:
+        dtype: Of the logits.
+        temperature: Above 0.
+
     Example:
         >>> arithmetic_dtype(torch.bfloat16, 2.0), arithmetic_dtype(torch.float32, 50.0)
         (torch.float32, torch.float64)
@@ -36,7 +39,11 @@ def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
 def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many of `rows` rows `kd_rows_` works on at a time: what a core's cache holds, at most a sixteenth.
 
-    The dtype is that of the arithmetic.
+    Args:
+        rows: How many there are.
+        classes: Of each.
+        dtype: That of the arithmetic.
+        device: Where they lie.
 
     Example:
         >>> tile_rows(256, 32_000_000, torch.float32, torch.device("cpu"))
@@ -70,7 +77,13 @@ def scratch_rows(
 ) -> int:
     """Return how many rows of logits weigh as much as what `kd_rows_` needs beside them, rounded up.
 
-    Dtypes are those of the student's (`logits`) and of the teacher's logits, None: the same.
+    Args:
+        rows: How many there are.
+        classes: Of each.
+        logits: Their dtype.
+        temperature: Above 0.
+        device: Where they lie.
+        teacher: Dtype of the teacher's logits; None: the student's.
 
     Example:
         >>> scratch_rows(256, 32_000_000, torch.bfloat16, 2.0, torch.device("cpu"))
@@ -134,7 +147,17 @@ def kd_rows_(
 
 @kd_rows_.register_fake
 def _(
-    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None, temperature: float, *options: Any
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    ruled_out: bool = True,
 ) -> tuple[Tensor, Tensor]:
     soft = student_logits.new_empty(student_logits.shape[0], dtype=arithmetic_dtype(student_logits.dtype, temperature))
     return soft, torch.empty_like(soft)
@@ -170,7 +193,14 @@ def kd_rows(
 
 @kd_rows.register_fake
 def _(
-    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None, temperature: float, *options: Any
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = arithmetic_dtype(student_logits.dtype, temperature)
     soft = student_logits.new_empty(student_logits.shape[0], dtype=dtype)

@@ -308,7 +308,8 @@ class MaskPolicy:
         odd = sorted(packed.keys() - weights.keys())
         if packed and not self.config.prunes_units:
             odd += sorted(self.weights.keys() - packed.keys())
-        odd += [name for name in weights.keys() & packed.keys() if not _fits(packed[name], weights[name])]
+        both = sorted(weights.keys() & packed.keys())
+        odd += [name for name in both if not _fits(packed[name], weights[name])]
         if odd:
             rule = f"saved masks must be those of this model's weights, got a difference at {odd[0]}"
             raise CheckpointError("prune", rule, SAME_RUN)

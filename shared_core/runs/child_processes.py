@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PATH, _TAKEN = "PYTHONPATH", "taken"
 _SITE = """try:
-
+    from shared_core.runs.child_processes import begin
 except ImportError:  # another Python, without efftrain: the process that started it tells that nothing was switched on
     pass
 else:

@@ -39,8 +39,7 @@ OPTIONS = {
         "min_size overrides"
     ),
     "lottery": (
-        "out ticket rewind_to rewind rate output_rate conv_rate scope max_layer_sparsity control seed include "
-        "skip min_size"
+        "out rewind rate output_rate conv_rate scope max_layer_sparsity seed include skip min_size ticket rewind_to control"
     ),
     "cluster": "bits bits_of begin include skip min_size",
     "qat": (
