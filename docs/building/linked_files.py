@@ -20,7 +20,7 @@ CARDS = {
     for path in sorted((ROOT / "shared_core").rglob("README.md"))
 }
 ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", *CARDS)  # in the navigation
-LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
+LINK = re.compile(r"(\]\(|^\[[\w-]+\]: )(?!\w+:)([^)#\s]+)", flags=re.M)  # [text](path), or [name]: path
 FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1\s*$", flags=re.M | re.S)
 
 
@@ -40,9 +40,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     folder = posixpath.dirname(_place(page.file))
 
     def turned(link: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(folder, link[1]))
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
         uri = path.removeprefix("docs/") if path.startswith("docs/") else _uri(path)
-        return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
+        return link[1] + posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
 
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
@@ -69,7 +69,7 @@ def _uri(path: str) -> str:
 def _outside(file: File) -> list[str]:
     folder, found = posixpath.dirname(_place(file)), []
     for link in LINK.finditer(FENCE.sub("", file.content_string)):
-        path = posixpath.normpath(posixpath.join(folder, link[1]))
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
         if not path.startswith(("docs/", "..")) and (ROOT / path).exists():
             found.append(path)
     return found

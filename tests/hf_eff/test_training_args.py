@@ -39,7 +39,8 @@ OPTIONS = {
         "min_size overrides"
     ),
     "lottery": (
-        "out rewind rate output_rate conv_rate scope max_layer_sparsity seed include skip min_size ticket rewind_to control"
+        "out rewind rate output_rate conv_rate scope max_layer_sparsity seed include skip min_size ticket rewind_to "
+        "control"
     ),
     "cluster": "bits bits_of begin include skip min_size",
     "qat": (
