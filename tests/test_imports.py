@@ -51,7 +51,7 @@ def test_the_front_door_leads_to_the_packages_themselves():
 @pytest.mark.slow
 def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_libraries():
     # what every script with a trainer of ours imports beside that trainer's own library
-    modules = ("session", "compatibility", "registry")
+    modules = ("session", "checks.compatibility", "registry")
     code = "; ".join(f"import shared_core.engine.{name}" for name in modules) + "; shared_core.engine.registry.flags()"
     added = loaded(f"import torch; {code}") - loaded("import torch")
     assert "shared_core.pruning.config" in added
