@@ -34,7 +34,7 @@ class EpochEnd:
         self._has_ended = True
 
     def state(self) -> dict[str, Any]:
-        """Return True if an epoch's end is yet to come, and the loss that is not logged yet."""
+        """Return if an epoch's end is yet to come, and the loss that is not logged yet."""
         trainer, state = self._trainer, self._trainer.state
         # A whole number of epochs, or the last step: the trainer saved in `step end`, and what an epoch's end does
         # was yet to come.

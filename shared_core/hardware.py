@@ -31,7 +31,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]:
-    """Return True if a device has instructions that multiply ``tf32``, ``bf16`` and ``fp8``.
+    """Return which of ``tf32``, ``bf16`` and ``fp8`` a device has instructions to multiply.
 
     TF32 and bf16: NVIDIA of compute capability 8.0 and later; FP8: 8.9 and later; bf16 on CPU: AVX-512 BF16, AMX or
     their Arm counterpart.

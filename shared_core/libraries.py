@@ -32,7 +32,7 @@ class Library:
 
     @property
     def state(self) -> Literal["ok", "missing", "out of range", "known bad"]:
-        """True if it can be used; known bad: a version that efftrain names as one to leave out."""
+        """How far it can be used; known bad: a version that efftrain names as one to leave out."""
         if self.found is None:
             return "missing"
         specifiers = Requirement(f"x{self.wanted}").specifier

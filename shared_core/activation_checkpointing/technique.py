@@ -155,7 +155,7 @@ class ActivationCheckpointing(Technique):
             self.handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return True if blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
+        """Return if blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
         return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "tallies": self._counts()}
 

@@ -72,7 +72,7 @@ _UNSEEN = -1.0
 
 
 class NonFiniteWatch:
-    """True if the open step met NaN or infinity in a recorded operand: one flag on the device for all layers."""
+    """Watches for NaN or infinity in the recorded operands of the open step: one flag on the device for all layers."""
 
     def __init__(self) -> None:
         self.observing = False

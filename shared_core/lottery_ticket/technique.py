@@ -347,7 +347,7 @@ class LotteryTicket(Technique):
         self._weights, self._masks.weights = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return True if step k was reached, with which ticket, and the validations so far; masks lie in the ticket."""
+        """Return if step k was reached, with which ticket, and the validations so far; masks lie in the ticket."""
         return {
             "rewound": self._rewound,
             "digest": self._digest,

@@ -349,7 +349,7 @@ class QuantizationAwareTraining(Technique):
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
     def figures(self) -> dict[str, float]:
-        """Return True if quantisation is on, and how many layers and range updates there are."""
+        """Return if quantisation is on (0 or 1), and how many layers and range updates there are."""
         return {
             "qat/active": float(self.bank.quantizing),
             "qat/layers": float(len(self.layers)),

@@ -54,7 +54,7 @@ class CurveRow:
     reached_dense_at: int | None
     """The first validated step that is as good as the dense run's quality; None if there is none."""
     replay: str | None
-    """True if the steps up to k were those of the dense run bit for bit."""
+    """How the steps up to k compare with those of the dense run, bit for bit."""
     folder: str
     """Under the search's folder."""
 

@@ -1,4 +1,4 @@
-"""True if checkpoints can be averaged at all: their metrics, their distances, the barriers between them."""
+"""Measure if checkpoints can be averaged at all: their metrics, their distances, the barriers between them."""
 
 from __future__ import annotations
 

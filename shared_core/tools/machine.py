@@ -70,7 +70,7 @@ def formats(device: torch.device) -> dict[str, str]:
 
 
 def tools() -> dict[str, str]:
-    """Return True if Triton, a compiler for torch.compile and ways to talk between processes are there."""
+    """Return in words which of Triton, a compiler for torch.compile and process backends are there."""
     compilers = (shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
     compiler = next(filter(None, compilers), "")
     ways = torch.distributed

@@ -1,4 +1,4 @@
-"""True if this process's integer kernels sum products of 8-bit codes exactly: one product shows it, no flag does.
+"""Test if this process's integer kernels sum products of 8-bit codes exactly: one product shows it, no flag does.
 
 Without VNNI or AMX, x86 adds pairs of products in 16 bits, where ``255·127·2`` saturates. Which instructions a kernel
 takes is its own matter: oneDNN obeys ONEDNN_MAX_CPU_ISA, torch asks the processor, and some shapes widen first.

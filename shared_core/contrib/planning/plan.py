@@ -286,7 +286,7 @@ def counted_costs(
 
 
 def attention_of(model: nn.Module) -> Attention:
-    """Return True if a model's attention is ``eager``, by what transformers notes in its config, or else ``fused``."""
+    """Return ``eager`` if transformers notes so in a model's config, else ``fused``."""
     return "eager" if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager" else "fused"
 
 

@@ -1,4 +1,4 @@
-"""True if the loss and its softmax were computed in 32 bits: 16 are too few to add up many classes."""
+"""Check that the loss and its softmax are computed in 32 bits: 16 are too few to add up many classes."""
 
 from __future__ import annotations
 

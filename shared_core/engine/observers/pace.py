@@ -1,4 +1,4 @@
-"""True if optimizer steps come at the rate that positions were planned for."""
+"""Check that optimizer steps come at the rate that positions were planned for."""
 
 from __future__ import annotations
 

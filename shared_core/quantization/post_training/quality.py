@@ -66,7 +66,7 @@ def thresholds(accept: str | float) -> tuple[float, float]:
 def judge_loss(
     before: float, after: float, accept: str | float = "default", mode: Literal["max", "min"] = "max"
 ) -> Verdict:
-    """Return True if a loss of quality is acceptable: ``(before − after)/|before|`` against the rule's bounds.
+    """Return the verdict on a loss of quality: ``(before − after)/|before|`` against the rule's bounds.
 
     By default a loss of up to 0.5 % is acceptable and one of more than 1 % unacceptable; a recommender's is already
     unacceptable above 0.01 %. Between two bounds it is borderline.

@@ -24,7 +24,7 @@ def has_two_four_kernels(device: torch.device) -> bool:
 
 
 def two_four_here(device: torch.device) -> str:
-    """Return True if 2:4 weights are multiplied as such on a device, in words."""
+    """Return in words if 2:4 weights are multiplied as such on a device."""
     if has_two_four_kernels(device):
         return f"2:4 weights are multiplied by {compressor()[1]}"
     return "masks train everywhere; 2:4 products need a GPU of compute capability 8.0 or later"
