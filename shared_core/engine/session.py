@@ -354,7 +354,8 @@ class Session:
         self.steps.after_step(skipped=not applied)
         if applied:
             context.step += 1
-            self.pace.stepped()
+            if context.is_beyond_plan:
+                self.pace.overrun(context.total_steps)
         else:
             context.skipped += 1
         if self._is_live:

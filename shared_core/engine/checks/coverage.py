@@ -269,15 +269,17 @@ class Coverage(dict[str, Reach]):
         Raises:
             MatchError: If one reaches less.
         """
-        self.clear()
+        found: dict[str, Reach] = {}
         for key, technique in context.techniques.items():
             touched, frozen = context.touched[key], technique.reaches_frozen
             one = reach(self._counted, touched, technique.config, context.model, reaches_frozen=frozen)
             if one is None:
                 continue
-            self[key] = one
+            found[key] = one
             if not allow_partial and (error := one.refusal(key, technique.config)) is not None:
                 raise error
+        self.clear()
+        self.update(found)
 
     def learn_held(self, context: Context, timed: Callable[[str], AbstractContextManager[None]]) -> str:
         """Have techniques leave alone what no optimizer holds, and return a line that tells it; "" if nothing is left.

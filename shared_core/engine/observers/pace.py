@@ -15,14 +15,12 @@ class Pace:
         self._session = session
         self._early_skips, self._is_on_plan = 0, True
 
-    def stepped(self) -> None:
-        """Say if more steps were applied than planned."""
-        context = self._session.attached("after_step")
-        if context.is_beyond_plan:
-            context.note(
-                f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, "
-                "and everything without an end of its own continues"
-            )
+    def overrun(self, planned: int | None) -> None:
+        """Say that more steps were applied than planned."""
+        self._session.note(
+            f"training goes on after the {planned} planned steps: schedules stay where they ended, and everything "
+            "without an end of its own continues"
+        )
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Compare the steps so far with the plan.
