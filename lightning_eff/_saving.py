@@ -91,7 +91,7 @@ class Saving:
         """Find out where the receipt goes; every process must ask."""
         trainer = self._trainer
         folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
-        self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)
+        self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
 
     def validates(self) -> None:
         """Note that metrics are of this step; those of the sanity check, of an untrained model, no save may carry."""

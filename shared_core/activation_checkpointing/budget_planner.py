@@ -81,6 +81,8 @@ def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
     Source: Chen et al., 2016, arXiv:1604.06174, for the segments.
     """
     chain = _Chain(cost)
+    # `held` grows along the chain: forward reaches the last block holding all inputs and what was kept. The peak
+    # inside a block comes on top; backward releases in reverse, so no later moment holds more.
     peak = held = 0
     for first, last, recomputed in chain.items(segments):
         if recomputed:
@@ -237,6 +239,7 @@ class _Chain:
                 candidate, there = with_input[: width - units], held[a + 1 + i, units:]
                 better = (candidate < there) & (candidate <= room[i])
                 there[better], begun[a + 1 + i, units:][better] = candidate[better], a
+        # The first reachable t is the least time.
         reachable = np.flatnonzero(held[-1] + self._cost.head <= budget)
         return self._segments(begun, int(reachable[0])) if len(reachable) else None
 

@@ -88,6 +88,7 @@ def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = 
     taken: set[str] = set()
     stages: set[str] = set()
     for group in by_class.values():
+        # In lists: all compound children of one class. Elsewhere: several of one class beside each other.
         if is_list and len(by_class) == 1 if in_lists else len(group) > 1:
             if in_stage or not _are_stages(group):
                 taken |= {name for name, _ in group}
@@ -189,6 +190,7 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _without_trace(model: nn.Module) -> Iterator[None]:
+    # Profiling runs real steps: gradients, buffers, modes and random state are put back.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     try:
@@ -468,6 +470,7 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     chosen: list[str] = []
     lists: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
+        # of a list that is named its modules are meant
         is_named = any(hits(name, pattern) for pattern in patterns) or name.rpartition(".")[0] in lists
         if is_named and not any(name.startswith(f"{o}.") for o in chosen):
             (chosen if _runs(modules[name]) else lists).append(name)

@@ -243,6 +243,7 @@ class StepProfile:
         def kind(block: BlockCost) -> Hashable:
             return own_class(self._modules[block.name]), block.saved
 
+        # Blocks of one class that save as much do the same work: the median is steadier than one block's own clock.
         for block in merged.blocks:
             alike.setdefault(kind(block), []).append(block)
         blocks = (
@@ -291,6 +292,8 @@ class StepProfile:
         call.marks.append(self._mark())
         number = self._step.live.number(tensor)
         made_here = number is not None and number not in call.weights
+        # A saved tensor goes to the CPU while profiling: the profile of a model that does not fit must run in little
+        # memory.
         packed = _Packed(self._away(tensor) if made_here else tensor, tensor.device, tensor.stride(), call)
         if number is not None and made_here:
             call.saved.add(number)
@@ -385,6 +388,7 @@ class _Step:
     def cost(self, gradients: set[int]) -> StepCost:
         """Return what the step cost; a storage belongs to the block whose input it is, else that first saves it."""
         calls = list(self.calls.items())
+        # An argument of several blocks (mask, position embeddings) is held anyway, whatever is checkpointed.
         uses = Counter(number for _, call in calls for number in call.arguments)
         # masks and position embeddings are there for all blocks, checkpointed or not; an output is for what follows
         counted = {number for number, count in uses.items() if count > 1}
@@ -418,8 +422,10 @@ class _Step:
         without = without | {number for number, made in lasting if not calls[0].begun <= made < backward}
         held = self.live.held(without)
         ends = [*(call.begun for call in calls[1:]), self.last_event]
+        # Beside what the chain holds by then: the block's own intermediate results.
         inner = [max(held[call.begun : end + 1]) - own for call, end, own in zip(calls, ends, kept, strict=True)]
         end = len(held)
+        # Backward runs the blocks in reverse; each one's part ends where the one before it began.
         for i, call in enumerate(calls):
             if call.backward is not None:
                 inner[i], end = max(inner[i], max(held[call.backward : end + 1]) - kept[i]), call.backward

@@ -38,6 +38,7 @@ class Snapshot:
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
+        # Without a record of what moves, every buffer is copied; after the first forward only those that did.
         self._now = {
             (module, name): (
                 buffer,
@@ -108,6 +109,8 @@ class ForwardState:
     """The random state and the autocast settings of a forward."""
 
     def __init__(self, values: list[Any]) -> None:
+        # Random state and autocast must be those of the forward, or dropout masks and dtypes differ in the
+        # recomputation.
         devices = {value.device for value in values if isinstance(value, Tensor)}
         self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self._cpu = torch.get_rng_state()
@@ -194,6 +197,7 @@ class _Input:
     """A tensor from outside the region. Detached: with its graph it would keep itself alive through the region."""
 
     def __init__(self, tensor: Tensor) -> None:
+        # requires_grad is kept apart: the detached tensor has lost it, and the recomputed graph needs it.
         self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, version_of(tensor)
 
     def is_changed(self) -> bool:
@@ -265,6 +269,8 @@ class Region:
         contexts: Contexts | None = None,
     ) -> Any:
         """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
+        # Arguments as a flat list: tensors become references (inputs of the region, or outputs of an earlier call of
+        # it).
         values, spec = tree_flatten((args, kwargs))
         inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
         computed: dict[_Output, Tensor] = {}
@@ -296,6 +302,7 @@ class Region:
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+        # Outputs live on in what follows: they are not memory that checkpointing saved.
         self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
@@ -334,6 +341,7 @@ class Region:
             reference, looks = self._slots[len(kept)]
             if looks != _looks(tensor):
                 raise _differs(self.calls[0].name, f"{_looks(tensor)} in place of {looks}")
+            # A slot nobody holds any more belongs to a part of the graph that is gone: nothing to keep.
             if (slot := reference()) is not None:
                 slot.value, slot.version = tensor, version_of(tensor)
             kept.append(tensor)

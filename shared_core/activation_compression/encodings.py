@@ -20,6 +20,7 @@ _CHUNK = 1 << 18  # bounds the 64-bit indices that are needed for a moment
 
 def take(flat: Tensor, mask: Tensor) -> Tensor:
     """Return the values of a row where `mask` is true, in order."""
+    # On a GPU, masks as indices are fast; on a CPU see `_places`.
     if flat.device.type != "cpu":
         return flat[mask]
     return torch.cat([part.index_select(0, _places(m)) for part, m in zip(_chunks(flat), _chunks(mask), strict=True)])
@@ -117,6 +118,7 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
 
 
 def _integers(flat: Tensor) -> Form | None:
+    # aminmax is one pass, and one read from the device for both.
     low, high = (int(bound) for bound in flat.aminmax())
     for dtype in _NARROW:
         bounds = torch.iinfo(dtype)
@@ -126,6 +128,7 @@ def _integers(flat: Tensor) -> Form | None:
 
 
 def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
+    # The two values, if there are two, are the least and the largest, as integers.
     low, high = integers.aminmax()
     mask = _equals(integers, high)
     # The least byte: `all` takes seventy times as long on a CPU.
@@ -205,6 +208,8 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
         groups = torch.cat([groups, groups[-1:].expand(padding)])
     groups = groups.view(-1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    # codes = floor((x - low) / scale + u), u uniform in [0, 1): the expectation of low + code * scale is x, so that
+    # rounding adds noise to gradients and no bias (ActNN, Chen et al. 2021, arXiv:2104.14129).
     scale = (high - low) / LEVELS
     # multiplied by the inverse, a value at the top would not always come to 255
     codes = (groups - low).div_(scale.where(scale > 0, 1.0))

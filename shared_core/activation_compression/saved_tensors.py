@@ -40,6 +40,8 @@ class CudaLane:
 
     def host_like(self, part: Tensor) -> Tensor:
         """Return pinned memory, which alone is copied without waiting; torch keeps and reuses it."""
+        # Pinned: only then is copy_(non_blocking=True) asynchronous. torch's allocator of pinned memory reuses
+        # blocks.
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
 
     def run(self, copy: Callable[[], None]) -> Any:
@@ -64,6 +66,7 @@ class Moved:
         self.host = tuple(mover.lane.host_like(part) for part in parts)
         self.source: Parts | None = parts
         """Tensors that are being copied: kept until that is done, as the allocator knows nothing of the stream."""
+        # A version counts in-place writes: what backward gets must be what forward saved.
         self._versions = [part._version for part in parts]
         self._was_changed = False
         self._fetched: tuple[Parts, Any] | None = None
@@ -84,9 +87,11 @@ class Moved:
     def fetch(self) -> None:
         """Start copying back, unless the source is still there."""
         if self.source is not None or self._fetched is not None:
+            # The device's tensor is still held: nothing to fetch.
             return
         # allocated where the computation runs, which waits for the copy before it uses or frees them
         parts = tuple(torch.empty_like(part, device=self._device) for part in self.host)
+        # Started as early as possible: the copy runs beside the backward of later layers.
         self._fetched = parts, self._mover.lane.run(lambda: _copy(self.host, parts))
 
     def parts(self) -> Parts:
@@ -103,6 +108,7 @@ class Moved:
                 earlier.fetch()
         if self._fetched is None:
             return self.source or ()
+        # Handed over, so that __del__ does not wait again.
         (parts, event), self._fetched = self._fetched, None
         self._mover.lane.wait(event)
         return parts
@@ -243,6 +249,7 @@ def is_own_result(tensor: Tensor, operation: str) -> bool:
 
 def is_region_input() -> bool:
     """Return True if activation checkpointing is saving the input of a region that it will compute again."""
+    # Checkpointing calls the hook from its own file, a few frames up: there is no other sign of it.
     frame: Any = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -276,6 +283,8 @@ class HeldMemory:
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
+        # Buffers are replaced by some modules in every forward; parameters seldom, so these are looked up when one is
+        # met.
         if self._buffers:
             self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
@@ -370,6 +379,7 @@ class Ledger:
         key = place if dense else (*place, tensor.size(), tensor.stride())
         # A ReLU's result is decided when the next tensor is saved, which often is the same one.
         self._decide(key)
+        # A handle refers weakly: memory that autograd has let go is not found again.
         known = self._memories.get(key)
         memory = known() if known is not None else None
         # With signs alone the values are gone: who needs them stores them anew.
@@ -394,6 +404,7 @@ class Ledger:
         if flat is None:
             return _unchanged(kept.memory).as_strided(kept.size, kept.stride)
         if kept.dense:
+            # In the memory's own order; size and stride then put the axes back.
             return flat.as_strided(kept.size, kept.stride, flat.storage_offset())
         # the same strides, since kernels may add up in another order for others
         return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
@@ -421,6 +432,7 @@ class Ledger:
             return WEIGHT
         if tensor.numel() < self._config.min_size:
             return "small"
+        # An expanded tensor repeats its memory: written out it would be larger.
         repeats = any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True))
         return "expanded" if repeats else None
 
@@ -453,6 +465,7 @@ class Ledger:
         form = form or as_is(flat)
         memory.tensor, left = None, form.nbytes
         if self._mover is not None:
+            # The device holds nothing of it from here on, once the copy is done.
             memory.moved, left = self._mover.out(form.parts), 0
             form = form._replace(parts=())
         memory.form = form
@@ -484,6 +497,7 @@ class Packing(saved_tensors_hooks):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
+        # After an error the open ReLU result is never needed.
         if raised[0] is None:
             self._ledger.close()
 

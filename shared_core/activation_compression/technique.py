@@ -62,6 +62,7 @@ class ActivationCompression(Technique):
                 self.counts.load_state_dict(state["counts"])
         self._held = HeldMemory(context.model)
         if self.config.offload:
+            # One lane a device: models on several devices would need one each.
             device = next(context.model.parameters()).device
             _check_offload(device.type == "cuda", f"a model on {device.type}")
             self._mover = HostMover(CudaLane(device))
@@ -110,6 +111,7 @@ class ActivationCompression(Technique):
             )
         if remedy:
             raise TrainingError("activations", rule, remedy)
+        # Once is enough, and `report` counts on.
         context.drop(self.before_step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = [tensor for tensor in args[0] if tensor.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
     found = [tracer.get(tensor) or Tracked() for tensor in tensors]
+    # Labels along the dim are laid end to end; those across it must agree between operands.
     across = [[label for label in item.labels if dim not in varying_dims(label)] for item in found]
     along = [[label for label in item.labels if dim in varying_dims(label)] for item in found]
     # Across the dim a label is the same at each index, so one slice of it, expanded, fits the longer result.
@@ -107,6 +108,7 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     value = None
     if any(item.value is not None for item in found):
         parts = [
+            # Unknown constants are NaN throughout this module; known parts of a concatenation stay known.
             torch.full_like(tensor, float("nan"), dtype=out.dtype) if item.value is None else item.value.to(out.dtype)
             for item, tensor in zip(found, tensors, strict=True)
         ]
@@ -123,6 +125,7 @@ def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     wide = [[label.unsqueeze(dim).expand(out.shape) for label in item.labels] for item in found]
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(args[0]):
+            # As in `cat`: an operand without a label of its own has a fixed size, which binds the others.
             if other != index:
                 restrict(tracer, labels, tensor.unsqueeze(dim).expand(out.shape), wide[other])
     values = [item.value for item in found]
@@ -238,7 +241,9 @@ def pointwise(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return Tracked()
     operands = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     found = [tracer.get(item) or Tracked() for item in operands]
+    # Broadcasting is an expand, of labels too: stride 0 keeps saying that ids do not differ along the new dims.
     wide = [[label.expand(out.shape) for label in item.labels] for item in found]
+    # Both ways: each operand's size may bind the labels of every other.
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(operands):
             if other != index and labels:
@@ -302,6 +307,7 @@ def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(out, tuple):
         tracer.pin(args[0], f"{name} in {tracer.here()} is not followed")
         return Tracked()
+    # norm(x, p, dim): the dims come after p.
     if name in _SUMS[1:]:
         dims = _dims((args[0], *args[2:]), kwargs) if len(args) > 2 else _dims((args[0],), kwargs)
     else:
@@ -354,6 +360,7 @@ def needs_all(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     source = tracer.get(args[0]) or Tracked()
     name = func._schema.name.removeprefix("aten::")
     default = {"topk": -1, "sort": -1}.get(name, 0)
+    # topk(x, k, dim).
     position = 2 if name == "topk" else 1
     given = args[position] if len(args) > position else kwargs.get("dim", default)
     dim = (given if isinstance(given, int) else default) % args[0].ndim

@@ -163,6 +163,7 @@ class Positions:
         found = self.axes[name, axis]
         # on the CPU whatever the device: labels are compared in every operator, and a GPU would be waited for each time
         ids = torch.arange(found.start, found.start + found.size, device="cpu")
+        # One arange along the axis, expanded to the tensor's shape: O(size) memory for any tensor.
         return ids.view([-1 if dim == axis else 1 for dim in range(like.ndim)]).expand(like.shape)
 
     def unite(self, first: Tensor, second: Tensor) -> None:
@@ -171,6 +172,7 @@ class Positions:
         shape = np.broadcast_shapes(first.shape, second.shape)
         # Cores broadcast to the smallest common shape: of (batch, tokens, channels) there are `channels` ids.
         flat = [label.expand(shape).reshape(-1).numpy() for label in (first, second)]
+        # Equal pairs repeat over every dim that neither varies along.
         pairs = np.unique(np.stack(flat), axis=1)
         self._pairs.append((pairs[0], pairs[1]))
 
@@ -228,6 +230,7 @@ class Positions:
 
 def flat_ids(label: Tensor) -> Ids:
     """Return the different ids of a label."""
+    # Pins and marks repeat over batch and tokens; the core has each id once.
     found: Ids = np.unique(core(label).reshape(-1).numpy())
     return found
 
@@ -384,6 +387,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._viewed.discard(out.untyped_storage().data_ptr())  # the memory of a view that is gone
             return out
         known = RULES.get(name.removesuffix("_") if mutates else name)
+        # torch tags element-wise operators; one rule serves all of them.
         if known is None and torch.Tag.pointwise in func.tags:
             known = RULES["pointwise"]
         # An unknown operator may do anything with positions, so all that went into it stays.

@@ -214,6 +214,7 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
         found, starts = np.unique(roots[order], return_index=True)
         for root, members in zip(found, np.split(order, starts[1:]), strict=True):
             units.setdefault(int(root), _Unit(int(root))).parts.append((axis, members))
+            # A whole axis in one unit: removing it would leave an empty tensor.
             if len(members) == axis.size:
                 reasons.setdefault(int(root), "all of it is one unit")
     wide = _normalised(tracer, components)
@@ -246,6 +247,7 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
 def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
     slices = []
     for index, (axis, _) in enumerate(members[0].parts):
+        # (units, positions each): unit i owns row i in this axis.
         indices = np.stack([unit.parts[index][1] for unit in members])
         # A tensor may play several roles (tied weights): what produces decides first, then what scales.
         found = Role(int(np.bitwise_or.reduce(roles[axis.start + indices].reshape(-1))))

@@ -77,6 +77,7 @@ def add_bias(
     restrict(tracer, labels, out, result.labels)
     value = None
     if result.value is not None and found.value is not None:
+        # beta * bias + alpha * product.
         value = result.value * factors[1] + found.value.reshape(shape) * factors[0]
     return Tracked(join(tracer, [result.labels, labels]), value)
 
@@ -96,6 +97,7 @@ def _product(
     for item, summed, free in ((found[0], columns, rows), (found[1], rows, columns)):
         labels = []
         for label in item.labels:
+            # Summed over: the label does not reach the result.
             if varying_dims(label) == (summed,):
                 continue
             # The summed dim has size 1 in the label, and the result's other free dim in its place.
@@ -155,6 +157,7 @@ def _note_summed(tracer: Tracer, found: list[Tracked], tensors: tuple[Tensor, Te
             continue
         value = found[other].value
         if value is not None:
+            # One number for each summed position, over all tokens and examples of the trace.
             value = constants.agreed(value, tuple(index for index in range(value.ndim) if index != other_dim))
         for label in found[weight].labels:
             if dim not in varying_dims(label):
@@ -211,6 +214,7 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
             tracer.positions.mark(label, Role.IN)
             if not channels:
                 tracer.positions.pin(label, f"it meets what has a fixed size in {here}")
+            # groups = 1: every output reads every input channel, so each can go alone.
             for other in channels:
                 tracer.positions.unite(along(other, 1), along(label, in_axis))
         for label in channels if not ins and not tracer.takes_zeros(kernel) else ():
@@ -219,6 +223,7 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
         tracer.pin((tensor, weight), f"{here} is a grouped convolution that is not followed")
         produced = []
     else:
+        # Each group reads its own inputs and makes its own outputs: the group is the unit.
         for label in ins:
             tracer.positions.pin(label, f"each group of {here} has that many")
         _unite_groups(tracer, channels[0], outs[0], groups)

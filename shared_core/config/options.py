@@ -506,7 +506,7 @@ def _number(value: Any, kind: Any) -> int | float | None:
     try:
         # NumPy's numbers are real ones too.
         number = float(value) if isinstance(value, Real | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # the latter of whole numbers beyond every float
         return None
     if not math.isfinite(number) or (kind is int and number != int(number)):
         return None

@@ -173,6 +173,7 @@ class DeferredLogits(Tensor):
         self, made: Made, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> DeferredLogits:
         if shape is not None and made.rows is not None:
+            # The same reshape for the index of rows, which is the logits' shape without classes.
             made = replace(made, rows=made.rows.reshape(shape[:-1]))
         return DeferredLogits(made, shape or tuple(self.shape), dtype or self.dtype, self.budget, self.channels_first)
 
@@ -264,6 +265,7 @@ def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tens
         return None
     labels = target.new_full((logits.shape[:-1].numel(),), -1)
     labels[kept if made.rows is None else made.rows.flatten()[kept]] = target
+    # A row that was chosen twice has two terms.
     twice = made.rows is not None and int((labels >= 0).sum()) != len(target)
     return None if twice else (labels, weight)
 

@@ -120,6 +120,7 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
         means = distances.reshape(examples, -1).mean(1)
     else:
         real = real.to(distances.device)
+        # The loss counts positions of this very shape: sum over them directly, its own denominator.
         if counted is not None and counted.shape == distances.shape:
             return (distances * real).sum(), real.sum()
         means = (distances * real).sum(1) / real.sum(1).clamp(min=1)
@@ -196,6 +197,7 @@ class AttentionPairs(WatchedPairs):
     def activate(self, active: bool) -> None:
         """Keep maps from now on, computed eagerly, or no longer."""
         super().activate(active)
+        # Fused attention (SDPA, flash) returns no maps. Only for as long as the soft term is on.
         if active and not self._switched:
             for owner in self._switchable:
                 before = owner.config._attn_implementation
@@ -274,6 +276,7 @@ def _map(output: Any, name: str, whose: str) -> Tensor:
             f"attention module {name} of the {whose} must return its map (batch, heads, queries, keys), got none",
             "name the module that computes probabilities, such as layer.0.attention.self",
         )
+    # Models return (hidden, maps) or (hidden, maps, cache): the last tensor of four dimensions is the map.
     return maps[-1]
 
 
@@ -441,6 +444,7 @@ def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in [name for name in state_dict if name.startswith(f"{prefix}{_NAME}")]:
+        # `prefix` is the student's path where it is part of a larger model.
         del state_dict[name]
 
 
@@ -496,6 +500,7 @@ def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> T
     if documents is not None:
         features, real = features.flatten(0, 1), real.flatten() & documents
         return real.to(features.dtype) @ _filled(features, real.any(0)) / real.sum(1, keepdim=True).clamp(min=1)
+    # Padding is zeroed and not counted: the mean over the real tokens of each example.
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
 
 

@@ -56,6 +56,7 @@ class ForwardHook:
             earlier: tuple[Forward, ...] = ()
             # A contrastive loss runs the encoder once for each text column: the later forwards keep the earlier ones.
             if self.latest is not None and isinstance(output, Mapping) and holds(output, EMBEDDINGS):
+                # Flat: the chain holds every forward once.
                 earlier = (*self.latest.earlier, replace(self.latest, earlier=()))
             self.latest = Forward(args, kwargs, output, earlier)
 

@@ -314,6 +314,7 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
                 draw()
         for parameter, device in trained:
             parameter.data = parameter.data.to(device)
+        # Frozen weights, and the buffers beside them (a base of codes and scales), are the original's.
         for name, tensor in _kept(model):
             prefix, _, own = name.rpartition(".")
             getattr(other.get_submodule(prefix), own).copy_(tensor)

@@ -79,6 +79,7 @@ def find_logits(output: Any, name: str, whose: str) -> Tensor:
 def _logits(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
+    # A namedtuple has the attribute by name, and is looked up below.
     if isinstance(output, tuple | list) and not hasattr(output, name):
         # a model given labels puts its scalar loss first
         return next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)

@@ -327,6 +327,7 @@ def fused_sum(
     factor = 1.0 if scale_by_temperature else temperature**-2
     rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
     terms = labels, temperature, factor, ratio, divergence, beta
+    # `student` carries the graph, `rows` its detached values.
     total: Tensor = _FusedSum.apply(student, rows, targets, places, terms)  # type: ignore[no-untyped-call]
     return total, count
 

@@ -81,6 +81,7 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     """Return True if `flag` is true on any process; every process must call it."""
     if world_size() == 1:
         return flag
+    # max of 0 and 1: true if any is.
     return bool(all_reduce_(torch.tensor(int(flag), device=device), "max").item())
 
 
@@ -93,6 +94,7 @@ def all_gather_object(mine: Any) -> list[Any]:
 
 def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not the same on every process; each must call it."""
+    # Digests cross the network, not values.
     digests = {name: digest(value) for name, value in mine.items()}
     others = all_gather_object(digests)
     return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
@@ -104,6 +106,7 @@ def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
     # The structures must agree before leaves can be told apart by place.
     is_built_alike = not differing({"places": list(places)})
     parts = differing(places)
+    # The main process's state is the one that is saved whole.
     if rank() == 0:
         return {}
     return {"session_parts": parts} if is_built_alike else {"session": state}
@@ -131,6 +134,7 @@ def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = Fals
     the step. In a folder of shards a buffer may be any process's.
     """
     if not is_inside_window and getattr(wrapped, "broadcast_buffers", False):
+        # DDP broadcasts rank 0's buffers at the next forward, unless an accumulation window is open.
         return {}
     return differing({name: local_part(one).cpu() for name, one in model.named_buffers()})
 

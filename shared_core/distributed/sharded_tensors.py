@@ -151,6 +151,7 @@ def place_gradients_(model: nn.Module) -> None:
 
 def reshard_(model: nn.Module) -> None:
     """Let a model hold its sharded parameters to write into: FSDP2 keeps the outermost module gathered."""
+    # Gathered parameters after a forward are other tensors, and would be overwritten by the next gathering.
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
             cast(Any, module).reshard()

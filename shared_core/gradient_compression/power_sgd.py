@@ -53,6 +53,8 @@ class PowerSgd:
         if parameter.dim() < 2 or parameter.numel() == 0:
             return False
         rows, columns = parameter.flatten(1).shape
+        # At least half the bytes must be saved, as in torch's own hook (min_compression_rate 2): below that the error
+        # is not worth it.
         return 2 * (rows + columns) * self._rank < rows * columns
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Future[Any], int]:
@@ -67,7 +69,11 @@ class PowerSgd:
         if flat.device.type == "cpu":
             # gloo would call back from threads of its own, and processes could begin their collectives in other orders
             sending.wait()
+        # Error feedback: what was lost in earlier steps is added before compression, so that it is sent later and
+        # never dropped.
         matrices = self._with_errors(low)
+        # Q of the last step is a warm start: one step of subspace iteration each time follows the slowly turning
+        # gradient.
         queries = {name: self._query(name, matrix) for name, matrix in matrices.items()}
         # P = M Q of this process; the sum over processes is that of the mean M, as the product is linear.
         left = [matrices[name] @ queries[name] for name in low]

@@ -150,6 +150,7 @@ class GradientCompression(Technique):
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
+            # Of the wrapped model: FSDP2 has replaced parameters by sharded ones.
             self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
             self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
             return
@@ -162,6 +163,7 @@ class GradientCompression(Technique):
                 "train with DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns "
                 "the DDP module",
             )
+        # DDP's buckets hold the parameters of its own module, so names must be of those.
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
@@ -257,6 +259,7 @@ class GradientCompression(Technique):
         state = {"total": dict(self._total), "last": dict(self._last), "discarded": self._discarded}
         if self.power_sgd is None:
             return state
+        # copies: the next step changes the errors in place
         errors = {name: value.clone() for name, value in self.power_sgd.errors.items()}
         return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
 

@@ -58,16 +58,19 @@ class AutoScale:
         self._streak = 0
         self._good += 1
         if self._good >= self._interval:
+            # A good interval takes back half of the extra margin: an outlier is forgotten slowly.
             self._good, self._extra = 0, self._extra // 2
         if amax > 0:
             now = math.log2(amax)
             past = now if self._peak is None else self._smoothing * self._peak + (1 - self._smoothing) * now
+            # Up at once, down slowly: the smoothed peak never lies below the present gradient.
             self._peak = max(now, past)
         if self._peak is None:
             # nothing but zeros so far: perhaps all was flushed
             return max(scale, self._clamped(min(_exponent(self._init_scale), _exponent(scale) + 1)))
         # of a step of zeros too: after a storm the scale may be so low that every gradient is flushed
         wanted = largest_exponent(self._peak, self._format, self._margin) - self._extra
+        # At most one doubling a step: a lucky small gradient cannot raise the scale over a normal one's overflow.
         return self._clamped(min(wanted, _exponent(scale) + 1))
 
     def _clamped(self, exponent: int) -> float:

@@ -223,6 +223,7 @@ class HistogramProbe:
             return
         self._armed = True
         self._carried, self._restored = self._restored, {}
+        # A histogram of a step that was interrupted is joined with what is recorded from here.
         if self._carried:
             return  # the run was resumed within this step, and its first micro-batch was recorded before
         for name, module in self._model.named_modules():
@@ -235,6 +236,7 @@ class HistogramProbe:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a hook that is traced would stay in the graph for good
+        # The first forward after a backward is the next micro-batch: one is enough.
         if not self._calls and self._ended and not _in_backward():
             for handle in self._handles:  # the next micro-batch
                 handle.remove()
@@ -283,6 +285,7 @@ class HistogramProbe:
     @torch.no_grad()
     def before_step(self, scale: float, step: int) -> None:
         """Count weights and gradients and copy the weights that have one: gradients are unscaled, not yet clipped."""
+        # Gradients of the step, before clipping changes them.
         self._measured, self._before, self._at = {}, {}, (step, scale)
         for name, layer, parameter in self._parameters():
             self._measured.setdefault(("weights", layer), []).append(device_counts(local_part(parameter)))
@@ -309,6 +312,7 @@ class HistogramProbe:
         for key, histogram in self._carried.items():
             found.setdefault(key, Log2Histogram()).add(histogram)
         gradients = [histogram for (kind, _), histogram in found.items() if kind == "gradients"]
+        # A step that will be skipped has no update to measure.
         usable = bool(gradients) and not any(histogram.infinite + histogram.nan for histogram in gradients)
         usable = self._add_up(found, sharded, usable)
         if usable:

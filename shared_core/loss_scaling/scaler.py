@@ -265,6 +265,7 @@ class LossScaler(GradScaler):
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
         """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""
         (found_inf,) = state["found_inf_per_device"].values()
+        # One host read for all figures.
         found, at, *amax = torch.stack((found_inf, scale, *state.get("amax", ()))).tolist()
         return found != 0, at, amax[0] / at if amax else 0.0
 

@@ -224,6 +224,8 @@ class FlushProbe:
 
     def arm(self) -> None:
         """Record the next forward in train mode: that of the first module with children that is called."""
+        # Which module the user's loop calls is not known: the first one called that has children is the model or its
+        # core.
         self._clear()
         if self._model is not None:
             self._waiting = [
@@ -293,6 +295,7 @@ class FlushProbe:
         if not counts[-1].any():
             row = {name: index for index, name in enumerate(names)}
             for index, exact in self._exact_gradients().items():
+                # Flushed: 0 in half precision, not 0 in fp32.
                 lost = (self._grads[index] == 0) & (exact != 0)
                 part = torch.stack((lost.sum(), torch.count_nonzero(exact)))
                 counts[row[self._names[index]]] += part.cpu()

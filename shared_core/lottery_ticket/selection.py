@@ -28,6 +28,7 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Lott
     `output_rate`, half of `rate` by default (Frankle and Carbin 2019, section 2). Convolutions lose `conv_rate`.
     """
     output = match_modules(model, prunable_types(model), where="lottery", include=["last"])[0].module
+    # Frankle and Carbin prune the output layer at half the rate of the others.
     half = config.rate / 2 if config.output_rate is None else config.output_rate
     conv = config.rate if config.conv_rate is None else config.conv_rate
     return {
@@ -125,5 +126,6 @@ def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
         tensor([1., 2., 3.])
     """
     for parameter in parameters:
+        # A permutation of the initial values has exactly their distribution, whatever the initialiser was.
         order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
         fill_(parameter, whole(parameter).reshape(-1)[order].view(parameter.shape))

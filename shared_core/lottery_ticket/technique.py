@@ -244,6 +244,7 @@ class LotteryTicket(Technique):
 
     def after_step(self, context: Context, applied: bool) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
+        # Held for the step alone: schedulers compute the next rate from the one that they find.
         self._rates_held.give_back(context.optimizers)
         if not applied:
             self._masks.forget_gradients()

@@ -65,6 +65,7 @@ class Ticket:
         """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
         digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
         masks, weights = sorted(self.masks), sorted(self.weights)
+        # Two ends of each tensor: enough to tell runs apart, without hashing all of a large model.
         flat = (self.weights[name].detach().reshape(-1) for name in weights)
         ends = (torch.cat([values[:_ENDS], values[-_ENDS:]]) for values in flat)
         packed = (pack_bits(self.masks[name]) for name in masks)
@@ -256,6 +257,7 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
         raise CheckpointError("lottery", rule, "train the model that it was found in")
     if not any(map(is_sharded, own.values())):
         return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
+    # A shard is compared with its place in the whole tensor; one process that differs is enough.
     differ = [not same_bits(local_part(value), theirs[name][place_of(value)]) for name, value in own.items()]
     all_reduce_(joined := torch.tensor(differ, dtype=torch.int32, device=next(iter(own.values())).device), "max")
     return next((name for name, is_odd in zip(own, joined.tolist(), strict=True) if is_odd), None)
@@ -274,6 +276,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
         False
     """
+    # As bytes: NaN equals itself, -0.0 differs from +0.0.
     bits = [side.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for side in (first, second)]
     return torch.equal(*bits)
 
@@ -311,6 +314,7 @@ class HeldRates:
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], *, rewound: bool) -> None:
         """Set the rates for one step, once the run has rewound; until `give_back`."""
+        # What the scheduler set is given back after the step, or it would go on from the held rate.
         self._scheduled = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         if rewound and self._held:
             _set_rates(optimizers, self._held)

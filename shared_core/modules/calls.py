@@ -151,6 +151,7 @@ class ExampleCalls:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_redirected()
+        # Only the outermost, only in training: nested calls are repeated by it.
         if not any(is_own for _, _, is_own in self._open) and module.training and torch.is_grad_enabled():
             if self._has_expired:
                 self.calls, self._has_expired = [], False

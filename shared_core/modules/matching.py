@@ -145,6 +145,7 @@ def is_transformers_conv1d(module: nn.Module) -> bool:
 
 def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """Return transformers' Conv1D if a model has it or a class made of it, and nothing otherwise."""
+    # Through the MRO, so that a subclass counts, and without importing transformers.
     kinds = {*map(type, model.modules())}
     return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
 
@@ -249,6 +250,7 @@ def match_modules(
 
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
+            # "last" is index 1 in _PLACES: times -1 it is -1, and "first" stays 0.
             return found is able[_PLACES.index(pattern) * -1]
         return any(_fits(pattern, name, found.module) for name in found.names)
 

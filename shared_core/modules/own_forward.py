@@ -143,6 +143,7 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
         )
         if name is not None and hasattr(parent, name):
             undo.append((parent, name, getattr(parent, name)))
+            # 0: no activation that the fused kernel knows, and nested tensors off.
             setattr(parent, name, 0)
     return undo
 

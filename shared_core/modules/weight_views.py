@@ -80,6 +80,7 @@ def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Te
 
 def over_outputs(module: nn.Module, units: Tensor, shape: Sequence[int]) -> Tensor:
     """Return one value an output unit, a new tensor of the weight's shape."""
+    # expand has stride 0: clone gives the values memory.
     rows = units.view(-1, 1).expand(-1, math.prod(shape) // units.numel())
     return from_output_rows(module, rows, shape).clone(memory_format=torch.contiguous_format)
 
@@ -142,6 +143,7 @@ def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_s
     if not layer.transposed:
         return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
     dims = len(layer.kernel_size)
+    # The user's output_size decides how much is added at one side.
     padding = layer._output_padding(
         x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
     )

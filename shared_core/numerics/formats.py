@@ -149,6 +149,7 @@ class Format:
 
     def holds(self, other: Format) -> bool:
         """Return True if this float format has every value of `other`."""
+        # More precise, and with a wider range at both ends: every value of `other` is one of this format.
         finer = self.precision >= other.precision and self.smallest <= other.smallest
         return self.kind == "float" and finer and self.largest >= other.largest
 
@@ -179,6 +180,7 @@ def posit_value(code: int, bits: int, exponent_bits: int) -> Fraction:
     run = len(body) - len(body.lstrip(body[0]))
     regime = run - 1 if body[0] == "1" else -run
     tail = body[run + 1 :]
+    # Exponent bits that the regime left no room for count as zeros.
     exponent = int(tail[:exponent_bits].ljust(exponent_bits, "0") or "0", 2)
     fraction = tail[exponent_bits:]
     significand = 1 + Fraction(int(fraction or "0", 2), 2 ** len(fraction))

@@ -80,6 +80,7 @@ def round_to(
     check_rounding(row, mode, x, generator)
     x = x.detach()
     source = FORMATS[INPUTS[x.dtype]]
+    # All of the source's values are values of the format: nothing to round.
     if row.holds(source):
         return x.clone()
     # The narrowest dtype that holds the format: fp64 input rounded to bf16 may be computed in float32 only if that is
@@ -98,6 +99,7 @@ def round_to(
     else:
         y, beyond = _round_by_table(work.abs(), row, mode, generator)
     if beyond is not None:
+        # toward_zero never rounds up to infinity: what lies beyond becomes the largest value.
         y = torch.where(beyond, row.largest if saturate or mode == "toward_zero" else _outside(row), y)
         y = torch.where(work.isinf(), _of_infinity(row, saturate), y).copysign(work)
     if row.kind == "scale":
@@ -150,6 +152,7 @@ def stochastic_round_(
             "stochastic_round_", f"source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     with torch.no_grad():
+        # In place only where memory is laid out plainly; otherwise rounded aside and copied.
         writable = is_plain(target) and target.is_contiguous() and target.device == source.device
         if writable and target.dtype != torch.float64 and _has_kernel(row, source):
             check_rounding(row, "stochastic", source, generator)
@@ -342,6 +345,7 @@ def encode(
             codes = torch.where(y.isinf(), infinity, codes)
         codes = codes | torch.where(y.signbit(), _sign_bit(row), 0)
     elif row.kind == "integer":
+        # Two's complement, cut to the format's bits.
         codes = finite.long() & (2**row.bits - 1)
     elif row.kind == "binary":
         codes = (finite < 0).long()

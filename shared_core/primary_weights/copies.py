@@ -227,6 +227,7 @@ class WideGradients:
         """Return the gradient made float32, and make those to come so where no process group reduces them."""
         gradient = parameter.grad
         if gradient is None:
+            # No gradient yet: backward will accumulate in float32 straight away.
             if not self.reduced_in_16_bit:
                 parameter.grad_dtype = torch.float32
         elif gradient.dtype == parameter.dtype:

@@ -79,6 +79,7 @@ class Exchange:
 
     def __init__(self, optimizer: torch.optim.Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
+        # Two ways, each by id, computed once: an exchange happens twice a step.
         self._other = [{id(one): two for one, two in zip(*way, strict=True)} for way in ((old, new), (new, old))]
         self._contents: list[_Contents | None] = [_Contents(optimizer), None]
         self._side = 0
@@ -100,6 +101,7 @@ class Exchange:
             optimizer.state = there.state
         else:
             self._contents[side] = _Contents(optimizer)
+            # copy.copy keeps the class (defaultdict); its contents are replaced next.
             unused = there.state if there and there.state is not optimizer.state else copy.copy(optimizer.state)
             _replace_(optimizer, self._other[side], unused)
             self._contents[1 - side] = _Contents(optimizer)

@@ -371,11 +371,13 @@ class PrimaryWeights(Technique):
         self._handed, self._is_in, self._in_slices, self._counts = None, False, False, []
         # After the swap: the parameters' gradients take the reduced tensors back, with clipped values.
         self._gradients.restore()
+        # Nothing lasts beyond a step: the rounded parameters are all there is.
         if self.config.kind != "fp32_copy":
             self._copies, self._exchanges = Copies(), []
 
     def _follow(self) -> None:
         """Make the float32 values of parameters; copies that there are take over what others changed meanwhile."""
+        # The usual case: the same parameters, so copies only follow.
         if self._are_copied() and self._copies.follow_():
             return
         before = self._copies
@@ -385,6 +387,7 @@ class PrimaryWeights(Technique):
         self._exchanges = [Exchange(optimizer, *ours) for optimizer in self._optimizers]
         self._others = [*{*parameters_of(self._optimizers)} - {*self._copies.parameters}]
         if before.parameters:
+            # What others wrote into the parameters since counts, as in every step.
             self._copies.follow_()
 
     def _are_copied(self) -> bool:
@@ -428,6 +431,7 @@ class PrimaryWeights(Technique):
         if self._handed is None:
             return None
         gradients, versions = self._handed
+        # The optimizer should have written the primaries only.
         if [parameter._version for parameter in self._copies.parameters] != versions:
             return _OTHER_TENSORS
         now = [parameter.grad for parameter in self._copies.parameters]

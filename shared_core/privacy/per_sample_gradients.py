@@ -155,12 +155,14 @@ class ExampleGradients:
         Source of the sum without a second backward: Bu et al. 2022, arXiv:2210.00038.
         """
 
+        # A factor of 0 does not remove NaN: 0 * NaN is NaN.
         def cleaned(values: Tensor) -> Tensor:
             is_number = values.is_floating_point() or values.is_complex()
             return values.nan_to_num(0, 0, 0) if is_number and not all_finite else values
 
         if self.samples is not None:
             samples = cleaned(in_full(self.samples))
+            # Σ_n f_n g_n, (n, ...) contracted over examples.
             return torch.einsum("n,n...->...", factors.to(samples.dtype), samples)
         # gᵢ is the sum of lₜrₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fl)ᵀr over all positions
         sums = []
@@ -172,6 +174,7 @@ class ExampleGradients:
             else:
                 right = right * weights
             left, right = left.flatten(0, 1), right.flatten(0, 1)
+            # An embedding's gradient adds rows of δ at the looked-up places.
             if left.is_floating_point():
                 sums.append((left.T @ right).view(use.shape))
             else:
@@ -207,6 +210,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
         self.force_functorch = functorch
+        # By name: FSDP2 has other parameter objects in forward (gathered) than in backward.
         names = {value: name for name, value in model.named_parameters() if value.requires_grad}
         self._names = {
             module: {own: names[value] for own, value in module.named_parameters() if value in names}
@@ -243,6 +247,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
         inner = {parameter for child in module.children() for parameter in child.parameters()}
         listed = bool(own) and own <= inner
+        # A layer that lists parameters of a child of its own (containers) would count them twice.
         if own and not listed:
             yield module
             if not self._has_rule(module):
@@ -576,6 +581,7 @@ class PerSample:
         for parameter in self._model.parameters():
             parameter.grad = None  # the sum of unclipped gradients has no use, and takes the memory of these sums
         if made:
+            # The norm is over all parameters of an example: norms of parts, then the norm of these.
             norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)
             factors, all_finite = clip_factors(norms, scale, max_norm), bool(norms.isfinite().all())
             for name in list(made):
@@ -644,4 +650,5 @@ def clip_factors(norms: Tensor, scale: Tensor, max_norm: float) -> Tensor:
     norms = norms * scale.abs()
     # min(1, C / ‖g‖) with ‖g‖ in the scaled units: the loss's factor is divided out by `scale`.
     clipped = scale * (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+    # An example that is not finite is left out: clipping cannot bound it.
     return clipped.where(norms.isfinite(), 0)

@@ -94,6 +94,8 @@ class PoissonBatches(Sampler[list[int]]):
         drawn: Callable[[], int],
     ) -> None:
         self.num_examples, self.accumulate = num_examples, accumulate
+        # The sum is divided by what a step expects, not by what it drew: the draw must not be visible in the
+        # division.
         self.expected = batch_size * accumulate * world_size()
         """Examples that a step expects: what sums are divided by, whatever the draw was."""
         if self.expected > num_examples:
@@ -145,6 +147,7 @@ class PoissonBatches(Sampler[list[int]]):
         first, self.replayed, self.is_read = self._drawn() - self.replayed, 0, True
         # to the end of a step: behind a resume from inside of one the rest of its draw comes first
         for number in range(first, first + len(self) - first % self.accumulate):
+            # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
             yield self.part(*divmod(number, self.accumulate)) or [0]
 
 

@@ -274,6 +274,7 @@ class DifferentialPrivacy(Technique):
 
     def _after_backward(self, arriving: Tensor) -> None:
         self._factor = self._known(self._factor) / arriving
+        # queued again from there, after what FSDP2 and DDP queue for the end of this backward
         queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
         # Queued twice: this runs after the callbacks that DDP and FSDP2 queue for the end of backward.
         queue(lambda: queue(self._clip))

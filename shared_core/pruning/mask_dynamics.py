@@ -51,6 +51,7 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float,
         bool of the same shape with exactly as many live weights as `mask`.
     """
     num_live = count_kept([mask])[0] if num_live is None else num_live
+    # As many grow as are dropped, so no more than there are pruned weights.
     moved = min(round(drop_share * num_live), mask.numel() - num_live)
     if moved == 0:
         return mask.clone()
@@ -73,6 +74,7 @@ class RigL(MaskPolicy):
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Keep the dense gradients if masks are made after this step."""
         super().observe(context, gradients)
+        # Dense gradients are as large as the weights; they are held only for a step that an update follows.
         if self.schedule.is_due(context.step + 1) and context.step >= self.schedule.begin:
             # Copied: `shape_gradients` zeroes those of pruned weights right after, in place.
             self._dense = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
@@ -134,6 +136,7 @@ class StraightThrough:
         self.hidden = {}
         for name, mask in masks.items():
             weight = local_part(weights[name].detach())
+            # hidden + weight = what was there, bit for bit: each element is in exactly one of the two.
             hidden = weight.clone()
             apply_mask_([hidden], [~mask])
             apply_mask_([weight], [mask])
@@ -207,6 +210,7 @@ class StraightThroughMasks(MaskPolicy):
         if not self._learns:
             super().shape_gradients(context)
         elif self.config.sr_ste:
+            # SR-STE: the straight-through gradient reaches weights under the mask, and this decay pulls them to 0.
             found = {name: local_part(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
             self._under.add_decay_(found, self.config.sr_ste)
 

@@ -52,6 +52,8 @@ def erdos_renyi_sparsities(
         shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
     fixed: dict[int, float] = {}  # densities
     kept = (1 - sparsity) * sum(numels)
+    # Density ε · share, clipped to [1 - most, 1]. Clipped tensors are fixed and ε is found again for the others,
+    # until none is clipped: at most one round for each tensor.
     while True:
         open_ = [i for i in range(len(numels)) if i not in fixed]
         weight = sum(shares[i] * numels[i] for i in open_)
@@ -79,6 +81,7 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
     """
     matrix = scores.reshape(scores.shape[0], -1)
     rows, columns = matrix.shape
+    # A tile at the border is padded with zeros and divided by its own number of elements.
     padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
     tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
     return tiles.sum((1, 3)) / _sizes(rows, block[0], scores)[:, None] / _sizes(columns, block[1], scores)

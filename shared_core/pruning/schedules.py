@@ -114,6 +114,7 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
         >>> cubic_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
         0.7000000000000001
     """
+    # Zhu and Gupta, 2017: s_f + (s_i - s_f) (1 - t)³
     remaining = 1.0 - _progress(step, begin, end)
     # products, not a power: each is rounded correctly, so the sparsity never falls from one step to the next
     return _interpolate(initial, final, remaining * remaining * remaining)
@@ -147,6 +148,7 @@ def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, fin
     progress = _progress(step, begin, end)
     if progress in (0.0, 1.0):
         return final if progress else initial
+    # The density falls geometrically: (1 - s_i) ((1 - s_f) / (1 - s_i))^t.
     sparsity = 1.0 - (1.0 - initial) * math.pow((1.0 - final) / (1.0 - initial), progress)
     return min(max(sparsity, initial), final)  # rounding must not carry it past an end, to fall again there
 

@@ -94,6 +94,7 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
         [tensor([ True, False,  True]), tensor([ True, False, False])]
     """
     sizes = [tensor.numel() for tensor in getattr(scores, "tensors", scores)]
+    # At least one weight of each tensor stays, whatever the limit.
     limits = [max(min(size - 1, limit), 0) for size, limit in zip(sizes, most or sizes, strict=True)]
     left = min(round(_share(sparsity) * sum(sizes)), sum(limits))
     masks: dict[int, Tensor] = {}
@@ -256,6 +257,7 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
 
 def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
     """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU."""
+    # The order of ties is that of tensors and elements, so that every process agrees.
     left = torch.full((), count, dtype=torch.int64, device=threshold.device)
     for i, mask in enumerate(masks):
         torch.gt(_comparable(scores[i]), threshold.to(mask.device), out=mask)
@@ -293,6 +295,8 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
     limits = [max(min(math.floor(most * size + _ROUNDING), size - 1), 0) for size in sizes]
     if sum(limits) >= round(sparsity * sum(sizes)):
         return limits
+    # No limit may make the sparsity unreachable: where rounding down would, every layer may lose its share rounded
+    # up.
     rounded_up = (min(math.ceil(sparsity * size - _ROUNDING), size - 1) for size in sizes)
     return [max(pair) for pair in zip(limits, rounded_up, strict=True)]
 
@@ -376,6 +380,7 @@ class RankedScores(Sequence[Tensor]):
             start, stop, _ = where.indices(numel := self.tensors[index].numel())
             where = slice(expert * numel + start, expert * numel + stop)
         scores = self._scorer.part(name, self._weights[name], where)
+        # Their scores are 0 already and nothing is lower, so `_part` needs no masks.
         if name not in self._masks or self._scorer.zero_is_lowest:
             return scores
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
@@ -411,6 +416,7 @@ def select_weights(
         axes = [input_axis(modules[name]) - weights[name].ndim for name in owners]
         return scores.joined([nm_mask_of_scores(scores[i], kept, of, axis=axis) for i, axis in enumerate(axes)])
     if config.criterion == "wanda":
+        # Each output row by itself: rows lose the same share, so scope has no part in it.
         return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(owners)}
     if config.granularity == "block":
         blocks = [block_of(config, modules[name]) for name in owners]

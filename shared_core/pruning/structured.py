@@ -87,6 +87,7 @@ def masks_of_units(
     """Return by name which elements to keep, given which units of each group are kept."""
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
+        # positions[gone]: (units that go, positions each), flat for index_fill_.
         gone = (~keep).cpu().numpy()
         for part in masked_slices(group):
             if part.tensor not in tensors:
@@ -107,6 +108,7 @@ def kept_units(groups: Sequence[ChannelGroup], masks: Mapping[str, Tensor]) -> l
     axes = {(part.tensor, part.axis): masks[part.tensor].movedim(part.axis, 0) for each in parts for part in each}
     kept = dict(zip(axes, copied_to_cpu(mask.reshape(len(mask), -1).any(1) for mask in axes.values()), strict=True))
     keeps = [torch.zeros(group.units, dtype=torch.bool) for group in groups]
+    # A unit is kept if any element of it is, in any tensor: masks of units are all or nothing.
     for keep, each in zip(keeps, parts, strict=True):
         for part in each:
             keep |= kept[part.tensor, part.axis][torch.from_numpy(np.asarray(part.positions))].any(1)
@@ -133,6 +135,7 @@ def shapley_of_units(
     masked (a set that changes nothing is worth 0), in eval mode. With several processes it is rank 0's micro-batch.
     """
     sizes = [group.units for group in groups]
+    # Players are live units; the value of a coalition is minus how far the outputs move when only it is there.
     players = torch.cat(list(live)).nonzero().view(-1)
     with evaluated(model):
         reference = _outputs(replay())
@@ -143,6 +146,7 @@ def shapley_of_units(
             keep = torch.cat(list(live))
             keep[players] = kept
             masks = masks_of_units(groups, torch.split(keep, sizes), tensors)
+            # Only tensors that a group reaches are saved: one coalition at a time changes the model.
             before = {name: tensors[name].detach().clone() for name in masks}
             try:
                 apply_mask_([tensors[name] for name in masks], list(masks.values()))
@@ -346,9 +350,12 @@ class UnitPruning(MaskPolicy):
         live = kept_units(self.groups, before) if before else everything
         scores = self._scores_of_all(context, live)
         if self.config.layers_differ and self.config.criterion in RELATIVE:
+            # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
+        # Score per cost: what a unit is worth for each FLOP, byte or joule that goes with it.
         scores = [found / self._cost(group) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
+            # Pruned units rank below all: they stay pruned.
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
         # A group that nothing was gathered of keeps what it has, and the others share the sparsity.

@@ -263,6 +263,7 @@ def _refuse_nothing_of_weights(
             sizes[matrix] = one.numel()
             if config.granularity == "block":
                 rows, columns = block_of(config, module)
+                # Tiles at the border count as tiles.
                 sizes[matrix] = -(-one[0] // rows) * -(-one[1:].numel() // columns)
             elif config.criterion == "wanda":
                 sizes[matrix] //= shape[output_axis(module)]

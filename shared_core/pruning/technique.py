@@ -311,6 +311,7 @@ class Pruning(Technique):
             name: max(self._own.get(name, 0.0), self._schedule.sparsity(step, share)) for name, share in own.items()
         }
         if self._sparsity > 0 or any(self._own.values()):
+            # A NaN weight fails the ranking; the error then says which weight and step.
             with naming_nan("prune", self._policy.weights, step):
                 masks = self._policy.next_masks(context, self._sparsity, self._own)
             self._policy.take(context, masks)

@@ -191,6 +191,7 @@ def choose_qparams_activation(
         checked(clip, float, where, "clip", above=0)
         # both: a range that lies beyond the clip as a whole would be turned round
         low, high = low.clamp(max=clip), high.clamp(max=clip)
+    # Values that are never negative get all codes on their side: unsigned, twice as fine as signed ones.
     qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return ActivationQParams(*choose_qparams_affine(low, high, qmin, qmax), qmin, qmax)
 
@@ -435,6 +436,7 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
     qmax = 2 ** (bits - 1) - 1
     if not transposed:
         return kernels.fake_quantize_symmetric(weight, 0, qmax)
+    # Transposed convolutions hold (in, out / groups, ...): rows of outputs first, rounded, and back.
     rows = kernels.fake_quantize_symmetric(output_channels_first(weight, groups), 0, qmax)
     return output_channels_first(rows, groups)
 

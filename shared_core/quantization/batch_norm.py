@@ -112,6 +112,7 @@ def fold_batch_norm(
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
+    # γ / σ scales the weight, (b - μ) γ / σ + β is the bias.
     factor = 1 / deviation if gamma is None else gamma / deviation
     shift = (-mean if bias is None else bias - mean) * factor
     return scaled_outputs(weight, layer, factor), shift if beta is None else shift + beta
@@ -170,6 +171,7 @@ class FoldedLayer(PlainState):
         x = input if quantizer is None else quantizer.input(layer, input)
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
+        # In training the convolution runs once in float for the batch statistics, and once with the folded weight.
         if norm.training and not self.fold.uses_running_statistics:
             batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
@@ -181,6 +183,8 @@ class FoldedLayer(PlainState):
             weight = quantizer.weight(layer, weight)
         if batch is None:
             return compute(layer, x, weight, shift.to(self.weight.dtype), *args)
+        # The output goes from running to batch statistics: y σ_r / σ_b + shift (Krishnamoorthi 2018,
+        # arXiv:1806.08342).
         mean, variance, _ = batch
         batch_deviation = torch.sqrt(variance + norm.eps)
         _, shift = fold_batch_norm(layer, mean, batch_deviation, norm.weight, norm.bias)
@@ -447,6 +451,7 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
+    # float64: the fused weight is rounded once.
     deviation = torch.sqrt(norm.running_var.double() + norm.eps)
     folded, bias = fold_batch_norm(layer, norm.running_mean.double(), deviation, norm.weight, norm.bias)
     weight.copy_(folded)
@@ -498,6 +503,7 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
             pairs, refused = find_batch_norms(model, where=where)
         return {pair.layer: pair.batch_norm for pair in pairs}, refused
     except CompatibilityError as error:
+        # The whole model cannot be traced: its parts may, one by one.
         folds: dict[str, str] = {}
         left = {name: str(error).removeprefix(f"{where}: ") for name in norms}
         for name, child in model.named_children():

@@ -186,6 +186,7 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         layer._parameters = dict(module._parameters)
         old: Any = module.weight
         if id(old) not in weights:
+            # Tied Conv1D weights stay one parameter after the transpose.
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
         made[module] = layer

@@ -264,9 +264,11 @@ class _Recorder(TorchFunctionMode):
         label = _function_name(func)
         if label == "__get__":
             label = _function_name(getattr(func, "__self__", label))
+        # Inside a leaf module its own torch calls are not part of the flow.
         if self._inside or label in _METADATA:
             return result
         sources = self.sources((args, kwargs))
+        # A parameter read outside of its module's forward (tied projections by F.linear).
         for tensor in _tensors((args, kwargs)):
             self.flow.read(id(tensor), label)
         if sources:

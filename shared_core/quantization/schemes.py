@@ -127,6 +127,7 @@ def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
         return x
     if isinstance(module, nn.modules.conv._ConvNd):
         axis = -1 - len(module.kernel_size)
+        # A convolution's vectors are its channels, which lie before the spatial dims.
         return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
     return quantize(x, scheme)
 

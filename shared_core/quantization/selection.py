@@ -182,6 +182,7 @@ def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme])
     for name, layer in layers.items():
         for weight in weights_of(layer).values():
             first = owners.setdefault(id(weight), name)
+            # One weight has one set of codes: all layers that share it must be quantised alike.
             if schemes[first].of_weight != schemes[name].of_weight:
                 raise ConfigError(
                     "qat",

@@ -293,6 +293,7 @@ class QuantizationAwareTraining(Technique):
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
             self._began_at = context.step
+        # The last derivation: ranges that follow to the end are those of all steps.
         if bank.observing:
             bank.refresh()
         bank.observing = False

@@ -95,6 +95,7 @@ def plan_stages(
     names: list[str | None] = list(students) or [None] * (generations or 0)
     teachers = [None if teacher is None else _checked_teacher(str(teacher))]
     teachers += [f"stage-{number}" for number in range(1, len(names))]
+    # One value for all stages, or one a stage that has a teacher: without a first teacher, one stage less has one.
     own = _by_stage(command, options or {}, len(names) - (teacher is None))
     own = own if teacher is not None else [{}, *own]
     stages = [Stage(number, *one, {**command.flags, **own[number - 1]}) for number, one in

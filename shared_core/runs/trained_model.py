@@ -54,6 +54,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
 def count_parameters(model: Path, submodule: str | None = None) -> int:
     """Return how many weights a saved model has; each tied one once, without the statistics of batch norms."""
     opened = open_ingredient(model)
+    # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
     specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
     if model.suffix == ".ckpt" and submodule:
         # A Lightning file holds the whole module: the student is a part of it.
@@ -86,6 +87,7 @@ def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, 
     """Return the latest figure of each name, of entries until a step."""
     found: dict[str, float] = {}
     for entry in entries:
+        # Figures of steps after this model belong to another one.
         if last is None or float(entry.get("step", 0)) <= last:
             found |= figures(entry)
     return found

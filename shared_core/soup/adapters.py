@@ -180,9 +180,11 @@ def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
     # B starts with most of the size where training starts: split evenly. The first one's scale stays, so that a model
     # built for this rank takes the factors as they are.
     scale = scale if scale > 0 else 1.0
+    # scale B A must give u diag(values) v: each factor takes sqrt(values / scale).
     root = (values[:rank] / scale).sqrt()
     rank = root.numel()
     new_a = (root[:, None] * (v[:rank] @ q_a.T)).reshape(rank, *factors.a.shape[1:])
+    # The distance to the nearest matrix of that rank is the norm of the values that are cut.
     new_b = (q_b @ u[:, :rank] * root).reshape(-1, rank, *factors.b.shape[2:])
     return _Factors(new_a, new_b, scale), float(values[rank:].norm())
 
@@ -308,6 +310,7 @@ class PeftAdapter:
 
 
 def _resize(layer: Any, name: str, rank: int) -> None:
+    # dimension is where the factor's rank lies: 0 in A, 1 in B.
     for holder, dimension in (("lora_A", 0), ("lora_B", 1)):
         if name in getattr(layer, holder):
             inner = getattr(layer, holder)[name]

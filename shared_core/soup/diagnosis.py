@@ -219,11 +219,13 @@ def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float
             continue
         flat = [item.tensor(key).reshape(-1) for item in items]
         for parts in zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True):
+            # A complex number counts as its two parts.
             wide = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
             rows = torch.stack([part.cpu().double().flatten() for part in wide])
             # differences, not the products below: equal ingredients are to be at distance 0
             for i in range(count - 1):
                 squares[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1)
+            # Products of what is left after the mean: the Gram matrix of w_i - mean, summed chunk by chunk.
             rows -= rows.mean(0)
             products += rows @ rows.T
     for item in items:

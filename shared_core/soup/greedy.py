@@ -158,6 +158,7 @@ def greedy_soup(
     scoring.in_job([(row.number, row.item) for row in rows if row.single is None], job or Job())
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
     best = able[0]
+    # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.
     again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
     history = [row.to_dict(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
@@ -210,6 +211,7 @@ def _grown(
         key = "+".join(str(member.number) for member in (*members, row))
         known = scoring.score(key, partial(candidate.write_average, row.item))
         row.score = known if math.isfinite(known) else None
+        # The paper accepts ties (>=). With strict, an average must be better by more than min_delta.
         gain = sign * (known - current)
         row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
         row.reason = _reason(known, gain)
@@ -219,6 +221,7 @@ def _grown(
             candidate.accept(row.item)
             members.append(row)
             current = known
+    # The candidate may hold a rejected average: write the accepted one over it.
     candidate.write_mean()
     return members
 

@@ -133,6 +133,7 @@ def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:
     """Return the shape that must be alike: adapters may have different ranks."""
+    # (r, in) and (out, r) of different ranks can be averaged: the ranks add up.
     rank = rank_dimension(key) if ingredient.kind == ADAPTER else None
     return shape if rank is None else (*shape[:rank], *shape[rank + 1 :])
 
@@ -283,6 +284,7 @@ class _Parts(Mapping[str, Tensor]):
             got = "none" if tensor is None else tuple(tensor.shape)
             rule = f"{name!r} must have the model's shape {tuple(like.shape)}, got {got}"
             raise CheckpointError(self._path, rule, "it is of another model")
+        # The same rows that this process's shard of the model holds.
         return tensor[place_of(like)]
 
     def __iter__(self) -> Iterator[str]:

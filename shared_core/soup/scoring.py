@@ -208,6 +208,7 @@ def scores_in_processes(
         initargs=(evaluate, after_average),
     )
     try:
+        # Paths cross to the processes, weights do not. Evaluate is pickled once a process, by the initializer.
         futures = {pool.submit(_score, item.path): number for number, item in items if item.path is not None}
         for future in as_completed(futures):
             if (score := future.result()) is not None:
@@ -251,6 +252,7 @@ class Scoring:
     def score(self, key: str, write: Callable[[], Any]) -> float:
         """Return the score kept under `key`, or that of what `write` writes into the candidate."""
         known = self._journal.score(key)
+        # The candidate is written only when its score is not known: a resumed search reads no weights for known ones.
         if known is None:
             write()
             known = number(self._evaluate(self._candidate.state_dict))
@@ -305,6 +307,7 @@ class Scoring:
         bad = non_finite_tensor(item) if known is not None else self._candidate.write_single(item)
         if bad:
             return None, not_finite(bad)
+        # `write_single` has written it: only the evaluation is left.
         known = self.score(key, lambda: None) if known is None else known
         return (known, "") if math.isfinite(known) else (None, f"left out: its metric is {known}")
 

@@ -73,6 +73,7 @@ class ModelSoup(Technique):
 
     def finish(self, context: Context) -> None:
         """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs."""
+        # Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
         model = context.model
         options, say = self.config, context.services.say
         run = RunIngredients(model, context, self._adapter)
@@ -111,6 +112,7 @@ class ModelSoup(Technique):
 
     def _average(self, ingredients: list[Ingredient], target: dict[str, Any], context: Context) -> None:
         options, say = self.config, context.services.say
+        # Fewer checkpoints than weights: the newest keep theirs.
         weights = options.weights[-len(ingredients) :]
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):

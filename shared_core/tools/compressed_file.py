@@ -198,7 +198,7 @@ def _faults_of(entry: TensorEntry | FileEntry) -> Iterator[str]:
     if isinstance(entry, FileEntry):
         numbers, known = (entry.bytes, entry.size, entry.crc), isinstance(entry.name, str) and is_plain_name(entry.name)
     else:
-        if len(entry.shape) > 64 or not 0 <= entry.gap_bits <= 8:
+        if len(entry.shape) > 64 or not 0 <= entry.gap_bits <= 8:  # before anything is computed from them
             yield f"{entry.name!r} has {len(entry.shape)} dimensions and gaps of {entry.gap_bits} bits"
         numbers = (entry.bytes, entry.crc, entry.values, entry.weights, entry.gaps, entry.gap_bits, *entry.shape)
         known = isinstance(entry.name, str) and entry.dtype in DTYPES and entry.coding in CODINGS

@@ -208,6 +208,7 @@ class QuantizationStudy:
             return None
         network, number = self.network, itertools.count(1)
         widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
+        # A recurrent layer holds several weights, which one cost would not tell apart.
         names = [name for name in widths if not isinstance(network.get_submodule(name), RECURRENT)]
         schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], "quantize") for name in names}
         with self.progress("sensitivity of layers") as advance:

@@ -50,6 +50,7 @@ def kmeans_1d(ordered: Floats, num_clusters: int) -> tuple[NDArray[np.float64], 
         >>> centroids.round(6).tolist(), thresholds.tolist()
         ([-0.95, 0.6], [0.5])
     """
+    # Fewer distinct values than clusters: each is a centroid, without error.
     is_first = np.ones(len(ordered), dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     if np.count_nonzero(is_first) <= num_clusters:
@@ -59,9 +60,13 @@ def kmeans_1d(ordered: Floats, num_clusters: int) -> tuple[NDArray[np.float64], 
     shift = float(ordered[len(ordered) // 2])
     sums = np.zeros(len(ordered) + 1)
     np.cumsum(np.subtract(ordered, shift, dtype=np.float64), out=sums[1:])
+    # Linear initialisation over the range: Han, Mao and Dally (2016, arXiv:1510.00149), section 3.2, found it the
+    # best, as it keeps centroids at large weights.
     centroids, edges = _lloyd(
         ordered, sums, shift, np.linspace(ordered[0], ordered[-1], num_clusters, dtype=np.float64)
     )
+    # Linear initialisation leaves clusters empty in sparse tails: their centroids are put where they lower the error
+    # most.
     for _ in range(_ROUNDS):
         if np.diff(edges).all():
             break
@@ -85,6 +90,8 @@ def _lloyd(
     """Return centroids, also those of empty clusters, and where each cluster's run begins and ends."""
     edges = np.empty(0, dtype=np.intp)
     for _ in range(_PASSES):
+        # In one dimension a cluster is a run of sorted values between two middles: a pass costs K searches and not N
+        # distances.
         middles = (centroids[:-1] + centroids[1:]) / 2
         # rounded down to the values' dtype, which changes no comparison and spares a copy of all values
         highest = middles.astype(ordered.dtype)
@@ -95,6 +102,7 @@ def _lloyd(
         if np.array_equal(found, edges):
             break
         edges = found
+        # Means from prefix sums: two look-ups a cluster.
         counts = np.diff(edges)
         means = shift + np.diff(sums[edges]) / np.maximum(counts, 1)
         # An empty cluster keeps its centroid, so that it may get members later.
@@ -117,6 +125,8 @@ def _split_largest(
 ) -> NDArray[np.float64]:
     """Return centroids without empty clusters; as many of those with the largest errors are split in two."""
     counts = np.diff(edges)
+    # As many of the worst clusters as there are empty ones. Stable, so that equal errors give the same result
+    # everywhere.
     largest = np.argsort(-errors, kind="stable")[: int((counts == 0).sum())]
     chosen = {int(index) for index in largest if errors[index] > 0}
     placed = [centroids[index] for index in np.flatnonzero(counts) if int(index) not in chosen]
@@ -163,6 +173,7 @@ def check_bits(bits: object, where: str) -> int:
 def wide(tensor: Tensor) -> NDArray[np.floating]:
     """Return a floating-point tensor's elements, flat, in a dtype that numpy has; exactly the same numbers."""
     flat = tensor.detach().to("cpu").reshape(-1)
+    # numpy has no bfloat16; float32 holds all 16-bit numbers exactly.
     values: NDArray[np.floating] = (flat if flat.dtype == torch.float64 else flat.float()).numpy()
     return values
 
@@ -196,6 +207,7 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
     told = f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}"
     require(weight.dtype in SHARED_DTYPES, name, told)
     flat = wide(weight)
+    # Zeros are not clustered: a pruned weight stays zero, and its code is 0.
     live = flat != 0
     ordered = flat[live]
     if not np.isfinite(ordered).all():
@@ -272,6 +284,7 @@ def put_values_(weight: Tensor, codes: Tensor, values: Tensor) -> None:
         >>> weight
         tensor([-1.0000,  0.0000,  0.5000, -1.0000])
     """
+    # Code 0 is the number 0, so zeros need no case of their own.
     table, places = torch.cat([values.new_zeros(1), values]), codes.reshape(-1)
     flat = weight.detach().reshape(-1)
     if flat.is_cpu and flat.numel() > CACHED:

@@ -68,6 +68,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     ]
     is_chosen = {found.module for found in chosen}
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    # Every holder of each parameter: a tied one may only change where all its modules were chosen.
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -80,6 +81,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         weight = found.module._parameters.get("weight")
         if weight is None:
             targets.left_out[name] = "computed, by weight norm or another parametrisation"
+        # By its first name: a tied weight comes up once for each module.
         elif name != holders[weight][0][0]:
             continue  # under its first name, or left out with it
         elif outside := next((held for held, module in holders[weight] if module not in is_chosen), None):
@@ -203,6 +205,7 @@ class WeightClustering(Technique):
         refuse_sparse("cluster", gradients.values())
         parts = {name: local_part(gradient) for name, gradient in gradients.items()}
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
+        # dL/dc is the sum of the gradients of all weights that hold c (Han et al., section 3.3, equation 3).
         summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
         for (bundle, flat), sums in zip(rows, self._collected(summed), strict=True):
             # Each centroid is represented by its first member: that one's gradient is the whole sum, the others' are
@@ -251,6 +254,7 @@ class WeightClustering(Technique):
 
     def _detach(self) -> None:
         """Release the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
+        # A part of the codes is of no use without the others'.
         if any(map(is_sharded, self._weights.values())):
             self._codes = {}
         self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
@@ -265,6 +269,7 @@ class WeightClustering(Technique):
         """Check a saved state; its clusters are put on the weights' devices next."""
         codes, weights = dict(state["codes"]), self._targets.weights()
         odd = sorted(set(codes) ^ set(weights)) if codes else []
+        # Compared with the weights as they are now; types and ranges too, since files may be damaged.
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
         told = f"saved clusters must be those of this model's weights, got a difference at {', '.join(odd[:1])}"
         remedy = "resume with the model and recipe that wrote the checkpoint"
@@ -359,6 +364,8 @@ class WeightClustering(Technique):
     def _collected(self, values: list[tuple[Bundle, Tensor]]) -> list[Tensor]:
         """Return sums over the parts of sharded weights: one collective for all of them."""
         sharded = [found for bundle, found in values if is_sharded(self._weights[bundle.names[0]])]
+        # Gradients are parts of the clusters on each process: sums add up over processes, and one collective takes
+        # all weights.
         if not sharded:
             return [found for _, found in values]
         sums = iter(torch.split(all_reduce_(torch.cat(sharded), "sum"), [len(found) for found in sharded]))
@@ -377,6 +384,7 @@ class WeightClustering(Technique):
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
         centroids = []
         for bundle, flat in rows:
+            # The first members are what the optimizer has moved.
             found = flat.index_select(0, bundle.first)
             if not bundle.is_whole:
                 # Zeros where other processes hold the first member; the sum over processes puts the row together.

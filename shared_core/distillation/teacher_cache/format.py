@@ -197,6 +197,7 @@ def index_name(shards: int) -> str:
 
 def indices_dtype(vocabulary: int) -> torch.dtype:
     """Return the smallest dtype for class numbers, which are half of what top-k stores."""
+    # Class numbers are half of what top-k stores: 2 bytes each up to 65,536 classes.
     return torch.uint16 if vocabulary <= 2**16 else torch.int32
 
 

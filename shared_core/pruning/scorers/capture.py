@@ -108,6 +108,7 @@ class BackwardWatch:
             if self._arrived.get(name):
                 self._flush(name)
             self._expected[name] = self._expected.get(name, 0) + 1
+        # A frozen path: no gradient will ever arrive for this call.
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
         # Without an input that requires a gradient, apply would make no node.
@@ -396,6 +397,7 @@ class Wanda(GatheringScorer):
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
         axis = channel_axis(self.modules[name], x)
+        # Over all positions and examples: one norm for each input channel.
         others = [i for i in range(x.dim()) if i != axis]
         dtype = torch.promote_types(x.dtype, torch.float32)
         # sums of squares of long runs are kept in float64, where small batches still count

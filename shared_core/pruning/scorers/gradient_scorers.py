@@ -47,6 +47,7 @@ def squared_gradient_sum(
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    # (examples, ..., features) each; a missing batch axis is one example.
     calls = [(_batched(module, x), _batched(module, gradient)) for x, gradient in calls]
     examples = calls[0][0].shape[0]
     total: Tensor | None = None
@@ -211,6 +212,7 @@ class _StepSums(Scorer):
             gradient = gradients.get(name)
             if gradient is None:
                 continue
+            # Sums over steps hold this process's part; they are gathered only to rank and to save.
             gradient = local_part(gradient.to_dense() if gradient.is_sparse else gradient)
             if is_sharded(weights[name]) and name not in self._placed:
                 self._placed[name] = weights[name]
@@ -332,6 +334,7 @@ class NeuronTaylor(BackwardScorer):
         places = examples = 0
         for output, gradient in calls:
             axis = channel_axis(module, output)
+            # a ∂L/∂a, channels last.
             product = (wide(output) * wide(gradient)).movedim(axis, -1)
             if axis == 0:
                 product = product.unsqueeze(0)  # without a batch axis: one example

@@ -46,6 +46,7 @@ def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
                 [3, 6]])
     """
     index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device, non_blocking=True)
+    # (units * k, ...) in the order of units, then one row a unit, whatever axis its tensor has it on.
     picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
     return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
 
@@ -175,6 +176,7 @@ def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
         >>> relative_scores(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
         tensor([0.5000, 1.5000, 4.0000])
     """
+    # A mean of 0 (all units of the group are zeros) compares as it is.
     mean = scores[live].double().mean()
     return (scores.double() / mean).to(scores.dtype) if mean > 0 else scores
 
@@ -314,6 +316,7 @@ def shapley_values(
     orders = torch.zeros(permutations, num_units, dtype=torch.float64)
     order = torch.empty(0, dtype=torch.int64)
     for row, marginal in enumerate(orders):
+        # Antithetic: each second order is the reverse of the one before, whose errors partly cancel.
         order = order.flip(0) if antithetic and row % 2 else torch.randperm(num_units, generator=generator)
         kept = torch.zeros(num_units, dtype=torch.bool)
         before = empty

@@ -188,6 +188,7 @@ def layer_costs(
             costs[name] = 2.0 * places
             continue
         dtype = str(weight.dtype).removeprefix("torch.")
+        # A multiply and an add for each position; the weight itself is read once from DRAM.
         operation = figure(f"{dtype}_multiply") + figure(f"{dtype}_add")
         costs[name] = places * operation + weight.element_size() * figure("dram_byte")
     return costs

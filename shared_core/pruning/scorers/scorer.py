@@ -350,6 +350,7 @@ class Random(Scorer):
         return scores.view(weight.shape)
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        # Each draw depends on the seed, the tensor and its own index alone: slices agree with the whole.
         index = torch.arange(*where.indices(weight.numel()), device=weight.device)
         return self._draw(name, index).to(_wider(weight.dtype))
 

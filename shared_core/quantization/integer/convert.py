@@ -100,6 +100,7 @@ def convert(
             integer[module] = made
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
+            # Weights that are not on their codes yet are put there, each shared one once.
             bake_(module, baked)
         restore(module)
         apply_ranges(module, {"": entries[name]})
@@ -189,6 +190,7 @@ class TorchaoLinear(nn.Linear):
             # torchao subtracts the zero point's share in the output's type: in bf16 that would cancel all digits
             y = F.linear(x.float(), self.weight)
             y = y if self.bias is None else y + self.bias
+            # A row with NaN has no codes; the kernel would turn it into numbers.
             y = torch.where(x.isnan().any(1, keepdim=True), torch.nan, y).to(x.dtype)
         else:
             y = F.linear(x, self.weight, self.bias)

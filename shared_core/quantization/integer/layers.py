@@ -124,6 +124,7 @@ class IntegerLayer(CodeModule):
         # it
         total = self._accumulate(centred, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
+        # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
         scale = self.input_scale.double() * self.weight_scale.double()
         y = total * kernels.along(scale, total.dim(), axis)
         if self.bias is not None:

@@ -143,6 +143,7 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         self._packed = None
         if self.weight_codes.device.type == "cpu":
             self._packed = torch.ops.onednn.qconv_prepack(
+                # Codes were moved by 128, so the zero point is too.
                 self.weight_codes, self.weight_scale, self._scale, self._zero_point - LOWEST,
                 self.stride, self.padding, self.dilation, self.groups, None,
             )  # fmt: skip
@@ -224,6 +225,7 @@ class OneDnnTokenLinear(_OneDnnLinear):
         else:
             scale, _ = group_qparams(input, input.shape[-1], self.activation_bits, True)
             codes = group_codes(input, scale, None, input.shape[-1], self.activation_bits).flatten(-2)
+            # Infinite scale: the row's codes are meaningless.
             scale = _nan_if_not_finite(scale)
             total = F.linear(codes.double(), self.weight_codes.double()).round_()
             y = total * self.weight_scale.double() * scale

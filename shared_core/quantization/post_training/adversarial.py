@@ -210,6 +210,8 @@ def adversarial_accuracy(
         examples, clean = examples + len(x), clean + int(right.sum())
         held += int((right & _right(model, moved, y)).sum())
         with _attacking(attacked):
+            # An input without any gradient cannot be attacked: counted, for robustness would be an illusion (Athalye
+            # et al. 2018, arXiv:1802.00420).
             still = _ascent(where, attacked, x, y, _cross_entropy).flatten(1).any(1).logical_not()
         without_gradient += int(still.sum())
     if not examples:

@@ -280,6 +280,7 @@ def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> t
         picked = [min(choices, key=lambda choice: (choice[2] + price * choice[1], choice[1])) for choices in options]
         return sum(size for _, size, _ in picked), sum(cost for _, _, cost in picked)
 
+    # The least price at which the greedy plan fits: found by doubling, then by bisection.
     low, high = 0.0, 1e-30
     if at(low)[0] <= capacity:
         return 0.0, at(low)[1]
@@ -433,6 +434,7 @@ def plan_by_quality(
         _check_cost(sensitivities[name], name, bits, where, ConfigError)
     if not able:
         raise ConfigError(where, f"sensitivities must name a layer that keep does not, got {list(sensitivities)}")
+    # Least sensitive first: each curve quantises a prefix of this order.
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]

@@ -93,6 +93,8 @@ def correct_bias(
     there = dict(quantized.named_modules())
     able = {name: module for name, module in reference.named_modules() if isinstance(module, LAYERS) and name in there}
     reference_layers = chosen_layers(able, layers, "Linear or Conv layer of both models", where)
+    # Means of the float model first; then layer by layer in order of execution, as each correction changes what later
+    # layers see.
     means = _means(reference, reference_layers, batches)
     without = [name for name in means if getattr(there[name], "bias", None) is None]
     keys = set(quantized.state_dict())
@@ -105,6 +107,7 @@ def correct_bias(
         found = _means(quantized, {name: module}, batches, like=reference_layers)
         if name not in found:
             raise MatchError(where, f"{name!r} must be reached in the quantised model too", "correct the other layers")
+        # E[y_float - y_q] in float64: a mean over all batches and places of each output channel.
         correction = mean - found[name].to(mean)
         _add(module, correction)
         corrected[name] = correction.square().mean().sqrt().item()
@@ -295,6 +298,8 @@ def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple
     for name, link in links.items():
         if name in joined:
             continue
+        # A depthwise layer between two others has one scale for its inputs and outputs: the three are equalised
+        # together.
         behind = links.get(link.second)
         if behind is not None and is_depthwise(modules[link.second]):
             joined.add(link.second)
@@ -343,6 +348,7 @@ class _Weights:
             new.append((module.weight, self.weights[name]))  # type: ignore[arg-type]
             if module.bias is not None and name in self.divisors:
                 new.append((module.bias, module.bias.double() / self.divisors[name]))  # type: ignore[arg-type, operator]
+        # Only if every value is finite in the model's dtype is anything written.
         for old, value in new:
             if not bool(torch.isfinite(value.to(old.dtype)).all()):
                 raise CompatibilityError(
@@ -415,6 +421,7 @@ def equalize(
         moved = max(_sweep(weights, chain) for chain in chains)
         iterations += 1
     expected = None if example_inputs is None else run(model, example_inputs)
+    # The function must not change: checked on the example, undone if it did.
     held = weights.write()
     if expected is not None:
         try:
@@ -461,6 +468,7 @@ def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
         live = (first > 0) & (middle > 0) & (last > 0)
     largest = 0.0
     for link, scale in zip(chain, scales, strict=True):
+        # A channel of zeros keeps its scale: nothing can be equalised there.
         scale = torch.where(live, scale, 1.0)
         weights.divide(link, scale)
         largest = max(largest, scale.log().abs().max().item())

@@ -105,6 +105,7 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
     """
     codes = -(-channels * width * scheme.weight_bits // 8)  # packed across rows
     if scheme.weight == "group":
+        # int4 groups: a float32 scale for each, and a zero point of one byte where there is one.
         return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
     if scheme.weight == "fp8_block":
         return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
@@ -176,6 +177,7 @@ def output_noise(
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             sums = found.setdefault(name, SignalToNoise())
+            # The quantised layer on the exact inputs: its own noise, without that of the layers before.
             _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
 
         return hook

@@ -98,6 +98,8 @@ def hessian_trace(
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
     generator = torch.Generator().manual_seed(seed)
+    # tr(H) = E[vᵀHv] for random signs v; each probe is one sample, for the error bar (Dong et al. 2020, HAWQ-V2,
+    # arXiv:1911.03852).
     samples = torch.zeros(probes, len(weights), dtype=torch.float64)
     with _twice_differentiable(model, weights):
         for probe in range(probes):
@@ -267,6 +269,7 @@ def _output_costs(
 def _distance(exact: Tensor, rounded: Tensor, metric: Metric) -> float:
     if metric == "rmse":
         return (rounded - exact).square().sum().item()
+    # KL(p || p̂) of the distributions along the last axis.
     target = F.log_softmax(exact, -1)
     return F.kl_div(F.log_softmax(rounded, -1), target, reduction="sum", log_target=True).item()
 

@@ -52,6 +52,7 @@ def percentile_range(histogram: Histogram, percentile: float, symmetric: bool) -
     upper = first + (counts.flip(1).cumsum(1).flip(1) > cut).sum(1)
     high = torch.minimum(upper * width, high)
     if symmetric:
+        # Symmetric: rows are of |x|, so one tail is all.
         return torch.stack([-high, high], 1)
     lower = first + (counts.cumsum(1) <= cut).sum(1)
     return torch.stack([torch.maximum(lower * width, low), high], 1)
@@ -96,6 +97,7 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
         >>> low == -high and 0.99 < high < 1.1
         True
     """
+    # Values of one side of a symmetric grid share qmax + 1 codes, 0 included.
     levels = qmax + 1 if symmetric else qmax - qmin + 1
     low, high = _extrema(histogram)
     clip = torch.cat(
@@ -139,6 +141,7 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     reference = reference + sum(_xlogx(own + beyond) - _xlogx(own) for own, beyond in ends)
     # cell j is in group ⌊j·L/n⌋, so that group g begins with cell ⌈g·n/L⌉
     group = torch.arange(levels + 1, device=counts.device)
+    # `levels` groups of nearly equal length, each a code; edges are indices of cells.
     edges = start[..., None] + (group * length.clamp(min=0)[..., None] + levels - 1) // levels
     edges = edges.clamp(max=bins).view(rows, -1)
     shape = (rows, bins, levels + 1)
@@ -147,9 +150,11 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     # An end cell that was empty is occupied once it receives what was clipped.
     cells[..., 0] += (ends[0][0] == 0) & (left > 0)
     cells[..., -1] += (ends[1][0] == 0) & (right > 0)
+    # Q spreads each group's mass evenly over its occupied cells (the TensorRT calibration).
     height = mass / cells.clamp(min=1)
     cross = torch.xlogy(mass, height).sum(2)
     cross = cross + torch.xlogy(left, height[..., 0]) + torch.xlogy(right, height[..., -1])
+    # KL(P || Q) = Σ p log(p/q), P normalised by all values, Q by those inside the window.
     divergence = (reference - cross) / total - torch.log(total) + torch.log(inside)
     # A sample of n values differs from its own distribution by half a degree of freedom / n on average.
     divergence = (divergence - (cells.sum(2) - (cells > 0).sum(2)) / (2 * total)).clamp(min=0)
@@ -228,6 +233,7 @@ def _mse_clip(
 ) -> Tensor:
     """Return the best (low, high) of each row in cells; all arguments are in cells too."""
     rows, bins = counts.shape
+    # Ranges contain 0, so that 0 has a code.
     low, high = low.clamp(max=0)[:, None], high.clamp(min=0)[:, None]
     edges = first[:, None] + torch.arange(bins + 1, device=counts.device)
     # the outermost cells reach as far as the values do, and no empty cell has an extent
@@ -238,6 +244,7 @@ def _mse_clip(
     shares_low, shares_high = _grid(_COARSE_SYMMETRIC if symmetric else _COARSE, symmetric, counts)
     shares_low, shares_high = shares_low.expand(rows, -1), shares_high.expand(rows, -1)
     step = 1.0 / (_COARSE_SYMMETRIC if symmetric else _COARSE)
+    # A coarse grid over both ends, then two refinements around the best, each four times finer.
     for round_ in range(_ROUNDS + 1):
         grid = _candidates(shares_low * low, shares_high * high, qmin, qmax, symmetric)
         error = _squared_error(edges, density, grid) + _squared_error_at(extrema, held, grid)

@@ -125,6 +125,7 @@ class GeluInputs:
             return False
         names = list(self.quantizers)
         flags = [[name in self._seen, self.quantizers[name].clip is not None] for name in names]
+        # All ranks must clip the same layers: a layer that one rank reached is judged for all.
         agreed = all_reduce_(torch.tensor([*flags, [self._late, False]], dtype=torch.int32, device=device), "max")
         *rows, (late, _) = agreed.tolist()
         for name, (seen, clipped) in zip(names, rows, strict=True):

@@ -124,6 +124,7 @@ class Histogram:
         for part in torch.split(x, max(1, _CHUNK // x.shape[0]), 1):
             values = part.to(torch.float64)  # a product with a power of two is exact, and here cannot overflow
             cell = (values * reciprocal).floor_().sub_(shift)
+            # Two more counters behind the cells: exact zeros, and what is not finite.
             cell = torch.where(values == 0, float(bins), cell)
             cell = torch.where(torch.isfinite(values), cell, float(bins + 1))
             # whole numbers add up exactly in any order; bincount would wait for a CUDA device
@@ -144,6 +145,7 @@ class Histogram:
         extrema, counts = other.extrema.to(self.data.device), other.counts.to(self.data.device)
         wider = torch.minimum(self.extrema, extrema)
         self._cover(wider)
+        # Joined on the wider grid: each count moves whole, into the one cell that contains its old one.
         self.counts.add_(_regrid(counts, extrema, wider))
 
     def all_reduce(self) -> None:
@@ -151,6 +153,7 @@ class Histogram:
 
         Two collectives whatever the rows. Every rank must call it, and once for the same data.
         """
+        # Two collectives: all ranks first agree on the extrema, and with them on the grid.
         self._cover(all_reduce_(self.extrema.clone(memory_format=torch.contiguous_format), "min"))
         self.counts.copy_(all_reduce_(self.counts.clone(memory_format=torch.contiguous_format), "sum"))
 
@@ -198,6 +201,8 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def _grid(extrema: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Return (exponent of the width, first cell) of every row."""
     low, high = extrema[:, 0].clamp(max=0), (-extrema[:, 1]).clamp(min=0)
+    # Cells are powers of two wide and begin at multiples of their width, so that two grids always nest: a coarser one
+    # is the finer one with cells joined. Counts so never depend on the order of the data.
     log2 = bins.bit_length() - 1
     # With 2^(p-1) <= max|x| < 2^p: below 2^(p - log2) one side alone has too many cells, and one step above it
     # each side has bins/2 at most.

@@ -387,6 +387,7 @@ class InputRange:
     def start(self, module: nn.Module, minimum: float, maximum: float, mean: float) -> None:
         """Set the parameters from what was observed: range and mean magnitude."""
         self.started, self.unsigned = True, minimum >= 0
+        # PACT clips at 0 below: an input with negative values keeps its observed range.
         self.learns = self.kind != "pact" or self.unsigned
         qmin, qmax = self.codes
         if self.kind == "lsq":

@@ -133,6 +133,7 @@ class RangeBank:
         window = all_reduce_(self.window.clone(), "min")
         if self.totals is not None:
             totals = all_reduce_(self.totals.clone(), "sum")
+            # The mean of a layer that nothing reached stays what it was.
             self.taken_mean = torch.where(totals[:, 1] > 0, totals[:, 0] / totals[:, 1], self.mean)
         self.clear_window()
         return window
@@ -142,7 +143,9 @@ class RangeBank:
 
         A layer that saw nothing keeps its range, and so does one that saw NaN or infinity, which is counted.
         """
+        # A window that is still infinite: no input came in this step.
         seen = ~(window == math.inf).all(1)
+        # NaN or infinity in a step: it is counted and moves no range.
         finite = torch.isfinite(window).all(1)
         new = torch.stack([window[:, 0], -window[:, 1]], 1)
         if self.ema_constant is None:
@@ -163,6 +166,7 @@ class RangeBank:
         self.ranges.copy_(ranges)
         self.known.copy_(known)
         qmin, qmax = self.codes.unbind(1)
+        # Scales for all layers at once, on the device.
         scale, zero_point = kernels.affine_qparams(self.ranges[:, 0], self.ranges[:, 1], qmin, qmax)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
@@ -275,6 +279,7 @@ class EstimatorBank(RangeBank):
         self.non_finite += added.non_finite > 0
         self.num_updates += 1
         self.num_commits += 1
+        # After 1, 2, 4, 8, ... commits too: early ranges follow quickly, later ones every `refresh_every`.
         if self.num_commits % self.refresh_every == 0 or self.num_commits & (self.num_commits - 1) == 0:
             self.refresh()
 

@@ -135,6 +135,7 @@ class ObservedRanges:
         try:
             calibrate()
             bank.commit(bank.take_window())
+            # Batches that miss a layer would leave it without a range it had: refused, and undone.
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat",
@@ -397,6 +398,7 @@ class _LearnedRanges(ObservedRanges):
             return False
         for _, quantizer in self._learning():
             if quantizer.learned_input is not None:
+                # The input parameters start again from the new ranges.
                 quantizer.learned_input.started = False
         if self.bank.quantizing:
             self.start()

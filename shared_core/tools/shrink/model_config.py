@@ -69,6 +69,7 @@ def numbers(config: Any) -> Iterator[tuple[Path, Any]]:
         name = str(path[-1])
         # Token ids and indices are whole numbers too, and no widths; a bool is an int.
         if name.endswith(("_id", "_ids", "_index")) or isinstance(value, bool):
+            # bool is an int.
             continue
         if (isinstance(value, int) and value > 1) or (value is None and name in _WIDTHS_BY_DEFAULT):
             yield path, value
