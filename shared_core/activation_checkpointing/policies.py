@@ -470,7 +470,6 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     chosen: list[str] = []
     lists: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
-        # of a list that is named its modules are meant
         is_named = any(hits(name, pattern) for pattern in patterns) or name.rpartition(".")[0] in lists
         if is_named and not any(name.startswith(f"{o}.") for o in chosen):
             (chosen if _runs(modules[name]) else lists).append(name)

@@ -388,7 +388,6 @@ class _Step:
     def cost(self, gradients: set[int]) -> StepCost:
         """Return what the step cost; a storage belongs to the block whose input it is, else that first saves it."""
         calls = list(self.calls.items())
-        # An argument of several blocks (mask, position embeddings) is held anyway, whatever is checkpointed.
         uses = Counter(number for _, call in calls for number in call.arguments)
         # masks and position embeddings are there for all blocks, checkpointed or not; an output is for what follows
         counted = {number for number, count in uses.items() if count > 1}

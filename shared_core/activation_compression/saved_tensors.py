@@ -40,8 +40,6 @@ class CudaLane:
 
     def host_like(self, part: Tensor) -> Tensor:
         """Return pinned memory, which alone is copied without waiting; torch keeps and reuses it."""
-        # Pinned: only then is copy_(non_blocking=True) asynchronous. torch's allocator of pinned memory reuses
-        # blocks.
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
 
     def run(self, copy: Callable[[], None]) -> Any:

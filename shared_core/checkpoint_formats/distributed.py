@@ -142,6 +142,7 @@ class DistributedWeights(Mapping[str, Tensor]):
         for _, place in self._shards(key):
             file = self._folder / place.relative_path
             # A transform (compression, encryption) would have to be undone by code that is named in the file.
+            # A name with a slash could lead out of the folder.
             as_it_is = is_file_name(place.relative_path) and not place.transform_descriptors
             if not as_it_is or not file.is_file() or file.stat().st_size < place.offset + place.length:
                 rule = "be whole" if as_it_is else "be a file name in the same folder, stored as it is"

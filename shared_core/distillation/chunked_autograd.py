@@ -66,6 +66,7 @@ def rows_in_budget(classes: int, dtype: torch.dtype, device: torch.device, budge
 def product_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
     """Return the type that `F.linear` multiplies in: under autocast its own, which leaves float64 alone."""
     kind = input.device.type
+    # The dtype that `F.linear` would choose: autocast leaves float64 alone.
     if torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, input.dtype):
         return torch.get_autocast_dtype(kind)
     return weight.dtype

@@ -200,7 +200,6 @@ class Session:
         context.drop = self.hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
-        # Techniques replace layers and move weights.
         if self.techniques:
             self.coverage.look_at(context)
         # A teacher that is a copy of the student must be one of the plain model. On the CPU, whatever default device

@@ -250,6 +250,7 @@ class DifferentialPrivacy(Technique):
         if self._per_sample is None or not task_loss.requires_grad:
             return task_loss
         batches = self._batches_in_use()
+        # A micro-batch outside of an accumulation window would be counted as part of another draw.
         self._check_window(self._micro_batch < batches.accumulate, "more")
         self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
@@ -295,6 +296,7 @@ class DifferentialPrivacy(Technique):
     def before_step(self, context: Context) -> None:
         """Put the noised mean in place of every gradient, and count the step."""
         batches = self._known(self._batches)
+        # With another number of micro-batches the draw would not be the one that is accounted for.
         self._check_window(self._micro_batch == batches.accumulate and self._factor is None, str(self._micro_batch))
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         std = float(self._noise or 0) * self.config.max_grad_norm

@@ -157,6 +157,7 @@ class Pruning(Technique):
             policy.listen(context.model)
         if self.config.criterion != "shapley":
             context.drop(self.forward)
+        # What needs no step prunes at once, so that the very first forward is sparse.
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_batches:
             self._update(context)
 

@@ -176,7 +176,9 @@ def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Cand
 def _barrier(path: Sequence[float], sign: float) -> float:
     if not all(math.isfinite(score) for score in path):
         return math.inf
-    falls = [  # ends have none by definition
+    # The barrier of Frankle et al. (2020, arXiv:1912.05671): the straight line between the two ends less the metric
+    # between them. Ends have none by definition.
+    falls = [
         sign * ((1 - alpha) * path[0] + alpha * path[-1] - score) for alpha, score in zip(ALPHAS, path, strict=True)
     ]
     return max(0.0, *falls[1:-1])

@@ -197,7 +197,6 @@ def index_name(shards: int) -> str:
 
 def indices_dtype(vocabulary: int) -> torch.dtype:
     """Return the smallest dtype for class numbers, which are half of what top-k stores."""
-    # Class numbers are half of what top-k stores: 2 bytes each up to 65,536 classes.
     return torch.uint16 if vocabulary <= 2**16 else torch.int32
 
 
@@ -278,6 +277,7 @@ class Shard:
         places: Array = self.where[start:stop]
         # Rising and in range: the reader assigns by these positions, and a repeated one would overwrite a row.
         rising = not places.size or (places[0] >= 0 and places[-1] < length and (np.diff(places) > 0).all())
+        # Bounds come from a file: an end beyond it would read another example's rows.
         if length < 0 or not 0 <= start <= stop <= len(self.tail) or not rising:
             told = f"no example {row} of {len(self)} with rising positions in rows {start} to {stop}"
             _refuse(self.path, f"{told} of {len(self.tail)}")

@@ -164,7 +164,6 @@ class StoreWriter:
         """Every example's key with a hash of which of its positions count."""
         self._manifest: Manifest | None = None
         self._shards = 0
-        # Files that a killed writer left under temporary names.
         if self._job.is_main:
             clean_strays(folder)  # that a killed writer left under temporary names
         self._job.meet("folder made")

@@ -292,7 +292,6 @@ class Coverage(dict[str, Reach]):
         """
         if self._knows_held:
             return ""
-        # Once: techniques give optimizers copies in place of parameters.
         self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
         if not context.unheld:
             return ""

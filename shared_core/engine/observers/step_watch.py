@@ -123,6 +123,7 @@ class StepWatch:
                 f"{self.inside_backward} made it inside backward",
                 "use an optimizer that steps after backward, such as AdamW",
             )
+        # The trainer goes on to step: it must change nothing.
         for optimizer in self._optimizers:
             optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
 

@@ -311,6 +311,7 @@ def shapley_values(
             raise TrainingError(where, rule)
         return result
 
+    # The empty and the full coalition begin and end every order: computed once.
     empty, full = (worth(torch.full((num_units,), kept)) for kept in (False, True))
     near = truncate * abs(full - empty)
     orders = torch.zeros(permutations, num_units, dtype=torch.float64)
