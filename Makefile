@@ -9,6 +9,7 @@ help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
 	@echo "make quickstart-seeds  the same for five seeds, write docs/quickstart.md (15 minutes)"
 	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, six to seven minutes)"
+	@echo "make test TECHNIQUE=prune  the tests of one technique and its promises (a minute)"
 	@echo "make test-all     all that make test leaves out: the other cases, and what is slow"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
 	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
@@ -45,7 +46,7 @@ quickstart-seeds: $(VENV)/.examples # goes on when cut off: a seed whose runs/se
 	OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart_seeds.py
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(if $(TECHNIQUE),--technique $(TECHNIQUE))
 
 test-all: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu and not gpu_lane and (slow or further)"
@@ -60,11 +61,11 @@ gpu-table: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/gpu_lane/cubins.py
 	TRITON_INTERPRET=0 OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/gpu_lane/test_steps.py
 
-package: # needs an index; 3 minutes of CPU beside what the downloads take
-	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
+package: $(VENV)/.dev # needs an index; 3 minutes of CPU and what the downloads take
+	$(BIN)/nox --session package
 
-test-matrix: # MATRIX=FOLDER keeps the environments; POINT=oldest, 5.0, 5.5, 5.16 or newest runs one
-	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(POINT)
+test-matrix: $(VENV)/.dev # POINT=oldest, 5.0, 5.5, 5.16 or newest runs one
+	$(BIN)/nox --session $(if $(POINT),"matrix($(POINT))",matrix)
 
 test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 10 minutes beside downloads, 10 more to compile llama.cpp
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py

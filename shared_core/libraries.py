@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal
@@ -51,7 +52,7 @@ class Library:
 
 
 def libraries(requirements: list[str] | None = None) -> list[Library]:
-    """Return the libraries of efftrain's own metadata, each once, those that always come along first.
+    """Return the libraries of efftrain's own metadata, each once with the smallest extra that installs it.
 
     Args:
         requirements: As `importlib.metadata.requires` returns them; by default efftrain's.
@@ -61,15 +62,19 @@ def libraries(requirements: list[str] | None = None) -> list[Library]:
         >>> library.extra, library.state, library.install
         ('hf', 'ok', '')
     """
+    texts = requirements if requirements is not None else requires("efftrain") or []
+    asked = [(Requirement(text), _extra(text)) for text in texts]
+    size = Counter(extra for _, extra in asked)
     found: dict[str, Library] = {}
-    for text in requirements if requirements is not None else requires("efftrain") or []:
-        requirement = Requirement(text)
-        marker = str(requirement.marker or "")
-        extra = marker.partition('extra == "')[2].partition('"')[0]
-        if extra not in _BUNDLES and requirement.name not in found:
-            installed = _version(requirement.name)
-            found[requirement.name] = Library(requirement.name, str(requirement.specifier), installed, extra)
+    for wanted, extra in sorted(asked, key=lambda one: (one[1] != "", size[one[1]])):
+        if extra not in _BUNDLES and wanted.name not in found:
+            found[wanted.name] = Library(wanted.name, str(wanted.specifier), _version(wanted.name), extra)
     return list(found.values())
+
+
+def _extra(requirement: str) -> str:
+    marker = str(Requirement(requirement).marker or "")
+    return marker.partition('extra == "')[2].partition('"')[0]
 
 
 def optional(module: str, extra: str, where: str) -> Any:

@@ -1,7 +1,6 @@
 """The house rules that code can check: who imports whom, what files are called, where the root may not be."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,11 +143,3 @@ def test_installed_packages_do_not_show_a_kernels_module():
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
     assert not found.startswith(str(ROOT)), found
-
-
-def test_every_package_is_listed_for_the_wheel():
-    listed = set(re.findall(r'^  "([\w.]+)",$', (ROOT / "pyproject.toml").read_text(), flags=re.M))
-    for floor, folder in FLOORS.items():
-        for init in folder.rglob("__init__.py"):
-            package = ".".join([floor, *init.parent.relative_to(folder).parts])
-            assert package in listed, f"{package} is missing from [tool.setuptools] packages"

@@ -33,7 +33,7 @@ def built(tmp_path_factory):
     shutil.copytree(ROOT, tree, ignore=not_ours)
     out = tree.parent
     files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
-    program = f"from setuptools import build_meta as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"
+    program = f"from hatchling import build as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"
     subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True)
     (wheel,), (source,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return files, zipfile.ZipFile(wheel), source

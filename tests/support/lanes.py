@@ -3,30 +3,45 @@
 A family is the cases of one test function; which of them run depends on its name and their number alone. What is asked
 of every page of the documents runs in full, and so do refusals but in tests/promises. `make test-all` runs the others.
 A test that is named, ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
+``--technique prune`` takes of that what is about pruning: the tests of its package, and its promises.
 """
 
 import inspect
 import random
+import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
+
+from shared_core.engine.registry import REGISTRY
 
 DEVICES = "not gpu and not gpu_lane"
 QUICK = f"{DEVICES} and not slow and not further"
 IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
 IN_PROMISES = 4
+PROMISES = "tests/promises/test_promises.py"
 OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_site.py")
 left_out = 0
 
 
+def pytest_addoption(parser):
+    parser.addoption("--technique", choices=REGISTRY, help="run the tests of one technique and its promises")
+
+
 def pytest_configure(config):
+    if key := config.option.technique:
+        package = Path(*REGISTRY[key].package.split("."))
+        config.args = [str(config.rootpath / folder) for folder in ("tests" / package, package, PROMISES)]
     if not config.option.markexpr:
         config.option.markexpr = DEVICES if any("::" in name for name in config.args) else QUICK
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are left out by their marks
 def pytest_collection_modifyitems(config, items):
+    if key := config.option.technique:
+        items[:] = [item for item in items if not of_promises(item.nodeid) or key in re.split(r"\W", item.nodeid)]
     families = defaultdict(list)
     for item in items:
         if selected(item, IN_QUICK) and not in_full(item):

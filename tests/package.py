@@ -1,21 +1,12 @@
-"""Build the source archive and the wheel, use the wheel where nothing else is installed, then put both into ``dist/``.
-
-Every environment is a new one in a folder that is removed again. ``PIP_EXTRA_INDEX_URL`` may name an index with CPU
-wheels of torch.
-"""
+"""Use an installed efftrain as a stranger would: ``package.py alone`` or ``package.py trainers``; see noxfile.py."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-MADE = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
-MADE_IN_ROOT = {".git", ".venv", "build", "dist", "runs", "site"}
-PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "EFF_RECIPE")}
 
 MODEL = """
@@ -128,18 +119,7 @@ TRAINERS = [
 ]
 
 
-def run(*command: str | Path, cwd: Path, env: dict[str, str] = CLEAN) -> subprocess.CompletedProcess[str]:
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.run([str(part) for part in command], cwd=cwd, env=env, text=True, **both)  # type: ignore[call-overload]
-
-
-def must(*command: str | Path, cwd: Path) -> None:
-    done = run(*command, cwd=cwd)
-    if done.returncode:
-        raise SystemExit(f"package: {' '.join(map(str, command))} must succeed, got\n{done.stdout}")
-
-
-def use(binaries: Path, line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def use(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a line of the tables: ``python -c`` takes the rest as one expression, in which ``model`` is imported."""
     env = CLEAN | {"COLUMNS": "200"}
     words = line.split(" ")
@@ -148,58 +128,25 @@ def use(binaries: Path, line: str, cwd: Path) -> subprocess.CompletedProcess[str
     if words[:2] == ["python", "-c"]:
         expression = re.sub(r"import\((\w+)\)", r"__import__('\1')", words[2])
         words = ["python", "-c", f"import model; {expression}"]
-    return run(binaries / words[0], *words[1:], cwd=cwd, env=env)
+    command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+    return subprocess.run(command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def environment(folder: Path) -> Path:
-    must(sys.executable, "-m", "venv", folder, cwd=folder.parent)
-    return folder / "bin"
-
-
-def not_ours(folder: str, names: list[str]) -> set[str]:
-    """Return what is made here; deeper than the root, a folder `runs` is a package."""
-    return MADE(folder, names) | (MADE_IN_ROOT & {*names} if Path(folder) == ROOT else set())
-
-
-def main() -> int:
+def main(phase: str) -> int:
+    rows = [(line, False, f"efftrain[{extra}]") for line, extra in EXTRAS]
+    rows = [(line, True, told) for line, told in (CORE if phase == "alone" else TRAINERS)] + rows * (phase == "alone")
+    wrong = 0
     with tempfile.TemporaryDirectory(prefix="eff-package-") as temporary:
-        work = Path(temporary).resolve()
-        tree, built, far = work / "tree", work / "built", work / "far"
-        shutil.copytree(ROOT, tree, ignore=not_ours)
-        builder, user = environment(work / "builder"), environment(work / "user")
-        must(builder / "python", *PIP, "install", "build", cwd=work)
-        must(builder / "python", "-m", "build", "--outdir", built, tree, cwd=work)  # the wheel from the archive
-        (wheel,) = built.glob("*.whl")
-        far.mkdir()
+        folder = Path(temporary).resolve()
         for name, text in FILES.items():
-            (far / name).write_text(text)
-        install = [user / "python", *PIP, "install", "--constraint", ROOT / "constraints.txt"]
-        must(*install, "torch", cwd=far)
-        must(*install, wheel, cwd=far)
-        wrong = []
-
-        def check(line: str, passes: bool, told: str) -> None:
-            done = use(user, line, far)
+            (folder / name).write_text(text)
+        for line, passes, told in rows:
+            done = use(line, folder)
             if (done.returncode == 0) != passes or told not in done.stdout:
-                wrong.append(line)
+                wrong += 1
                 print(f"WRONG: {line}: {told!r} expected\n{done.stdout[-2000:]}", flush=True)  # noqa: T201
-
-        for line, told in CORE:
-            check(line, True, told)
-        for line, extra in EXTRAS:
-            check(line, False, f"efftrain[{extra}]")
-        must(*install, f"{wheel}[hf,lightning]", cwd=far)
-        for line, told in TRAINERS:
-            check(line, True, told)
-        project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
-        for extra in re.findall(r"^(\w+) = \[", project.partition("\n[")[0], flags=re.M):
-            must(*install, "--dry-run", f"{wheel}[{extra}]", cwd=far)
-        if wrong:
-            return 1
-        shutil.copytree(built, ROOT / "dist", dirs_exist_ok=True)
-        print(f"package: {', '.join(path.name for path in built.iterdir())} in dist/", flush=True)  # noqa: T201
-    return 0
+    return min(wrong, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))
