@@ -1,8 +1,4 @@
-"""One training run: drives the techniques of a recipe, counts steps, saves and restores, writes the receipt.
-
-A checkpoint holds of a session the step, its generator, and the state of each technique. `fit_to` prepares a model for
-a checkpoint's weights before they are loaded, since techniques may have changed its structure.
-"""
+"""`Session`: one training run. It drives a recipe's techniques, counts steps, and saves and restores their state."""
 
 from __future__ import annotations
 
@@ -54,13 +50,13 @@ def _layers_in_parts(model: nn.Module) -> set[str]:
 
 
 class Session:
-    """One run of a recipe. A front end calls its methods at the moments they name; so can a plain loop.
+    """One run of a recipe. A front end or a plain loop calls its methods at the moments they name.
 
     Args:
-        recipe: What to switch on; empty is allowed and changes nothing.
+        recipe: Techniques and their options. An empty recipe changes nothing.
         front_end: Who drives: ``"bare"``, ``"accelerate"``, ``"fabric"``, ``"hf"`` or ``"lightning"``.
-        services: What only a trainer can do (evaluate, load a teacher).
-        seed: Seed of the techniques' own generator; the global generators are never seeded.
+        services: What only a trainer can do, such as evaluating or loading a teacher.
+        seed: Seed of the techniques' own generator. Global generators are never seeded.
 
     Example:
         >>> import torch
@@ -96,9 +92,9 @@ class Session:
         self._eval_depth = 0
         self.notes: list[str] = []
         self.coverage = coverage.Coverage()
-        """By key what a technique of layers reaches of the weights that multiply activations."""
+        """How much of the weights that multiply activations each technique reaches, by key."""
         self.is_changed = False
-        """True if a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
+        """True if the run resumed from a checkpoint of another recipe, whose best model is not what was asked for."""
         self._plain: PlainKeys | None = None
         self._is_tensor_parallel = False
         self.has_begun = False
@@ -106,7 +102,7 @@ class Session:
         self.is_finished = False
         """True if the run ended and the model is plain again."""
         self.is_saving = False
-        """True during a save: torch may step the optimizer then, to have states for the file."""
+        """True during a save. Torch may then step the optimizer to create its state for the file."""
         self._evaluation = contextlib.ExitStack()
         self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
@@ -115,12 +111,12 @@ class Session:
         self.pace, self.validation, self.ending = Pace(self), Validation(self), Ending(self)
         self._means = MicroBatchMeans(self.front_end)
         self.claims = Claims({})
-        """What the receipt says of final weights, once the run ended."""
+        """What the receipt says about the final weights, once the run has ended."""
         self.started, self.hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
     def is_attached(self) -> bool:
-        """True if the techniques sit on a model now."""
+        """True if the techniques are attached to a model."""
         return self.context is not None and not self.is_finished
 
     @property
@@ -129,7 +125,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Applied optimizer steps so far."""
+        """Optimizer steps applied so far."""
         return self.context.step if self.context else 0
 
     @property
@@ -138,10 +134,10 @@ class Session:
         return self.context.skipped if self.context else 0
 
     def join(self, recipe: Recipe) -> None:
-        """Add techniques before `attach`: callbacks given one by one share one session.
+        """Add techniques before `attach`. Separate callbacks share one session this way.
 
         Raises:
-            ConfigError: If a technique is in both.
+            ConfigError: If both recipes name the same technique.
         """
         if self.context is not None:
             raise TrainingError("session", "techniques must join before training starts", "pass all callbacks together")
@@ -151,16 +147,16 @@ class Session:
     def attach(
         self, model: nn.Module, run_environment: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
     ) -> None:
-        """Prepare the user's unwrapped model, before the optimizer exists. A second call on it does nothing.
+        """Prepare the user's unwrapped model before the optimizer exists. A second call on it does nothing.
 
         Args:
             model: The user's model.
-            run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
-            resumed: The techniques' states in the checkpoint that is loaded next, by key.
+            run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that apply to this run.
+            resumed: States of the techniques, by key, in the checkpoint that is loaded next.
 
         Raises:
-            CompatibilityError: If the recipe cannot be run like this.
-            MatchError: If a technique matches nothing, or too little (`coverage.ENOUGH`); the model is as it was.
+            CompatibilityError: If the recipe cannot run in this environment.
+            MatchError: If a technique matches nothing or too little (`coverage.ENOUGH`). The model is restored.
             TrainingError: If another session is attached to the model, or this one to another model.
         """
         environment = {*run_environment, *_layers_in_parts(model)}
@@ -173,7 +169,7 @@ class Session:
             if self.context.model is model:
                 return
             raise TrainingError("session", "must be attached to one model only", "make a session for each")
-        # Before anything is changed: two sessions on one model would undo each other's work.
+        # Checked before anything changes: two sessions on one model would undo each other's work.
         model_guards.refuse_second_session(self, model)
         context, reduced = self._look_at(model, resumed or {}), model_guards.trained_in_ddp(model)
         try:
@@ -181,7 +177,7 @@ class Session:
                 with self.hooks.timed(key), torch.device("cpu"):
                     context.touched[key] = technique.attach(context)
             model_guards.refuse_not_reduced(model, reduced)
-            # a checkpoint's run was looked at when it began, and knew what optimizers hold
+            # The run of a checkpoint was measured when it began, and knew what the optimizers hold.
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial or bool(resumed))
         except BaseException:
             context.undo.close()
@@ -191,8 +187,8 @@ class Session:
         self.context = context
 
     def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
-        """Return the context of a run, with all that must be known of the model before techniques touch it."""
-        # Keys as the user's model has them, to compare saved ones with.
+        """Return the context of a run, with everything to know about the model before techniques change it."""
+        # The user's keys, to compare saved ones with.
         self._plain = PlainKeys(model)
         context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
         context.restructured = functools.partial(self._plain.read, model)
@@ -202,15 +198,15 @@ class Session:
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         if self.techniques:
             self.coverage.look_at(context)
-        # A teacher that is a copy of the student must be one of the plain model. On the CPU, whatever default device
-        # the script has set, or Lightning sets around configure_model.
+        # A teacher that copies the student must copy the plain model. It lives on the CPU, whatever default device the
+        # script or Lightning (around configure_model) has set.
         with torch.device("cpu"):
             for _, looking in offering(self.techniques, LooksFirst):
                 looking.before_attach(context)
         return context
 
     def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
+        """Show the optimizers to the techniques before their saved state is loaded. Only a resume needs it."""
         context = self.attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
         self._leave_unheld(context)
@@ -226,36 +222,35 @@ class Session:
         clips_gradients: bool = True,
         wrappers: Iterable[Any] = (),
     ) -> None:
-        """Start or go on: the optimizer exists and `load_state_dict` was called if this is a resume.
+        """Start the run or resume it. The optimizer exists, and on a resume `load_state_dict` was called.
 
         Args:
-            optimizers: The torch optimizers, unwrapped.
+            optimizers: The unwrapped torch optimizers.
             total_steps: Optimizer steps of the whole run, None if unknown.
-            steps_per_epoch: Optimizer steps of every epoch, or of each where they differ; None if unknown.
-            clips_gradients: Whether gradients are clipped by norm.
-            wrappers: A trainer's, around these optimizers, that a script may call in their place.
+            steps_per_epoch: Optimizer steps per epoch, a list where epochs differ, None if unknown.
+            clips_gradients: True if gradients are clipped by norm.
+            wrappers: The trainer's wrappers of these optimizers, which a script may call instead.
 
         Raises:
             ConfigError: If a position does not fit the run.
         """
         context = self.attached("begin")
         if self.is_finished:
-            raise TrainingError("session", "begin must come after attach, got one that is detached", "attach it again")
+            raise TrainingError("session", "begin was called after the session was detached", "call attach first")
         optimizers = model_guards.optimizers_of(optimizers, self.front_end)
-        environment = _layers_in_parts(context.model)  # since `attach`, perhaps
+        environment = _layers_in_parts(context.model)  # may have changed since `attach`
         compatibility.check(self.recipe, environment)
         self._is_tensor_parallel = bool(environment)
         context.optimizers, context.clips_gradients = optimizers, clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         context.modes.watch(context.optimizers, wrappers)
-        # Marked once they are what training begins with.
-        context.left_out.mark()
+        context.left_out.mark()  # now they hold what training begins with
         plans = context.ask_plans()
         compatibility.refuse_without_batches(context)
         self._leave_unheld(context)
         acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
         if context.adds_parameters:
-            acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
+            acting = acting or "session"  # the optimizer's hooks miss parameters made after it
         self.steps.watch(context.model, context.optimizers, acting, is_bare=self.front_end == "bare")
         self.started = self.started if self.has_begun else time.perf_counter()
         context.default_device = torch.get_default_device()
@@ -265,16 +260,16 @@ class Session:
             self.note(remark)
 
     def begin_again(self) -> None:
-        """Go on from a state that `load_state_dict` restored in the middle of a run; the plan stays as `begin` got it.
+        """Continue from a state that `load_state_dict` restored during a run, with the arguments of `begin`.
 
-        Weights must be loaded, and optimizers if steps follow.
+        Load the weights before, and the optimizers if more steps follow.
         """
         context = self.attached("begin_again")
         for key, technique in self.techniques.items():
             state = self._restored.get(key)
             guard = contextlib.nullcontext() if state is None else reading(key)
             with self.hooks.timed(key), guard, torch.device("cpu"):
-                context.plans[key] = technique.plan(context)  # first: a later technique goes by it
+                context.plans[key] = technique.plan(context)  # first, because later techniques read it
                 technique.begin(context, state)
         self._restored = {}
         if self.techniques:
@@ -287,25 +282,25 @@ class Session:
 
     @property
     def peers(self) -> list[nn.Module]:
-        """The models that techniques train beside the script's, by its optimizer."""
+        """Models that techniques train together with the script's model, by the same optimizer."""
         return [peer for _, one in offering(self.techniques, TrainsPeers) for peer in one.peers]
 
     @property
     def needs_forward(self) -> bool:
-        """True if a technique still works in the forward or the loss of micro-batches."""
+        """True if a technique still has work in the forward pass or the loss."""
         return bool(self.hooks.forward or self.hooks.loss)
 
     @property
     def needs_gradients(self) -> bool:
-        """True while a technique has work before optimizer steps."""
+        """True if a technique still has work before optimizer steps."""
         return bool(self.hooks.before_step)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
+        """Return a context manager for one micro-batch's forward pass and loss. A no-op before `begin`."""
         if self.context is None or not self._is_live:
             return contextlib.nullcontext()
         around = self.hooks.around_forward(self.context)
-        # of the first steps, weights are noted after the forward
+        # In the first steps, weights are recorded after the forward pass.
         return self.steps.marking(around) if self.steps.is_comparing else around
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
@@ -313,8 +308,8 @@ class Session:
 
         Args:
             task_loss: The user's loss of this micro-batch, as the trainer would use it.
-            normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
-                over the micro-batch, so that each of a step's micro-batches weighs the same.
+            normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss. The default
+                averages over the micro-batch, so that all micro-batches of a step weigh the same.
         """
         if not self.hooks.loss or not self._is_live:
             self.steps.mark()
@@ -327,7 +322,7 @@ class Session:
         return task_loss
 
     def before_step(self) -> None:
-        """Gradients are complete and unscaled, not yet clipped."""
+        """Call when gradients are complete and unscaled, but not yet clipped."""
         context = self.attached("before_step")
         self.note(self._means.close())
         self.steps.before_step()
@@ -340,16 +335,16 @@ class Session:
             self.steps.discard()
 
     def after_step(self, applied: bool = True) -> bool:
-        """Tell that the optimizer stepped; return whether the step counts: a discarded one does not.
+        """Count the optimizer's step. Return True if it was applied and not discarded.
 
         Args:
-            applied: False if a scaler skipped it.
+            applied: False if a scaler skipped the step.
 
         Raises:
             TrainingError: If another optimizer made the step.
         """
         context = self.attached("after_step")
-        # A discarded step did happen in the trainer's eyes, with no gradients.
+        # For the trainer a discarded step did happen, without gradients.
         applied, context.discard_step = applied and not context.discard_step, False
         self.steps.after_step(skipped=not applied)
         if applied:
@@ -364,12 +359,12 @@ class Session:
 
     @contextlib.contextmanager
     def swapped(self, purpose: Purpose) -> Iterator[None]:
-        """Surround a validation or saving, on every process: the model holds what is evaluated or saved.
+        """Hold the weights to evaluate or to save in the model, on every process.
 
-        Of nested calls for one purpose, or for two kinds of files, the outermost counts.
+        In nested calls for one purpose, or for two kinds of files, only the outermost acts.
 
         Args:
-            purpose: ``"evaluate"``; ``"checkpoint"``, weights to go on from; ``"export"``, what the user gets.
+            purpose: ``"evaluate"``, ``"checkpoint"`` (weights to resume from) or ``"export"`` (weights for the user).
         """
         if purpose == "evaluate":
             self.before_eval()
@@ -396,15 +391,15 @@ class Session:
         return contextlib.ExitStack() if live is None else self.hooks.entered(live, purpose)
 
     def before_eval(self) -> None:
-        """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
+        """Call when a validation starts. In nested calls only the outermost acts. A no-op before `begin`."""
         self._eval_depth += 1
         if self._eval_depth == 1:
-            # Once a validation, not once a step: it walks through the model.
+            # Once per validation, not per step: it walks through the model.
             self._refuse_changed()
             self._evaluation = self._swap("evaluate")
 
     def after_eval(self) -> None:
-        """Validation ended; without a matching `before_eval` nothing happens."""
+        """Call when a validation ends. A no-op without a matching `before_eval`."""
         if self._eval_depth == 0:
             return
         self._eval_depth -= 1
@@ -412,7 +407,7 @@ class Session:
             self._evaluation.close()
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
+        """Record the metrics of the user's validation of the current weights. A no-op before `begin`."""
         self.history.validated(self.step, metrics if self.has_begun else {})
         if self.context is not None and self._is_live:
             self.validation.saw(metrics)
@@ -421,19 +416,19 @@ class Session:
                     seeing.evaluated(self.context, metrics)
 
     def finish(self) -> None:
-        """End the run: bake into plain weights and leave stock modules. A second call does nothing.
+        """End the run: write the result into plain weights and leave stock modules. A second call does nothing.
 
-        What was not reached is told, not made up for: weights are cut where a step follows, or where a user asks.
+        Targets that were not reached are reported, not forced: nothing is pruned after the last step.
         """
         if self.is_finished or self.context is None:
             return
         if not self.has_begun:
             if self.recipe:
                 asked = ", ".join(self.recipe)
-                self.note(f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {asked}")
+                self.note(f"Training ended before its first step, so nothing was applied of: {asked}")
             self.detach()
             return
-        # A validation that an exception cut short left its weights in.
+        # An exception may have left the weights of a validation in the model.
         self._evaluation.close()
         self.settle_optimizers()
         self._refuse_changed()
@@ -442,24 +437,23 @@ class Session:
         self.note(self._means.differing())
         self.ending.tell()
         self.note(self.experts.told())
-        # In the order of the end, which is not that of attaching: see `finishes_after`.
+        # The order of finishing differs from the order of attaching, see `finishes_after`.
         for key in in_order(self.techniques, "finish"):
             with self.hooks.timed(key):
                 self.techniques[key].finish(self.context)
         claimed = {key: one.claims(self.context) for key, one in self.techniques.items()}
         self.detach()
-        # digests of what stock layers hold
         self.claims = Claims.settled(claimed, self.context.model)
         self.note(not_finite_note(self.context.model))
 
     def settle_optimizers(self) -> None:
-        """Have optimizers with modes leave the weights of evaluation in the model, for good: final ones come next."""
+        """Make optimizers with an eval mode leave its weights in the model for good, because the run ends."""
         context = self.attached("settle_optimizers")
         if any(type(technique).claims is not Technique.claims for technique in self.techniques.values()):
             context.modes.settle()
 
     def join_buffers(self) -> None:
-        """Give every process the main one's buffers, on which final weights may depend; each must call it."""
+        """Copy the main process's buffers to all, since final weights may depend on them. Each process must call it."""
         context, place = self.attached("join_buffers"), (self.step, self.skipped)
         if self.techniques and not self._is_tensor_parallel and self._joined != place:
             self._joined = place
@@ -474,62 +468,61 @@ class Session:
         where: Where = Where.END,
         gather: bool = True,
     ) -> None:
-        """Count again in final weights what the receipt says of them, as `Claims.verify`, and note a difference."""
+        """Recount the final weights, compare them with the receipt as `Claims.verify` does, and note a difference."""
         if self.context is None:
             return
         try:
             self.claims.verify(self.context.model, weights, what, changed_by, where, gather=gather)
         except ReceiptError as error:
-            self.note(f"NOT AS THIS RECEIPT SAYS: {error}")
+            self.note(f"The saved weights differ from this receipt: {error}")
             raise
 
     def detach(self) -> None:
-        """Leave stock modules behind without baking: the run was cut short."""
+        """Leave stock modules without writing the result into them, because the run was cut short."""
         if self.context is None or self.is_finished:
             return
         self.steps.close()
         self.experts.close()
         self.context.modes.leave()
         try:
-            self._final_reports = self.reports()  # stock layers have nothing left to tell
+            self._final_reports = self.reports()  # stock layers cannot be asked later
         finally:
             self.context.undo.close()
             self.is_finished = True
 
     def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's state dict as the user's plain model loads it.
+        """Return the state dict that the user's plain model loads.
 
         Raises:
-            CheckpointError: If the result is not loadable by the untouched model.
+            CheckpointError: If the untouched model could not load the result.
         """
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
-        # As `finish` would, on tensors: what one technique bakes the next one sees.
+        # As `finish` would, on tensors: each technique sees what the previous one wrote.
         for key in in_order(self.techniques, "finish"):
             if isinstance(baking := self.techniques[key], Bakes):
                 baked = baking.bake(baked)
-        # Nobody gets a file that the plain model cannot load.
         if self._plain is not None:
             self._plain.check(baked)
         return baked
 
     def deployment(self) -> dict[str, Any]:
-        """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
+        """Return what a deployment needs in addition to the plain weights, by technique. Also works after `finish`."""
         return {key: values for key, one in offering(self.techniques, Deploys) if (values := one.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that an exact resume needs, beside what the trainer saves itself."""
+        """Return all that an exact resume needs in addition to what the trainer saves."""
         context = self.attached("state_dict")
         return state_of(context, self.recipe, self.history, self.experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, after `attach`. A changed recipe is told, not hidden.
+        """Restore a saved state after `attach`. A changed recipe is reported.
 
-        `begin` or `begin_again` follows, and gives the techniques theirs: one that is damaged is refused there.
+        `begin` or `begin_again` then hands each technique its state, and refuses a damaged one.
 
         Raises:
-            CheckpointError: If the state is not a session's.
+            CheckpointError: If the state does not come from a session.
         """
         context = self.attached("load_state_dict")
         context.reached = context.furthest
@@ -544,23 +537,23 @@ class Session:
             self.note(f"resumed {change}")
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
+        """Return the figures of all techniques for progress bar and logger, and record them for the receipt."""
         self.note(self._means.differing())
         found = {name: value for one in self.techniques.values() for name, value in one.figures().items()}
         return self.history.logged(self.step, found)
 
     def note(self, text: str) -> None:
-        """Tell the user one line now, and keep it for the receipt; the same line only once, an empty one never."""
+        """Print a message once and add it to the receipt. An empty one is ignored."""
         if text and text not in self.notes:
             self.notes.append(text)
             self._services.say(f"efftrain: {text}")
 
     def receipt(self) -> Receipt:
-        """Return what was asked, touched and run so far, and what it cost."""
+        """Return what was asked for, what was changed, what ran so far, and what it cost."""
         return Receipt.of(self)
 
     def reports(self) -> dict[str, Any]:
-        """Return by key what techniques report of themselves: of a run that is over, what they did before its end."""
+        """Return each technique's report by key. After the run, the report from before its end."""
         return self._final_reports or {key: technique.report() for key, technique in self.techniques.items()}
 
     def _weights_moved(self, context: Context) -> None:
@@ -568,13 +561,17 @@ class Session:
         context.project()
 
     def attached(self, verb: str) -> Context:
-        """Return the run; an error if a method that needs one comes before `attach`."""
+        """Return the run.
+
+        Raises:
+            TrainingError: Before `attach`.
+        """
         if self.context is None:
             raise TrainingError("session", f"attach must come before {verb}", "call session.attach(model) first")
         return self.context
 
     def _refuse_changed(self) -> None:
-        # not in every step: to go through a model takes long
+        # Not in every step: walking through a model takes long.
         if self._is_live:
             context = self.attached("begin")
             model_guards.refuse_changed(context.ask_plans(), context)

@@ -1,4 +1,4 @@
-"""The hooks of a technique, and the run that they are called with."""
+"""`Technique`: the hooks of a technique. `Context`: the run that every hook receives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Purpose = Literal["evaluate", "checkpoint", "export"]
 
 @dataclass
 class Context:
-    """The run, as every hook of a technique is told. One object lives from `Session.attach` to the end of that run."""
+    """The run, passed to every hook. One object lives from `Session.attach` to the end of the run."""
 
     model: nn.Module
     """The user's model without wrappers (DDP, compile)."""
@@ -37,11 +37,11 @@ class Context:
     services: Services = field(default_factory=BareServices)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     unheld: Mapping[nn.Parameter, str] = field(default_factory=dict)
-    """Parameters that require gradients but were in no optimizer when training began, with their names."""
+    """Parameters that require gradients but were in no optimizer when training began, and their names."""
     shapes: Mapping[nn.Module, list[torch.Size]] = field(default_factory=dict)
-    """The shapes of the parameters of each module, before techniques attached."""
+    """Shapes of each module's parameters before techniques attached."""
     step: int = 0
-    """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
+    """Optimizer steps applied so far. Micro-batches and skipped steps don't count."""
     skipped: int = 0
     """Steps that were skipped or discarded."""
     reached: tuple[int, int] = (0, 0)
@@ -51,105 +51,106 @@ class Context:
     clips_gradients: bool = True
     """True if the trainer clips by norm."""
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
-    """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
+    """``normalise(total, count)`` averages a sum over `count` positions as this trainer averages the task loss."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
-    """The techniques' states in a checkpoint whose weights are loaded next, for those that attach as it needs."""
+    """States of the techniques in the checkpoint whose weights are loaded next. Some techniques attach by them."""
     note: Callable[[str], None] = lambda text: None
-    """Tells the user one line, and keeps it among the notes of the receipt; the same line only once."""
+    """Print a message once and add it to the receipt."""
     drop: Callable[[Callable[..., Any]], None] = lambda method: None
-    """``drop(self.forward)``: the session calls this method of a technique no more in this run."""
+    """``drop(self.forward)`` stops the session from calling this method for the rest of the run."""
     restructured: Callable[[], None] = lambda: None
-    """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
+    """Declare that the layers changed for good: saved models must load into the model as it is now."""
     projections: list[Callable[[Mapping[Tensor, Tensor] | None], None]] = field(default_factory=list)
-    """Constraints of weights (masks, shared values), in the order of composition: techniques append in `attach` what
-    makes it hold, in place, of the weights (None), or of other values for parameters; of a sharded one, of its part."""
+    """Constraints on weights (masks, shared values), in the order of composition. Techniques append them in `attach`.
+    Each applies its constraint in place: to the weights (None), or to the given values of parameters. For a sharded
+    parameter it applies to the local shard."""
     projection_changes: int = 0
-    """Version of the constraints: techniques count it up where a projection does something else from then on."""
+    """Version of the constraints. A technique increments it when one of its projections changes."""
     windows: dict[str, Window] = field(default_factory=dict)
-    """State that gathers within an accumulation window, by ``<key>.<name>``: techniques add it in `attach`. It is saved
-    with the gradients of a window that is not over, and restored after `begin`."""
+    """State that accumulates within one accumulation window, by ``<key>.<name>``. Techniques add it in `attach`. It is
+    saved with the gradients of an unfinished window, and restored after `begin`."""
     is_preview: bool = False
-    """True if the model is only looked at: `attach` writes, loads and sets nothing outside of it."""
+    """True if the model is only inspected: `attach` writes, loads and sets nothing outside it."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
-    """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
-    scaler can unscale them."""
+    """Casts an optimizer's gradients to float32 so that a scaler can unscale them. Set by a technique that updates
+    16-bit parameters in float32."""
     in_full_precision: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
-    """Returns weights as they are stepped, where parameters are 16-bit copies of them; every process must call it."""
+    """Return the weights that the optimizer steps, where parameters are their 16-bit copies. Every process must call
+    it."""
     modes: OptimizerModes = field(default_factory=OptimizerModes)
-    """Keeps optimizers that have modes from moving weights that are not theirs: a technique that puts others into the
-    model calls `hold` before, and `release` once the weights are back."""
+    """Switches optimizers with a train and an eval mode. A technique that swaps other weights into the model calls
+    `hold` before and `release` after, so that a mode switch does not change them."""
     discard_step: bool = False
-    """A technique sets it in `before_step`, equally on every rank, to have this step discarded: the session
-    drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
+    """Set by a technique in `before_step`, equally on every rank, to discard the step. The session then drops all
+    gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     adds_parameters: bool = False
-    """True if optimizers were made first and given what techniques added to the model; see `attach_with`."""
+    """True if the optimizers existed before `attach` and received the parameters that techniques added."""
     takes_gradients_in_backward: bool = False
-    """True if an optimizer steps inside backward, and leaves no gradients for the step that comes."""
+    """True if an optimizer steps inside backward, so that no gradients are left for `before_step`."""
     techniques: Mapping[str, Technique] = field(default_factory=dict)
-    """All of the recipe, by key, in the order of composition."""
+    """All techniques of the recipe by key, in the order of composition."""
     touched: dict[str, Touched] = field(default_factory=dict)
-    """By recipe key what each technique chose in the model."""
+    """What each technique chose in the model, by recipe key."""
     undo: Undo = field(default_factory=Undo)
-    """What techniques put here in `attach` gives the model back as the user made it."""
+    """Actions that restore the user's model. Techniques push them in `attach`."""
     plans: dict[str, Plan] = field(default_factory=dict)
-    """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
+    """The latest plan of each technique, by recipe key. Techniques earlier in the order of composition have begun."""
     unvalidated: bool = False
-    """True if the model holds what no validation of the user's has seen: a technique sets it where it puts in other
-    weights or ranges; steps of training do not."""
+    """True if the weights changed after the last validation. A technique sets it when it puts in other weights or
+    ranges. Training steps don't set it."""
     generator: torch.Generator = field(default_factory=torch.Generator)
-    """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
+    """Random numbers for techniques: seeded from the run's seed, equal on every rank, part of the saved state."""
 
     default_device: torch.device = field(default_factory=torch.get_default_device)
-    """The script's own, which `attach` and `begin` of techniques are kept from."""
+    """The script's default device. `attach` and `begin` of techniques run under the CPU instead."""
     left_out: LeftOutBuffers = field(init=False)
-    """Buffers of the user's own that no state dict holds."""
+    """The user's buffers that no state dict holds."""
 
     def __post_init__(self) -> None:
         self.left_out = LeftOutBuffers(self.model)
 
     def calibrate(self, num_batches: int) -> None:
-        """Run some training batches through the model, as `Services.calibrate` does, under the script's own device.
+        """Run some training batches through the model, as `Services.calibrate` does, on the script's default device.
 
-        Buffers are left as they were: statistics of batch norms would move by what this process alone sees.
+        Buffers are restored: batch norm statistics would otherwise move by what this process alone sees.
         """
         with buffers_restored(self.model), self.default_device:
             self.services.calibrate(num_batches)
 
     def project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Make what must hold of weights hold of them, or of these other values for them."""
+        """Apply all constraints to the weights, or to the given values of parameters."""
         for projection in self.projections:
             projection(values)
 
     def weights_replaced(self) -> None:
-        """Tell every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+        """Tell every technique that the weights were replaced: masks are re-applied, ranges re-estimated."""
         self.project()
         for _, following in offering(self.techniques, FollowsWeights):
             following.weights_replaced(self)
 
     @property
     def gradients_mix(self) -> bool:
-        """True if elements of a gradient act on each other in a step: then those of dead weights must be zeroed first.
+        """True if a gradient's elements influence each other in a step, so that those of masked weights must be zeroed.
 
-        They do where the trainer clips by norm, and in every optimizer that is not known to be element-wise.
+        They do if the trainer clips by norm, and in every optimizer that is not known to be element-wise.
         """
-        # Clipping by a global norm couples all elements, too.
         return self.clips_gradients or not all(map(is_element_wise, self.optimizers))
 
     @property
     def has_gradients(self) -> bool:
-        """True if the step that comes has a gradient: a script may leave out every micro-batch of a window."""
+        """True if the next step has a gradient. A script may skip every micro-batch of a window."""
         if not self.optimizers or self.takes_gradients_in_backward:
-            return True  # nothing tells that there were none
+            return True  # their absence cannot be seen
         held = (value for one in self.optimizers for group in one.param_groups for value in group["params"])
         return any(value.grad is not None for value in held)
 
     @property
     def furthest(self) -> tuple[int, int]:
-        """Steps applied and skipped in this run: an earlier state that is loaded does not undo what happened."""
+        """Steps applied and skipped in this run. Loading an earlier state does not reduce them."""
         return max(self.reached, (self.step, self.skipped))
 
     def ask_plans(self) -> dict[str, Plan]:
-        """Ask every technique again what it plans, lacks and guards.
+        """Ask every technique for its plan again.
 
         Raises:
             ConfigError: If a position does not fit the run.
@@ -159,22 +160,22 @@ class Context:
         return self.plans
 
     def events_after(self, step: int) -> list[tuple[str, int, str]]:
-        """Return what is planned for later than a step: recipe key, step and event."""
+        """Return the events planned after a step: recipe key, step and event."""
         planned = ((key, event) for key, plan in self.plans.items() for event in plan.events)
         return [(key, at, what) for key, (at, what) in planned if at is not None and at > step]
 
     @property
     def first_usable_step(self) -> int:
-        """The step from which all plans hold of a checkpoint's weights."""
+        """The first step whose weights satisfy all plans."""
         return max((plan.usable_from for plan in self.plans.values()), default=0)
 
     @property
     def is_beyond_plan(self) -> bool:
-        """True if more steps were applied than planned: schedules stay where they ended, all else goes on."""
+        """True if more steps were applied than planned. Schedules then keep their last value; all else goes on."""
         return self.total_steps is not None and self.step > self.total_steps
 
     def resolve(self, position: Position, where: str) -> int:
-        """Return the optimizer step that a position means in this run."""
+        """Return the optimizer step of a position in this run."""
         parsed = parse_position(position, where)
         return parsed.resolve(where, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
 
@@ -182,36 +183,36 @@ class Context:
         """Return ``(begin, end)`` as optimizer steps.
 
         Raises:
-            ConfigError: If the range ends before it begins, or after training does; it may be empty.
+            ConfigError: If the range ends before it begins, or after training. It may be empty.
         """
         first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
         if last < first:
             raise ConfigError(
-                where, f"end must not lie before begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+                where, f"end ({end!r} = step {last}) must not come before begin ({begin!r} = step {first})"
             )
         if self.total_steps is not None and last > self.total_steps:
             raise ConfigError(
-                where, f"end must lie within the {self.total_steps} steps of this run, got {end!r} = step {last}"
+                where, f"end ({end!r} = step {last}) must be within the {self.total_steps} steps of this run"
             )
         return first, last
 
 
 class Technique:
-    """Base of techniques: override the hooks you need; the others do nothing.
+    """Base class for techniques. Override the hooks you need; the others do nothing.
 
     Args:
-        config: The options of this technique, already checked.
+        config: The technique's options, already validated.
     """
 
     key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
-    """True if `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
+    """True if `loss` needs a task loss averaged over the whole accumulation window, however it is split."""
     reaches_frozen: ClassVar[bool] = False
-    """True if it works on frozen weights too: then those that it leaves count against its coverage."""
+    """True if it also works on frozen weights. Frozen weights that it skips then count against its coverage."""
     replaces_weights: ClassVar[bool] = False
-    """True if it puts other weights into the model at the end; those that look at batches then do."""
+    """True if it puts other weights into the model at the end. Techniques that look at batches then do so after it."""
     makes_gradients_private: ClassVar[bool] = False
-    """True if `before_step` is called before that of every other technique."""
+    """True if its `before_step` runs before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
@@ -219,86 +220,86 @@ class Technique:
     # -- describe
 
     def plan(self, context: Context) -> Plan:
-        """Return what will happen when, what is missing, and what must stay as it is; asked before `begin`, too.
+        """Return what happens when, what is missing, and what must not change. Also called before `begin`.
 
         Raises:
             ConfigError: If a position does not fit the run.
-            UnknownLengthError: If one is a share of a run whose length is not known.
+            UnknownLengthError: If a position is a share of a run of unknown length.
         """
         return Plan()
 
     # -- attach
 
     def attach(self, context: Context) -> Touched:
-        """Prepare the model, before the optimizer exists and before any wrapping; return what was chosen in it.
+        """Prepare the model before the optimizer exists and before any wrapping. Return what was chosen in it.
 
-        Matching nothing is an error. For each change something is put on `context.undo` that takes it back, without
-        touching a weight that is the user's: called once the run is over or was cut short, the last one first.
+        Matching nothing is an error. Push an action to `context.undo` for each change, which reverts it without
+        touching the user's weights. They run in reverse order when the run is over or was cut short.
         """
         return Touched()
 
     # -- train
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Resolve positions; restore what `state_dict` returned, or make the first masks. The optimizer exists.
+        """Resolve positions. Restore what `state_dict` returned, or make the first masks. The optimizer exists.
 
-        Called again when an earlier state is loaded in the middle of a run, or the best one at its end: remove what the
-        first call put in.
+        Called again when an earlier state is loaded during a run, or the best one at its end. Then first remove what
+        the previous call put in.
 
         Args:
-            context: The run; weights and its step are those of the checkpoint already.
-            state: This technique's in the checkpoint that the run goes on from; None if there is none.
+            context: The run. On a resume its weights and step are already the checkpoint's.
+            state: This technique's state in the checkpoint, None without one.
         """
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds the forward and the loss of each training micro-batch."""
+        """Return a context manager for one micro-batch's forward pass and loss."""
         return contextlib.nullcontext()
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Return the loss to train on, after the student's forward."""
+        """Return the loss to train on. Called after the forward pass."""
         return task_loss
 
     def before_step(self, context: Context) -> None:
-        """Gradients are complete and unscaled, not yet clipped."""
+        """Called when gradients are complete and unscaled, but not yet clipped."""
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """The step was applied, and ``context.step`` counts it; or it was skipped or discarded: nothing advances."""
+        """Called after the step. If it was skipped or discarded, `applied` is False and nothing advances."""
 
     # -- evaluate and save
 
     def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds a validation or saving, on every process; it is left by an exception too.
+        """Return a context manager for a validation or a save, entered on every process. Exceptions pass through it.
 
-        Inside, the model holds what is evaluated, saved to go on from (``"checkpoint"``), or given to the user
-        (``"export"``). A file may be saved inside a validation: then leave what was found. What a sharded technique
-        gathers on entering, one process saves alone.
+        Inside, the model holds the weights to evaluate, to resume from (``"checkpoint"``), or to give to the user
+        (``"export"``). A save inside a validation keeps what is in the model. A sharded technique gathers on entering,
+        because one process saves alone.
         """
         return contextlib.nullcontext()
 
     # -- finish
 
     def finish(self, context: Context) -> None:
-        """End of training: bake into plain weights in place and leave stock modules behind."""
+        """Called at the end of training: write the result into plain weights, in place, and leave stock modules."""
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return by name in the model's state dict what the final report, asked for next, says of weights.
+        """Return what the final report says about weights, by name in the model's state dict.
 
-        Every technique has finished, and every process calls it: the place to count in weights that must be gathered.
+        Called on every process after all techniques have finished, so gathered weights can be counted here.
         """
         return {}
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
+        """Return everything that an exact resume needs: tensors, numbers, strings, and lists and dicts of them."""
         return {}
 
     # -- report
 
     def figures(self) -> dict[str, float]:
-        """Return figures for progress bar and logger, named ``<technique>/<figure>``."""
+        """Return figures for the progress bar and the logger, named ``<technique>/<figure>``."""
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return what was touched, what ran and what it cost, for the receipt. Counts are recounted, not remembered."""
+        """Return what was touched, what ran and what it cost, for the receipt. Count again; don't rely on counters."""
         return {}

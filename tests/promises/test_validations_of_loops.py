@@ -60,4 +60,4 @@ def test_a_script_that_never_trains_leaves_a_receipt_that_says_so(tmp_path, monk
     at_exit[-1]()
     receipt = json.loads((tmp_path / "eff_receipt.json").read_text())
     assert receipt["steps"]["applied"] == 0
-    assert "TRAINING NEVER BEGAN" in " ".join(receipt["notes"])
+    assert "before its first step" in " ".join(receipt["notes"])

@@ -407,7 +407,7 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_bad_surroundings_are_refused():
-    with pytest.raises(ConfigError, match="end must not lie before begin"):
+    with pytest.raises(ConfigError, match="must not come before begin"):
         make_session(make_net(), begin=30, end=20)
     with pytest.raises(ConfigError, match="within the 40 steps"):
         make_session(make_net(), schedule="one_shot", begin=41)
