@@ -1,4 +1,4 @@
-"""The hooks that a run calls again and again, as typed lists of bound methods: who is called, in which order."""
+"""The hooks of every step as typed lists of bound methods: which are called, and in which order."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ R = TypeVar("R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 Calls = list[tuple[str, Callable[P, R]]]
-"""The recipe key of a technique, for its time in the receipt, and its bound method."""
+"""Recipe keys, to which the receipt adds the time, and bound methods."""
 
 
 def overrides(method: Callable[..., Any], stock: Callable[..., Any]) -> bool:
-    """Return True if a technique has its own version of a hook.
+    """Return True if a technique overrides a hook.
 
     Args:
         method: The bound method of a technique.
-        stock: The function of `Technique` that it overrides or not.
+        stock: The function of `Technique`.
     """
     # A hook that is wrapped (a Mock, a partial) counts as its own.
     return not (isinstance(method, MethodType) and method.__func__ is stock)
@@ -37,7 +37,7 @@ def _own(calls: list[tuple[str, _Method]], stock: Callable[..., Any]) -> list[tu
 
 
 class Hooks:
-    """For each hook of every step or so the methods that do something then; a technique without its own is left out.
+    """The methods to call for each frequent hook. Techniques that don't override a hook are left out.
 
     Args:
         techniques: Recipe key → technique, in the order of composition.
@@ -45,17 +45,17 @@ class Hooks:
 
     def __init__(self, techniques: Mapping[str, Technique]) -> None:
         self.seconds = dict.fromkeys(techniques, 0.0)
-        """What each technique has taken, by its key."""
+        """Time spent in each technique, by its key."""
         pairs = list(techniques.items())
         self.forward: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
             [(key, one.forward) for key, one in pairs], Technique.forward
         )
         self.loss: Calls[[Tensor, Context], Tensor] = _own([(key, one.loss) for key, one in pairs], Technique.loss)
-        # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
+        # Gradients are made private before other techniques read them, so that those reveal nothing.
         self.before_step: Calls[[Context], None] = _own(
             [
                 (key, one.before_step)
-                # sorted is stable: False comes first, so private ones are first, the others keep their order.
+                # sorted is stable and False comes first: private ones lead, the others keep their order.
                 for key, one in sorted(pairs, key=lambda pair: not pair[1].makes_gradients_private)
             ],
             Technique.before_step,
@@ -68,7 +68,7 @@ class Hooks:
         )
 
     def leave_out(self, method: Callable[..., Any]) -> None:
-        """Call a method no more in this run; a round that is under way goes on as it began."""
+        """Stop calling a method in this run. A round in progress continues."""
         for name in ("forward", "loss", "before_step", "after_step", "swapped"):
             # Bound methods compare by object and function.
             setattr(self, name, [call for call in getattr(self, name) if call[1] != method])
@@ -76,25 +76,25 @@ class Hooks:
     def call(
         self, calls: Calls[Concatenate[Context, P], None], context: Context, *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call one of the lists above, and count each technique's time."""
+        """Call the methods of one of the lists above, and measure each technique's time."""
         for key, hook in calls:
             start = time.perf_counter()
             hook(context, *args, **kwargs)
             self.seconds[key] += time.perf_counter() - start
 
     def around_forward(self, context: Context) -> contextlib.AbstractContextManager[Any]:
-        """Return what surrounds the forward and the loss of a micro-batch."""
-        # One technique is the usual case: an ExitStack costs more than its hook.
+        """Return a context manager for one micro-batch's forward pass and loss."""
+        # Usually there is one technique, and an ExitStack would cost more than its hook.
         if len(self.forward) < 2:
             return self.forward[0][1](context) if self.forward else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
             for _, forward in self.forward:
                 stack.enter_context(forward(context))
-            # pop_all hands the contexts over: entered here, left by the caller.
+            # pop_all hands the contexts over: entered here, exited by the caller.
             return stack.pop_all()
 
     def mixed(self, loss: Tensor, context: Context) -> Tensor:
-        """Return a loss with what techniques add, in the order of composition: each sees that of those before it."""
+        """Return the loss after all techniques, each of which receives the loss of the previous one."""
         for key, hook in self.loss:
             start = time.perf_counter()  # not `timed`: a generator costs more than some hooks
             loss = hook(loss, context)

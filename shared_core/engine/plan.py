@@ -1,4 +1,4 @@
-"""What a technique touches, what it will do in a run, and what the model still lacks."""
+"""`Touched`: what a technique acts on. `Plan`: what it will do in this run, and what the model still lacks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 Event = tuple[int | None, str]
-"""An event once that many optimizer steps are applied (0: before the first; None: after training)."""
+"""The number of optimizer steps after which something happens (0: before the first, None: after training), and what."""
 
 
 @dataclass(frozen=True)
 class Touched:
-    """The part of a model that a technique acts on: tensors or modules by name with their number of elements.
+    """The part of a model that a technique acts on: names of tensors or modules, with their number of elements.
 
-    `left_out` tells why others that it could handle stay as they are; those of them in `reached` it works on in another
-    way, and those in `asked` the user's options name. Without tensors it acts on the run as a whole. If `what` is
-    "weights", "layers" or "factorised layers", less than half of the model's multiplying weights is refused
-    (`coverage`); any other word is not measured so.
+    Attributes:
+        tensors: Name → number of elements. Empty if the technique acts on the run as a whole.
+        left_out: Name → why a tensor or module that the technique could handle stays as it is.
+        what: What the names are. For "weights", "layers" and "factorised layers", reaching less than half of the
+            model's multiplying weights is refused (`coverage`).
+        reached: Those in `left_out` that the technique handles in another way.
+        asked: Those in `left_out` that the user's options name.
     """
 
     tensors: Mapping[str, int] = field(default_factory=dict)
@@ -31,7 +34,7 @@ class Touched:
     def modules(
         cls, modules: Mapping[str, nn.Module], left_out: Mapping[str, str] | None = None, what: str = "layers"
     ) -> Touched:
-        """Return modules with the number of elements of all their parameters."""
+        """Return modules with the number of elements of their parameters."""
         sizes = {name: sum(value.numel() for value in module.parameters()) for name, module in modules.items()}
         return cls(sizes, dict(left_out or {}), what)
 
@@ -49,29 +52,28 @@ class Touched:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a technique will do in this run, and what of it the model does not hold yet; asked again at each use."""
+    """What a technique will do in this run, and what the model still lacks. Asked for again at each use."""
 
     events: Sequence[Event] = ((0, "on, in every step"),)
-    """What happens when, positions resolved and checked."""
+    """What happens when, with resolved and checked positions."""
     missing: str | Callable[[], str] = ""
-    """What the model lacks of that which was asked for, and when it will have it; empty if nothing. Such a model is no
-    candidate for the best of a run, and a run that ends with it says so. A function where to count takes time: plans
-    are asked for other things more often."""
+    """What the model still lacks, and when it will have it. Empty if nothing. Until then the model cannot be the best
+    of a run, and a run that ends with it says so. Pass a function if counting takes time."""
     usable_from: int = 0
-    """Checkpoints from before this step are no ingredients of a soup: their weights are not yet as asked for."""
+    """The first step whose checkpoints may go into a soup. Earlier weights are not yet as asked for."""
     guards: Mapping[str, nn.Module | Tensor] = field(default_factory=dict)
-    """By name the very objects of the model that this technique found and goes on to work on: if one is replaced, the
-    run ends. Looked up again they would always match."""
+    """The objects of the model that this technique keeps working on, by name. If one is replaced, the run ends. The
+    objects themselves are needed, because a second lookup by name would always match."""
     keeps_frozen: bool = False
-    """True if tensors among `guards` must not train: if somebody unfreezes one, the run ends."""
+    """True if tensors among `guards` must stay frozen. If one is unfrozen, the run ends."""
     acts_on_gradients: bool = False
-    """True if `before_step` must come before weights move: then no optimizer may step inside backward."""
+    """True if `before_step` must run before weights change. Then no optimizer may step inside backward."""
     looks_at_batches: bool = False
-    """True if training batches are looked at when a technique has replaced the weights."""
+    """True if the technique looks at training batches after another technique replaced the weights."""
 
 
 def trained(model: nn.Module) -> Touched:
-    """Return the parameters of a model that have a gradient."""
+    """Return the parameters of a model that require gradients."""
     named = model.named_parameters()
     return Touched.parameters(((name, value) for name, value in named if value.requires_grad), what="parameters")
 

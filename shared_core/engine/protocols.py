@@ -1,4 +1,4 @@
-"""Optional methods that few techniques need: `offering` returns those that have the methods of a protocol."""
+"""Optional methods that few techniques need. `offering` returns the techniques that implement a protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Offer = TypeVar("Offer")
 
 
 def offering(techniques: Mapping[str, object], protocol: type[Offer]) -> list[tuple[str, Offer]]:
-    """Return the techniques that have the methods of one of the protocols below, with their recipe keys.
+    """Return the techniques that implement one of the protocols below, with their recipe keys.
 
     Example:
         >>> class Shares:
@@ -32,19 +32,19 @@ def offering(techniques: Mapping[str, object], protocol: type[Offer]) -> list[tu
 
 @runtime_checkable
 class LooksFirst(Protocol):
-    """Looks at the user's model, or copies it, before any technique has touched it."""
+    """Looks at the user's model, or copies it, before any technique changes it."""
 
     def before_attach(self, context: Context) -> None:
-        """No technique is attached yet."""
+        """Called before any technique is attached."""
         ...
 
 
 @runtime_checkable
 class LeavesUnheld(Protocol):
-    """Works on single parameters, and leaves alone, as frozen, those that no optimizer holds."""
+    """Works on single parameters, and treats those that no optimizer holds as frozen."""
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Leave alone those in `context.unheld`, and return what is left; once, before saved state is restored."""
+        """Skip the parameters in `context.unheld` and return the rest. Called once, before a state is restored."""
         ...
 
 
@@ -53,16 +53,16 @@ class PreparesOptimizer(Protocol):
     """Changes or checks optimizers before their saved state is loaded."""
 
     def prepare_optimizers(self, context: Context) -> None:
-        """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
+        """Called when the optimizers exist. On a resume, their saved state is loaded afterwards."""
         ...
 
 
 @runtime_checkable
 class MakesScaler(Protocol):
-    """Scales the loss by a scaler of its own."""
+    """Scales the loss with its own scaler."""
 
     def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        """Return the scaler for a type of device, which replaces the script's. None keeps the script's."""
         ...
 
 
@@ -71,50 +71,50 @@ class DrawsBatches(Protocol):
     """Draws the training batches itself."""
 
     def loader(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on, in place of the script's.
+        """Return the DataLoader to train on, which replaces the script's.
 
         Args:
-            loader: The script's, over the same whole data set on every process.
-            accumulate: Micro-batches of an optimizer step.
-            batch_size: Examples of a micro-batch, by default as many as a batch of `loader` has.
-            more: Arguments of a class other than DataLoader, if `loader` is of one.
+            loader: The script's loader, over the same whole dataset on every process.
+            accumulate: Micro-batches per optimizer step.
+            batch_size: Examples per micro-batch, by default the batch size of `loader`.
+            more: Further arguments, if the loader's class is not DataLoader.
         """
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state at once: batches are drawn before `begin`, which gets it again."""
+        """Restore a saved state early: batches are drawn before `begin`, which receives the state again."""
         ...
 
 
 @runtime_checkable
 class TrainsPeers(Protocol):
-    """Trains further models with the script's optimizer."""
+    """Trains more models with the script's optimizer."""
 
     @property
     def peers(self) -> Sequence[nn.Module]:
-        """The others: a loop clips the gradients of each by their own norm."""
+        """The other models. A loop clips each by the norm of its own gradients."""
         ...
 
     def write(self, folder: Path) -> None:
-        """Write them into the run's folder; called once it is over, on the main process."""
+        """Write them into the run's folder. Called after the run, on the main process."""
         ...
 
 
 @runtime_checkable
 class FollowsWeights(Protocol):
-    """Keeps something that belongs to weights, such as ranges or copies."""
+    """Keeps something that depends on the weights, such as ranges or copies."""
 
     def weights_replaced(self, context: Context) -> None:
-        """Weights came from elsewhere (a soup's candidate), and were projected: restore what else belongs to them."""
+        """Called when the weights were replaced (by a soup's candidate) and projected: update what depends on them."""
         ...
 
 
 @runtime_checkable
 class SeesMetrics(Protocol):
-    """Wants to know what validations find."""
+    """Uses the metrics of the user's validations."""
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
+        """Called after the user's validation of the current weights, with metrics by the trainer's names."""
         ...
 
 
@@ -123,7 +123,7 @@ class KeepsStructure(Protocol):
     """Leaves layers in the model that saved weights must fit."""
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the model has the structure of the weights that were saved with a state."""
+        """Return True if the model has the same structure as the weights saved with a state."""
         ...
 
 
@@ -132,16 +132,16 @@ class LoadsByName(Protocol):
     """Adds parameters that a file of plain weights does not have."""
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
+        """Return a context manager in which a trainer loads plain weights by parameter names."""
         ...
 
 
 @runtime_checkable
 class Bakes(Protocol):
-    """Saves other weights than those in the model."""
+    """Saves weights that differ from those in the model."""
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
+        """Return the state dict that the user's plain model loads. Does not change its input."""
         ...
 
 
@@ -150,17 +150,17 @@ class Deploys(Protocol):
     """Has values that a deployment needs in addition to the plain weights."""
 
     def deployment(self) -> dict[str, Any]:
-        """Return it, such as activation ranges, as plain values."""
+        """Return them as plain values, for example activation ranges."""
         ...
 
 
 class Window(Protocol):
-    """State that a process gathers in an accumulation window."""
+    """State that a process accumulates during an accumulation window."""
 
     def window_state(self) -> dict[str, Any]:
-        """Return what this process has gathered in the window that is not over; empty: nothing."""
+        """Return what this process has accumulated in the unfinished window. Empty if nothing."""
         ...
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `window_state`, by the same process of as many."""
+        """Restore the state that `window_state` returned on the same rank, with the same number of processes."""
         ...

@@ -1,4 +1,4 @@
-"""The one option set of a run: which techniques, with which options; read from flags, YAML, JSON or Python."""
+"""`Recipe`: the techniques of a run with their options, read from flags, YAML, JSON or Python."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shared_core.errors import ConfigError, nearest
 from shared_core.files.json_yaml import parse_json, parse_yaml
 
 PARTIAL, PARTIAL_FLAG = "allow_partial", "eff_allow_partial"
-"""The one entry of a recipe that is no technique, and its flag."""
+"""The one entry of a recipe that is not a technique, and its flag."""
 
 
 class Recipe(Mapping[str, TechniqueConfig]):
-    """The techniques of one run with their options, in the order in which they compose; immutable.
+    """The techniques of one run with their options, in the order in which they compose. Immutable.
 
-    A key's presence switches its technique on. Make one with `from_dict`, `from_yaml`, `from_json` or `from_flags`;
+    A key's presence switches its technique on. Use `from_dict`, `from_yaml`, `from_json` or `from_flags`.
     `Recipe({})` switches nothing on.
 
     Args:
         configs: Recipe key → config.
-        allow_partial: Whether techniques may run that reach less than half of a model (`engine.checks.coverage`).
+        allow_partial: Allow techniques that reach less than half of a model (`engine.checks.coverage`).
 
     Example:
         >>> recipe = Recipe.from_dict({"prune": {"sparsity": "8e-1"}})
@@ -50,12 +50,12 @@ class Recipe(Mapping[str, TechniqueConfig]):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of ``{"prune": {"sparsity": 0.8}, …}``; the value may also be a config.
+        """Return the recipe of ``{"prune": {"sparsity": 0.8}, …}``. A value may also be a config.
 
-        ``"allow_partial": True`` may stand beside the techniques.
+        The key ``"allow_partial"`` is allowed, too.
 
         Raises:
-            ConfigError: If a key, an option or a value is wrong; names the nearest known one.
+            ConfigError: If a key, an option or a value is wrong. The message suggests the nearest known name.
         """
         if not isinstance(values, Mapping):
             raise ConfigError("recipe", f"must be a mapping of techniques, got {values!r}")
@@ -74,20 +74,20 @@ class Recipe(Mapping[str, TechniqueConfig]):
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Recipe:
-        """Return the recipe in a YAML file, or in a YAML text (which has a colon followed by space or a line end)."""
+        """Return the recipe in a YAML file or text. A text has a line break, or a colon followed by a space."""
         return cls.from_dict(_mapping(parse_yaml, "YAML", source))
 
     @classmethod
     def from_json(cls, source: str | Path) -> Recipe:
-        """Return the recipe in a JSON file, or in a JSON text (which starts with a brace)."""
+        """Return the recipe in a JSON file or text. A text starts with a brace."""
         return cls.from_dict(_mapping(functools.partial(parse_json, unique=True), "JSON", source))
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of ``{"prune_sparsity": 0.8, …}``; options that are None were not given.
+        """Return the recipe of ``{"prune_sparsity": 0.8, …}``. None means that a flag was not given.
 
         Raises:
-            ConfigError: If a flag is unknown, or belongs to a technique whose switch was not given.
+            ConfigError: If a flag is unknown, or the flag that switches its technique on is missing.
         """
         known = flags()
         options: dict[str, Any] = {}
@@ -107,7 +107,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 other, switch = next(iter(given)), f" or --{key}_".join(switches)
                 raise ConfigError(
                     "flags",
-                    f"--{key}_{other} must come with --{key}_{switch}, which switches the technique on",
+                    f"--{key}_{other} needs --{key}_{switch}, which switches the technique on",
                     "add it",
                 )
         if (partial := values.get(PARTIAL_FLAG)) is not None:
@@ -115,7 +115,10 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return cls.from_dict(options)
 
     def changes_since(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return in words what differs from a saved recipe, as `to_dict` returned it.
+        """Return what differs from a saved recipe, in words.
+
+        Args:
+            saved: What `to_dict` returned.
 
         Example:
             >>> Recipe.from_dict({"prune": {"sparsity": 0.8}}).changes_since({})
@@ -135,29 +138,27 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return changes
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the techniques as plain values that `from_dict` reads back, every default written out."""
+        """Return the techniques as plain values for `from_dict`, with every default."""
         return {key: config.to_dict() for key, config in self._configs.items()}
 
     def to_yaml(self) -> str:
-        """Return the recipe as YAML text, `allow_partial` with it."""
+        """Return the recipe as YAML text, including `allow_partial`."""
         partial = {PARTIAL: True} if self.allow_partial else {}
         return yaml.safe_dump({**partial, **self.to_dict()}, sort_keys=False)
 
     def needed_metrics(self) -> dict[str, str]:
-        """Return by option the metrics that the trainer's evaluation must report."""
+        """Return the metrics that the trainer's evaluation must report, by option."""
         return {option: name for config in self.values() for option, name in config.needed_metrics().items()}
 
     def merged(self, other: Recipe) -> Recipe:
         """Return both recipes in one.
 
         Raises:
-            ConfigError: If a technique is in both.
+            ConfigError: If both name the same technique.
         """
         twice = self.keys() & other.keys()
         if twice:
-            raise ConfigError(
-                "recipe", f"{', '.join(sorted(twice))} must be given once, got it twice", "keep one of them"
-            )
+            raise ConfigError("recipe", f"{', '.join(sorted(twice))} was given twice", "remove one of the two")
         return Recipe({**self, **other}, allow_partial=self.allow_partial or other.allow_partial)
 
     def __getitem__(self, key: str) -> TechniqueConfig:
@@ -187,7 +188,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
 
 
 def _text(values: Any) -> str:
-    # compared as they are written: position 1 is a step, and 1.0 the end
+    # Compared as text: position 1 is a step, and 1.0 the end of the run.
     return json.dumps(values, sort_keys=True)
 
 
@@ -196,13 +197,13 @@ def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mappi
     if isinstance(source, Path) or not ("\n" in text or ": " in text or text.lstrip().startswith("{")):
         try:
             text, name = Path(source).read_text(encoding="utf-8"), f"{source} "
-        except (OSError, ValueError) as error:  # the latter of another encoding, and of a name with a NUL
+        except (OSError, ValueError) as error:  # ValueError: another encoding, or a name with a NUL
             why = getattr(error, "strerror", None) or error  # without the name, which may be a whole text
-            raise ConfigError("recipe", f"{str(source)[:300]} must be a readable text file, got {why}") from error
+            raise ConfigError("recipe", f"cannot read {str(source)[:300]}: {why}") from error
     try:
         values = read(text)
     except ValueError as error:
-        raise ConfigError("recipe", f"{name}must be valid {kind}, got {str(error)[:300]}") from error
+        raise ConfigError("recipe", f"{name}is not valid {kind}: {str(error)[:300]}") from error
     if values is None:
         return {}
     if not isinstance(values, Mapping):

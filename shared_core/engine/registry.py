@@ -1,4 +1,4 @@
-"""All techniques by recipe key: those of this library, and those that others register."""
+"""All techniques by recipe key: this library's, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shared_core.config.options import TechniqueConfig
 from shared_core.errors import ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
-    from shared_core.engine.technique import Technique  # it imports torch, for which `eff prune --help` must not wait
+    from shared_core.engine.technique import Technique  # imports torch, which `eff prune --help` must not wait for
 
 GROUP = "efftrain.techniques"
-"""The group of entry points whose modules call `register`."""
+"""The entry point group of modules that call `register`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """Where a technique lives: a package with its config and its state class, imported when they are needed."""
+    """A technique's key, package and classes, which are imported on first use."""
 
     key: str
     package: str
@@ -44,7 +44,7 @@ class Registration:
 
 @dataclasses.dataclass(frozen=True)
 class _Registered(Registration):
-    """A technique whose classes are there already: `register` got them."""
+    """A technique that `register` received with its classes."""
 
     classes: tuple[type[TechniqueConfig], type[Technique]]
 
@@ -57,9 +57,9 @@ class _Registered(Registration):
         return self.classes[1]
 
 
-# In the order of composition. Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast
-# and then checkpointed. Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks,
-# then averages, which must see masked weights.
+# In the order of composition. Attach: a factorised layer can be pruned, and a pruned one quantised. The rest is cast
+# and then checkpointed. Loss: the task loss, then distillation. After the step: first 16-bit weights from their
+# copies, then masks, then averages, which must see masked weights.
 _OURS = (
     ("matmul", "matmul_precision", "MatmulPrecisionConfig", "MatmulPrecision"),
     ("low_rank", "low_rank", "LowRankConfig", "LowRank"),
@@ -84,14 +84,14 @@ OURS = frozenset(row[0] for row in _OURS)
 
 
 class _Registry(Mapping[str, Registration]):
-    """Recipe key → registration, in the order of registration; entry points are loaded at the first look."""
+    """Recipe key → registration, in the order of registration. Entry points are loaded on first access."""
 
     def __init__(self) -> None:
         self._known = {key: Registration(key, f"shared_core.{package}", *names) for key, package, *names in _OURS}
         self._loaded = False
         self._orders: dict[str, tuple[str, ...]] = {}
         self.has_made_flags = False
-        """True if a front end has made flags of all techniques, once for the process."""
+        """True if a front end has made the flags of all techniques, which happens once per process."""
 
     def __getitem__(self, key: str) -> Registration:
         return self._all()[key]
@@ -104,7 +104,7 @@ class _Registry(Mapping[str, Registration]):
 
     def _all(self) -> dict[str, Registration]:
         if not self._loaded:
-            self._loaded = True  # before: a module that registers a technique may look at the others
+            self._loaded = True  # set first, because a module that registers a technique may read the others
             for point in metadata.entry_points(group=GROUP):
                 self._load(point)
         return self._known
@@ -118,20 +118,20 @@ class _Registry(Mapping[str, Registration]):
             owner = point.dist.name if point.dist is not None else "an installed package"
             raise ConfigError(
                 "registry",
-                f"entry point {point.name} of {owner} must load, got {type(error).__name__} from {point.value}: "
+                f"entry point {point.name} of {owner} does not load: {point.value} raised {type(error).__name__}: "
                 f"{error}",
-                f"mend or uninstall {owner}",
+                f"fix or uninstall {owner}",
             ) from error
 
     def add(self, registration: Registration) -> None:
-        """Add a technique, or replace one of the same name and module: a notebook runs a cell twice."""
+        """Add a technique. Replace one of the same name and module, since a notebook may run a cell twice."""
         self._known[registration.key] = registration
         self._orders = {}
 
     def remove(self, key: str) -> None:
-        """Forget a technique that `register` added."""
+        """Remove a technique that `register` added."""
         if key in OURS:
-            raise ConfigError("registry", f"{key} must not be removed, it is one of this library's own")
+            raise ConfigError("registry", f"{key} belongs to this library and cannot be removed")
         self._known.pop(key, None)
         self._orders = {}
 
@@ -143,8 +143,7 @@ class _Registry(Mapping[str, Registration]):
         """
         if kind not in self._orders:
             first, last = {"attach": ("after", "before"), "finish": ("finishes_after", "finishes_before")}[kind]
-            # Ours first and by themselves, then all: a technique that others register must not change the order among
-            # ours.
+            # First ours alone, then all: a technique of another package must not change the order of ours.
             ours = _sorted({key: one for key, one in self._all().items() if key in OURS}, first, last)
             self._orders[kind] = tuple(_sorted(self._all(), first, last, itertools.pairwise(ours)))
         return self._orders[kind]
@@ -156,17 +155,17 @@ REGISTRY = _Registry()
 def _sorted(
     registrations: Mapping[str, Registration], after: str, before: str, pairs: Iterable[tuple[str, str]] = ()
 ) -> list[str]:
-    """Return keys in the order of registration, but for those that must come earlier: right before who waits for them.
+    """Return keys in the order of registration, moving a key that must come earlier right before its dependents.
 
     A depth-first topological sort (Tarjan, 1976).
 
     Args:
         registrations: By key.
-        after: The attribute of configs that names who comes earlier.
-        before: The attribute that names who comes later.
-        pairs: Keys and which come directly or indirectly after them, beside what configs say.
+        after: The config attribute that names the keys that come earlier.
+        before: The config attribute that names the keys that come later.
+        pairs: More pairs of an earlier and a later key.
     """
-    # Of those that are there: names of techniques that are not registered mean nothing.
+    # Names of techniques that are not registered are ignored.
     waits_for: dict[str, set[str]] = {
         key: set(getattr(one.config_class, after)) & registrations.keys() for key, one in registrations.items()
     }
@@ -181,12 +180,12 @@ def _sorted(
         if key in path:
             raise ConfigError(
                 "registry",
-                f"{after} and {before} must leave an order, got a circle of {' -> '.join((*path, key))}",
-                "mend what was registered last",
+                f"{after} and {before} form a cycle: {' -> '.join((*path, key))}",
+                "fix the technique that was registered last",
             )
-        # Depth first: what must come earlier is placed right before who waits for it.
+        # Depth first: a key that must come earlier is placed right before its dependent.
         if key not in done:
-            for other in registrations:  # not the set: the order of registration
+            for other in registrations:  # not the set, which has no order
                 if other in waits_for[key]:
                     visit(other, (*path, key))
             done.append(key)
@@ -197,10 +196,10 @@ def _sorted(
 
 
 def in_order(keys: Iterable[str], kind: str = "attach") -> list[str]:
-    """Return recipe keys in the order of composition, whatever order they were given in.
+    """Return recipe keys in the order of composition.
 
     Args:
-        keys: Of techniques, any order.
+        keys: Recipe keys in any order.
         kind: ``attach``, or ``finish`` for the end of training.
 
     Example:
@@ -211,18 +210,18 @@ def in_order(keys: Iterable[str], kind: str = "attach") -> list[str]:
 
 
 def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
-    """Make a technique one of a recipe's: flags, YAML, callbacks, receipt and `eff` know it from then on.
+    """Add a technique to recipes, flags, YAML, callbacks, receipts and `eff`.
 
-    Call it in the module that defines both, and import that module before the trainer is made, and for flags before
-    `hf_eff`; or name the module in an entry point of group ``efftrain.techniques``, which is loaded with the first
-    recipe.
+    Call it in the module that defines both classes. Import that module before the trainer is made, and before
+    `efftrain.hf` if you use flags. Or name the module in an entry point of the group ``efftrain.techniques``, which is
+    loaded with the first recipe.
 
     Args:
-        technique: The class that a session drives; its `key` is the config's.
+        technique: The class that a session drives. Its `key` equals the config's.
         config: A frozen dataclass of its options.
 
     Raises:
-        ConfigError: If the key or a flag is taken, or is none, or the switch is no option.
+        ConfigError: If the key or a flag is invalid or taken, or the switch is not an option.
 
     Example:
         The file ``examples/own_technique/gradient_noise.py``.
@@ -232,28 +231,28 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     if not (isinstance(key, str) and re.fullmatch(r"[a-z][a-z0-9_]*", key)):
         raise ConfigError(where, f"key must be lower-case letters, digits and _, got {key!r}", "set it in the class")
     if technique.key != key:
-        raise ConfigError(where, f"key must be that of {technique.__name__}, got {key!r} and {technique.key!r}")
+        raise ConfigError(where, f"its key is {key!r}, but {technique.__name__} has {technique.key!r}")
     options = {field.name for field in dataclasses.fields(config)}
     for name in filter(None, (config.switch, config.other_switch)):
         if name not in options:
-            raise ConfigError(where, f"switch must be an option, got {name!r}{nearest(name, options)}")
+            raise ConfigError(where, f"the switch {name!r} is not an option{nearest(name, options)}")
     known = REGISTRY.get(key)
-    # A class that was defined anew in a notebook takes the place of the earlier one; another class must not.
+    # A class that a notebook defines again replaces the earlier one. Another class must not.
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):
-        raise ConfigError(where, f"key must be free, got {key!r}, which is {known.package}.{known.config_name}")
+        raise ConfigError(where, f"the key {key!r} is taken by {known.package}.{known.config_name}")
     taken = sorted({f"{key}_{name}" for name in options} & flags(*(REGISTRY.keys() - {key})).keys())
     if taken:
-        raise ConfigError(where, f"flags must be free, got --{taken[0]}, which another technique has", "rename key")
+        raise ConfigError(where, f"another technique already has the flag --{taken[0]}", "rename the key")
     if known is None and REGISTRY.has_made_flags:
         warnings.warn(
-            f"{where}: no --{key}_{config.switch} in this process, whose flags are made already; import "
-            f"{config.__module__} before hf_eff, or name it in an entry point of {GROUP}. Recipes "
-            "and callbacks take it",
+            f"{where}: this process has made its flags already, without --{key}_{config.switch}. Import "
+            f"{config.__module__} before efftrain.hf, or name it in an entry point of {GROUP}. Recipes and callbacks "
+            "accept it",
             stacklevel=2,
         )
     REGISTRY.add(_Registered(key, config.__module__, config.__name__, technique.__name__, (config, technique)))
     try:
-        # A cycle shows only now: undo, so that the registry stays usable.
+        # A cycle shows only now. Remove the technique, so that the registry stays usable.
         REGISTRY.order("attach"), REGISTRY.order("finish")
     except ConfigError:
         REGISTRY.remove(key)
@@ -264,7 +263,7 @@ def registration(key: str) -> Registration:
     """Return the registration of a recipe key.
 
     Raises:
-        ConfigError: If there is none; names the nearest.
+        ConfigError: If there is none. The message suggests the nearest.
     """
     if key not in REGISTRY:
         of_package = [repr(one.key) for one in REGISTRY.values() if one.package == f"shared_core.{key}"]
@@ -277,7 +276,7 @@ def flags(*keys: str) -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of registration.
 
     Args:
-        keys: Of the techniques whose flags are wanted; none: all.
+        keys: Techniques whose flags are wanted, all by default.
     """
     return {
         f"{key}_{field.name}": (key, field)

@@ -1,4 +1,4 @@
-"""What only a front end can do for a technique: evaluate, read checkpoints, load a teacher."""
+"""Services that only a front end can offer: evaluate, read checkpoints, load a teacher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared_core.printing import printable
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint of this run as an ingredient: where it lies, its step, its validation metric if logged."""
+    """A checkpoint of this run: its path, step, and validation metric if one was logged."""
 
     path: Path
     step: int
@@ -23,20 +23,20 @@ class SavedCheckpoint:
 
 
 class Services(Protocol):
-    """Services that only a front end has for a technique; `BareServices` is the answer of a loop without a trainer."""
+    """What techniques may ask of a front end. `BareServices` implements it for a loop without a trainer."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-        """Return the teacher saved under a path or Hub name, on CPU or the student's device; run no code of its own.
+        """Return the teacher saved under a path or Hub name, on the CPU or the student's device.
 
         Args:
-            name: The path or name.
+            name: A path or a Hub name.
             student: The model that it will teach.
-            trust_remote_code: Run the code that lies beside its weights.
+            trust_remote_code: Run code that comes with the weights. Without it, none is run.
         """
         ...
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the user's model, or the processor that holds it; None where nobody gave one."""
+        """Return the tokenizer of the user's model, or the processor that holds it. None if the user gave none."""
         ...
 
     def checkpoints(self) -> list[SavedCheckpoint]:
@@ -48,7 +48,7 @@ class Services(Protocol):
         ...
 
     def evaluate(self) -> dict[str, float]:
-        """Return the trainer's own validation metrics for the weights that the model has now."""
+        """Return the trainer's validation metrics for the current weights."""
         ...
 
     def calibrate(self, num_batches: int) -> None:
@@ -56,25 +56,25 @@ class Services(Protocol):
         ...
 
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
-        """Return the trainer's own loss of the present micro-batch for a module that stands for the user's model.
+        """Return the trainer's loss of the current micro-batch for a module in place of the user's model.
 
         Args:
             model: The module.
-            forward: Runs it on the inputs that the user's model just had, for a loop without a trainer.
+            forward: Runs it on the inputs that the user's model just received. A loop without a trainer uses it.
         """
         ...
 
     def wrapped_model(self) -> nn.Module | None:
-        """Return the model as the trainer wraps it to train (DDP, compile), None if it does not."""
+        """Return the model as the trainer wraps it for training (DDP, compile), None if it does not."""
         ...
 
     def say(self, text: str) -> None:
-        """Show one line to the user, on the main process, where the trainer shows its own."""
+        """Print one line on the main process, where the trainer prints its own."""
         ...
 
 
 class BareServices:
-    """Services of a plain training loop: whatever needs a trainer says so."""
+    """Services for a plain training loop. Methods that need a trainer raise an error."""
 
     def _needs_trainer(self, what: str) -> CompatibilityError:
         return CompatibilityError(
@@ -82,7 +82,7 @@ class BareServices:
         )
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-        """Refuse: give the teacher as a module."""
+        """Raise: a loop passes the teacher as a module."""
         raise CompatibilityError(
             "bare loop", f"distill.teacher must be a module here, got {name!r}", "load it and pass the object"
         )
@@ -92,24 +92,24 @@ class BareServices:
         return None
 
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """Refuse."""
+        """Raise."""
         raise self._needs_trainer("soup of the run's checkpoints")
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
-        """Refuse."""
+        """Raise."""
         raise self._needs_trainer("reading a checkpoint")
 
     def evaluate(self) -> dict[str, float]:
-        """Refuse."""
+        """Raise."""
         raise self._needs_trainer("evaluation")
 
     def calibrate(self, num_batches: int) -> None:
-        """Refuse."""
+        """Raise."""
         raise self._needs_trainer("calibration")
 
     @property
     def lacks_batches(self) -> str:
-        """What the user must do so that `calibrate` has training batches; empty if it has some."""
+        """How the user can give `calibrate` training batches. Empty if it has some."""
         if type(self).calibrate is not BareServices.calibrate:
             return ""
         return (
@@ -118,25 +118,25 @@ class BareServices:
         )
 
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
-        """Return the loss that the model itself computes from labels among its inputs.
+        """Return the loss that the model computes from the labels among its inputs.
 
         Raises:
-            TrainingError: If it returns none: then give `Session` services of your own, whose `task_loss` computes it.
+            TrainingError: If the model returns no loss. Then pass services whose `task_loss` computes it.
         """
         output = forward()
         found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(found, Tensor):
             raise TrainingError(
                 "bare loop",
-                f"{type(model).__name__} must return its loss (output.loss or output['loss']), got "
-                f"{type(output).__name__} without",
+                f"{type(model).__name__} returned no loss (output.loss or output['loss']), only a "
+                f"{type(output).__name__}",
                 "pass labels to the model, or Session(services=...) with a subclass of BareServices whose "
                 "task_loss(model, forward) returns the loss of forward()",
             )
         return found
 
     def wrapped_model(self) -> nn.Module | None:
-        """Return None: a plain loop wraps what it likes."""
+        """Return None: a plain loop does its own wrapping."""
         return None
 
     def say(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What gives a model back as the user made it."""
+"""`Undo`: the actions that restore the user's model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 
 class Undo:
-    """Calls for the end of a run, made last to first. A copy of a run undoes its own; `ExitStack` calls the original's.
+    """Calls to make at the end of a run, last to first.
+
+    Unlike with `ExitStack`, a deep copy of a run restores the copied model, not the original.
 
     Example:
         >>> undo = Undo()
@@ -24,15 +26,15 @@ class Undo:
         self._calls: list[Callable[[], object]] = []
 
     def callback(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Keep a call for the end."""
+        """Add a call."""
         self._calls.append(partial(function, *args, **kwargs))
 
     def close_with(self, function: Callable[[], object]) -> None:
-        """Keep a call for after all others."""
+        """Add a call to make after all others."""
         self._calls.insert(0, function)
 
     def close(self) -> None:
-        """Make all calls, once; an error in one does not keep the others from being made."""
+        """Make all calls once. An error in one does not prevent the others."""
         calls, self._calls = self._calls, []
         with contextlib.ExitStack() as stack:
             for call in calls:

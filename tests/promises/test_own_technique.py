@@ -85,7 +85,7 @@ def test_an_entry_point_brings_flag_yaml_and_explain(tmp_path):
     parsed = run("args.py", "--output_dir", "out", "--noise_eta", "0.25")
     assert parsed.stdout.strip() == "Recipe.from_dict({'noise': {'eta': 0.25}})", parsed.stderr[-2000:]
     broken = run("-c", "from shared_core import Recipe; Recipe.from_dict({'prune': {}})", path=str(info.parent))
-    assert "entry point noise of gradient-noise must load, got ModuleNotFoundError" in broken.stderr
+    assert "entry point noise of gradient-noise does not load" in broken.stderr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +103,17 @@ class Other(Technique):
     ("config", "technique", "told"),
     [
         ({"key": "Other"}, {}, "lower-case letters"),
-        ({}, {"key": "another"}, "key must be that of Changed, got 'other' and 'another'"),
-        ({"switch": "strenght"}, {}, "switch must be an option, got 'strenght'; did you mean 'strength'"),
-        ({"key": "prune"}, {"key": "prune"}, "key must be free, got 'prune', which is shared_core.pruning"),
-        ({"after": ("soup",), "before": ("prune",)}, {}, "a circle of"),
+        ({}, {"key": "another"}, "but Changed has .another."),
+        ({"switch": "strenght"}, {}, "'strenght' is not an option; did you mean 'strength'"),
+        ({"key": "prune"}, {"key": "prune"}, "'prune' is taken by shared_core.pruning"),
+        ({"after": ("soup",), "before": ("prune",)}, {}, "form a cycle"),
     ],
 )
 def test_a_wrong_registration_is_refused(config, technique, told):
     with pytest.raises(ConfigError, match=told):
         register(type("Changed", (Other,), technique), type("ChangedConfig", (OtherConfig,), config))
     assert "other" not in REGISTRY
-    with pytest.warns(UserWarning, match="no --other_strength in this process"):
+    with pytest.warns(UserWarning, match="without --other_strength"):
         register(Other, OtherConfig)
     register(Other, OtherConfig)  # as a notebook does
     assert Recipe.from_dict({"other": {"strength": 1}})["other"].strength == 1.0

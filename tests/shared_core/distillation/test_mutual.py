@@ -121,7 +121,7 @@ class TestUpdate:
     def test_a_loss_that_nobody_gives_is_refused(self):
         run = Run()
         x, y = batch(0)
-        with pytest.raises(TrainingError, match=r"Net must return its loss .* whose task_loss"):
+        with pytest.raises(TrainingError, match=r"Net returned no loss .* whose task_loss"):
             run.session.loss(F.cross_entropy(run.model(x)["logits"], y))
 
     def test_a_skipped_step_leaves_no_gradient_to_the_next(self):

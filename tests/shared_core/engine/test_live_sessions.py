@@ -53,7 +53,7 @@ def test_a_session_that_ended_frees_the_model(end):
     first = begun(attached(model), model)
     if end != "forget":
         getattr(first, end)()
-        with pytest.raises(TrainingError, match="begin must come after attach, got one that is detached"):
+        with pytest.raises(TrainingError, match="after the session was detached"):
             begun(first, model)
     del first
     gc.disable()

@@ -191,7 +191,7 @@ def test_bad_recipes_are_refused_by_name(recipe, message):
 def test_a_broken_recipe_file_is_named(suffix, read, tmp_path):
     file = tmp_path / "broken"
     file.write_text("{prune: {sparsity: 0.5}")
-    with pytest.raises(ConfigError, match=rf"recipe: {file} must be valid {suffix}, got"):
+    with pytest.raises(ConfigError, match=rf"recipe: {file} is not valid {suffix}: "):
         read(file)
     file.write_text("[]")
     with pytest.raises(ConfigError, match=rf"recipe: {file} must be a mapping"):
@@ -213,7 +213,7 @@ def test_what_is_no_recipe_no_option_and_no_model_is_told():
 
 
 def test_flags_without_their_switch_are_refused():
-    with pytest.raises(ConfigError, match=r"--prune_begin must come with --prune_sparsity"):
+    with pytest.raises(ConfigError, match=r"--prune_begin needs --prune_sparsity"):
         Recipe.from_flags({"prune_begin": "0.1"})
     with pytest.raises(ConfigError, match="did you mean 'prune_sparsity'"):
         Recipe.from_flags({"prune_sparsty": 0.5})
@@ -221,7 +221,7 @@ def test_flags_without_their_switch_are_refused():
 
 def test_a_technique_given_twice_is_refused():
     one = Recipe.from_dict({"prune": {"sparsity": 0.5}})
-    with pytest.raises(ConfigError, match="prune must be given once"):
+    with pytest.raises(ConfigError, match="prune was given twice"):
         one.merged(one)
 
 
@@ -344,7 +344,7 @@ def test_flags_are_taken_out_of_a_command_line():
 def test_flags_and_a_recipe_file_make_one_recipe(tmp_path):
     (tmp_path / "r.yaml").write_text("prune: {sparsity: 0.5}")
     assert list(recipe_of({"eff_recipe": str(tmp_path / "r.yaml"), "qat_scheme": "int8"})) == ["prune", "qat"]
-    with pytest.raises(ConfigError, match="must be a readable text file"):
+    with pytest.raises(ConfigError, match="cannot read"):
         recipe_of({"eff_recipe": str(tmp_path / "none.yaml")})
 
 
