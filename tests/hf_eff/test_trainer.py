@@ -151,10 +151,10 @@ def test_setfit_that_trains_the_body_on_is_refused(make, tmp_path):
 
 
 def test_a_technique_given_twice_is_refused(make, tmp_path):
-    with pytest.raises(ConfigError, match="prune must be given once"):
+    with pytest.raises(ConfigError, match="prune was given twice"):
         make.trainer(tmp_path, callbacks=[Pruning(**PRUNE), EffCallback({"prune": PRUNE})])
     trainer = make.trainer(tmp_path, callbacks=[Pruning(**PRUNE)])
-    with pytest.raises(ConfigError, match="prune must be given once"):
+    with pytest.raises(ConfigError, match="prune was given twice"):
         attach(trainer, {"prune": PRUNE})
     with pytest.raises(ConfigError, match="trainer must be a transformers Trainer, got "):
         attach(trainer.model, {"prune": PRUNE})

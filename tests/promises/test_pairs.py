@@ -46,5 +46,5 @@ def test_the_order_of_two_callbacks_is_of_no_account(pair, house, tmp_path):
 def test_a_technique_given_twice_is_refused_by_name(key, house, tmp_path):
     run, package = HOUSES[house]
     recipe = recipe_of(key)
-    with pytest.raises(ConfigError, match=f"{key} must be given once"):
+    with pytest.raises(ConfigError, match=f"{key} was given twice"):
         run(recipe, tmp_path, plugin=False, callbacks=[package.EffCallback(recipe) for _ in range(2)])
