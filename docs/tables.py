@@ -18,4 +18,5 @@ TABLES = {
 for name, table in TABLES.items():
     page = (DOCS / name).read_text(encoding="utf-8")
     heading = re.escape(table.splitlines()[0])
-    (DOCS / name).write_text(re.sub(rf"{heading}\n(\|.*\n)*", lambda _: table, page), encoding="utf-8")  # noqa: B023
+    rows = re.compile(rf"{heading}\n(\|.*\n)*(\n(\d+\. .*\n)+)?")  # and their numbered notes
+    (DOCS / name).write_text(rows.sub(lambda _: table, page), encoding="utf-8")  # noqa: B023

@@ -2,7 +2,7 @@
 
 vLLM, llama.cpp and OpenVINO get a virtual environment each in the folder that ``SERVING`` names, which is kept, or in
 one that is removed again; llama.cpp is compiled. Each case is a small model after a step of qat, exported and served;
-docs/serving.md has the rows.
+benchmarks/results/serving.md has the rows.
 """
 
 import copy

@@ -36,10 +36,7 @@ NAMES_A_FILE = re.compile(r"""^# \w+\.\w+$|["']\S*[\w}](/|\.py\b)\S*["']""", fla
 SHELL = ("", "bash", "console")
 NEEDS_MORE = {  # than `surroundings`
     "docs/adding_a_technique.md": "the folder of the example on the path",
-    "docs/exporting.md": "a quantised model",
     "shared_core/loss_scaling/README.md": "a GPU",
-    "shared_core/tools/shrink/README.md": "a model of transformers",
-    "shared_core/tools/sparse_inference/README.md": "a GPU",
 }
 COMMANDS = typer.main.get_command(app)
 

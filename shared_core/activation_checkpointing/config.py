@@ -35,7 +35,7 @@ class CheckpointingConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "trainer_checkpointing": "blocks would be recomputed twice; switch the trainer's off (gradient_checkpointing "
         "or activation_checkpointing of transformers: policy block does the same, every_k as its every_n_layers)",
-        "fsdp1": "flat shards of FSDP1 have not been run with it; use FSDP version 2, or its own policy",
+        "fsdp1": "it has not been run with FSDP1; use FSDP2, or FSDP1's own policy",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback", "tensor_parallel")
     logs_nothing: ClassVar[str] = "the same in every step"

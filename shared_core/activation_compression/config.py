@@ -30,11 +30,9 @@ class ActivationsConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("soup",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "activations are parts of tensors, beside weights that are such too; use checkpointing, "
-        "DDP or FSDP version 2",
-        "zero3": "gathered weights cannot be told from activations, and would be rounded and kept too; use stage 2, or "
-        "checkpointing",
-        "fsdp1": "weights are views of flat buffers that cannot be told from activations; use DDP or FSDP version 2",
+        "tensor_parallel": "parts of activations look like parts of weights; use checkpointing, DDP or FSDP2",
+        "zero3": "gathered weights look like activations and would be compressed too; use stage 2, or checkpointing",
+        "fsdp1": "weights are views of flat buffers and look like activations; use DDP or FSDP2",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
     figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes that was saved so far")}

@@ -168,21 +168,30 @@ def pairs_markdown() -> str:
 
 
 def distributed_markdown() -> str:
-    """Return the table of techniques and ways to spread a run over processes, as Markdown."""
+    """Return the table of techniques and ways to spread a run over processes, with a note for each no, as Markdown."""
     from shared_core.engine.checks.compatibility import matrix
 
     ways = {
-        "fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",
-        "data_parallel": "DataParallel", "tensor_parallel": "tensor parallel",
+        "fsdp2": "FSDP2", "tensor_parallel": "tensor parallel", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",
+        "fsdp1": "FSDP1", "data_parallel": "DataParallel",
     }  # fmt: skip
+    notes: dict[str, int] = {}
     lines = [f"| technique | DDP | {' | '.join(ways.values())} |", "|---" * (len(ways) + 2) + "|"]
     for row in matrix():
-        yes = {way: row[way] == "yes" for way in ways}
-        yes["zero3"] &= yes["deepspeed"]
-        lines.append(
-            f"| `{row['technique']}` | yes | " + " | ".join("yes" if it else "–" for it in yes.values()) + " |"
-        )
-    return "\n".join(lines) + "\n"
+        cells = ["yes"]
+        for way in ways:
+            reason = row["deepspeed"] if way == "zero3" and row["deepspeed"] != "yes" else row[way]
+            if reason != "yes":
+                # those that almost every technique refuses would only add notes
+                few = way in ("fsdp1", "data_parallel")
+                reason = "no" if few else f"no ({notes.setdefault(reason, len(notes) + 1)})"
+            cells.append(reason)
+        lines.append(f"| `{row['technique']}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {_sentence(note)}" for note, number in notes.items())]) + "\n"
+
+
+def _sentence(reason: str) -> str:
+    return f"{reason[0].upper()}{reason[1:]}."
 
 
 _UNUSABLE = ("out of range", "known bad")

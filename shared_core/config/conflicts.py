@@ -29,24 +29,23 @@ RUN_ENVIRONMENTS = {
 """Key of each run environment that a front end can report, and its name in messages."""
 
 EVERY_TECHNIQUE = {
-    "data_parallel": "DataParallel replicates modules anew every forward and loses what they record; "
-    "start one process per device (torchrun)",
-    "tensor_parallel": "layers hold parts of a weight in forward too, which it would take for whole ones; use DDP or "
-    "FSDP version 2",
+    "data_parallel": "DataParallel copies the modules for every forward and loses what they record; start one process "
+    "per device with torchrun",
+    "tensor_parallel": "layers hold only parts of a weight in the forward pass; use DDP or FSDP2",
     "sharded_by_user": "the trainer puts its parts into DDP, which takes whole weights; have the trainer shard it, or "
     "train in a loop of your own",
     "tpu": "it has not been run on XLA devices",
     "deepspeed_fp16": "its gradients are multiples of themselves until the engine steps, by a scale of its own; train "
     "in bf16",
-    "lightning_deepspeed": "it takes CUDA devices alone, and has not been run there; use DDP or FSDP version 2",
+    "lightning_deepspeed": "it needs CUDA devices and has not been run there; use DDP or FSDP2",
     "pruning_callback": "it replaces the weights by masks and weights of its own; the technique prune does what it "
     "does",
 }
 """Environments that refuse a technique which does not name them in `works_in`, and why."""
 
-DEEPSPEED = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
-ZERO3 = "a process holds parts of the weights, except in their layers' forward; use stage 2 or FSDP version 2"
-FSDP1 = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
+DEEPSPEED = "DeepSpeed splits the optimizer and scales the loss itself; use DDP"
+ZERO3 = "no process holds whole weights between forward passes; use stage 2 or FSDP2"
+FSDP1 = "FSDP1 flattens the weights, so rows, channels and names are lost; use DDP or FSDP2"
 EFFICIENT_LOADING = (
     "accelerate would fill the sharded model from its state dict, which holds {}; set cpu_ram_efficient_loading false "
     "in fsdp_config"

@@ -59,9 +59,9 @@ class DistillConfig(TechniqueConfig):
         "unequal_ranks": "the soft term would be averaged per rank while the label count differs between ranks; leave "
         "average_tokens_across_devices at True",
         "lbfgs": "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
-        "zero3": "a teacher that is loaded under stage 3 is cut into parts that nothing gathers; use stage 1 or 2, "
-        "with offload_optimizer where memory is short",
-        "fsdp1": "the teacher is not prepared under FSDP1; use DDP",
+        "zero3": "stage 3 splits the teacher too, and nothing gathers it; use stage 1 or 2, with offload_optimizer to "
+        "save memory",
+        "fsdp1": "the teacher is not prepared under FSDP1; use DDP or FSDP2",
     }
     works_in: ClassVar[tuple[str, ...]] = (
         "pruning_callback", "deepspeed_fp16", "lightning_deepspeed", "tensor_parallel",

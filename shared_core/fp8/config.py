@@ -51,11 +51,9 @@ class Fp8Config(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "scales and products are of whole weights and inputs, of which a layer holds parts; use "
-        "DDP or FSDP version 2",
-        "deepspeed": "a step that is discarded for NaN or infinity must leave moments alone, and DeepSpeed's engine "
-        "takes every step; use DDP or FSDP version 2",
-        "fsdp1": "flat shards of FSDP1 have no rows or blocks left that could share a scale; use DDP",
+        "tensor_parallel": "scales need whole weights and inputs, and layers hold parts; use DDP or FSDP2",
+        "deepspeed": "a step with NaN or infinity must be skipped, and DeepSpeed applies every step; use DDP or FSDP2",
+        "fsdp1": "FSDP1 flattens the weights, so no rows or blocks can share a scale; use DDP or FSDP2",
         "lbfgs": LBFGS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {

@@ -27,8 +27,8 @@ class CommConfig(TechniqueConfig):
     switch: ClassVar[str] = "hook"
 
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "gradients of parts are summed inside of their layers, where nothing rounds them; use DDP "
-        "or FSDP version 2",
+        "tensor_parallel": "layers sum the gradients of their parts themselves, before they could be rounded; use DDP "
+        "or FSDP2",
         "deepspeed": "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
         "fsdp1": "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
         "lbfgs": "its line search compares gradients, and inexact ones mislead it; use another optimizer",

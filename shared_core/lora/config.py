@@ -29,8 +29,7 @@ class LoraConfig(TechniqueConfig):
     # adapters are merged while quantisers are live, so that the sum is what is baked
     finishes_after: ClassVar[tuple[str, ...]] = ("prune", "lottery", "cluster")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "a plan of parallel layers names and cuts stock layers, and layers with adapters are "
-        "others; use DDP or FSDP version 2",
+        "tensor_parallel": "parallel plans split stock layers and do not know layers with adapters; use DDP or FSDP2",
         "prune": "the base is frozen, in codes that no mask can hold, and merging the adapters would fill its zeros "
         "again; prune the merged model afterwards",
         "qat": "the frozen weights are codes of bitsandbytes already, on a grid of their own. It is allowed with lora "
@@ -40,7 +39,7 @@ class LoraConfig(TechniqueConfig):
         "soup": "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
         "without: the model then holds the average of the merged weights",
         "zero3": ZERO3,
-        "fsdp1": "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
+        "fsdp1": "FSDP1 flattens frozen codes and trained floats into one tensor; use DDP",
         "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),
         "lbfgs": LBFGS,
         "averaging_callback": AVERAGED_COPY,

@@ -27,13 +27,13 @@ class LossScaleConfig(TechniqueConfig):
     switch: ClassVar[str] = "kind"
 
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "its telemetry counts gradients over all processes, in which layers that are not cut would "
-        "count once for each; train in bf16, or use DDP or FSDP version 2",
+        "tensor_parallel": "its statistics sum gradients over all processes and would count whole layers several "
+        "times; train in bf16, or use DDP or FSDP2",
         "bf16": "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
         "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
         "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2",
         "deepspeed": DEEPSPEED,
-        "fsdp1": "FSDP1 has a scaler of its own, which joins the ranks' overflows; use FSDP2 or DDP",
+        "fsdp1": "FSDP1 has its own scaler; use FSDP2 or DDP",
         "lbfgs": "LBFGS evaluates its closure many times a step and cannot skip one; use another optimizer",
         "manual_optimization": "with manual optimisation your code calls optimizer.step itself; pass LossScaler to it "
         "directly",

@@ -77,8 +77,8 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
         "soup the winning ticket's own runs with `eff soup`",
         "average": _REWOUND,
         "averaging_callback": _REWOUND,
-        "deepspeed": "rewinding clears the optimizer's state of each weight, and DeepSpeed keeps it in flat parts; "
-        "use DDP or FSDP version 2",
+        "deepspeed": "rewinding clears the optimizer state of each weight, and DeepSpeed keeps it in flat parts; use "
+        "DDP or FSDP2",
         **NO_WHOLE_WEIGHTS,
     }
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)

@@ -87,8 +87,8 @@ class LowRankConfig(TechniqueConfig):
     )
     finishes_after: ClassVar[tuple[str, ...]] = ("primary_weights",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "a plan of parallel layers names and cuts stock layers, and factors are others; use DDP or "
-        "FSDP version 2, or factorise the saved model with `eff low-rank`",
+        "tensor_parallel": "parallel plans split stock layers and do not know factors; use DDP or FSDP2, or factorize "
+        "the saved model with `eff low-rank`",
         "lora": "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise "
         "the merged model with `eff low-rank`",
         "lottery": "the ticket's masks are of whole weights, which factorised layers do not have; factorise the "

@@ -24,9 +24,9 @@ class PrimaryWeightsConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("fp8", "qat")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "some weights lie in parts and others whole, and copies, moments and draws are kept of one "
-        "kind; load the model in float32, or use DDP or FSDP version 2",
-        "deepspeed": "DeepSpeed keeps float32 weights beside 16-bit ones by itself (bf16 in its config)",
+        "tensor_parallel": "some weights are split and others whole, and its copies must all be of one kind; load the "
+        "model in float32, or use DDP or FSDP2",
+        "deepspeed": "DeepSpeed keeps float32 copies of 16-bit weights itself (bf16 in its config)",
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {

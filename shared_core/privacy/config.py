@@ -34,8 +34,8 @@ class PrivacyConfig(TechniqueConfig):
         "start from weights that never saw these data",
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "gradients of single examples are made beside the layers, where nothing sums over their "
-        "parts; use DDP or FSDP version 2",
+        "tensor_parallel": "gradients of single examples are computed outside the layers, where parts are not summed; "
+        "use DDP or FSDP2",
         "lora": "Opacus has no rule for a layer that adds adapters to frozen codes; leave the adapters out, and freeze "
         "what is not to be trained",
         "primary_weights": "a gradient in 16 bits rounds the noise, which is then not what is accounted for; load the "

@@ -27,8 +27,8 @@ class ClusterConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "centroids are sums over all processes, in which layers that are not cut would count once "
-        "for each; use DDP or FSDP version 2, or let `eff compress` share the weights of the trained model",
+        "tensor_parallel": "centroids are sums over all processes and would count whole layers several times; use DDP "
+        "or FSDP2, or `eff compress` after training",
         "lora": "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share "
         "the weights in a run of its own, or let `eff compress` do it",
         "qat": "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop "
@@ -36,7 +36,7 @@ class ClusterConfig(TechniqueConfig):
         "lottery": "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the "
         "winning ticket",
         "deepspeed": "a centroid starts with optimizer state of its own, and DeepSpeed counts steps of many weights at "
-        "once; use DDP or FSDP version 2, or let `eff compress` share the weights of the trained model",
+        "once; use DDP or FSDP2, or `eff compress` after training",
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
