@@ -1,12 +1,12 @@
 """What the documents say is what the code does."""
 
-import dataclasses
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+from shared_core.cli.arguments import describe_flags
 from shared_core.cli.reference import distributed_markdown, flags_markdown, pairs_markdown
 from shared_core.engine import logged_figures
 from shared_core.engine.registry import REGISTRY
@@ -58,10 +58,19 @@ def test_benchmarks_that_pages_start_import_nothing_from_the_folder_above():
 
 
 @pytest.mark.parametrize("one", REGISTRY.values(), ids=lambda one: one.key)
-def test_the_card_of_a_technique_names_every_option(one):
+def test_the_options_that_a_card_names_exist_and_have_its_defaults(one):
     card = (ROOT.joinpath(*one.package.split("."), "README.md")).read_text(encoding="utf-8")
-    for field in (field.name for field in dataclasses.fields(one.config_class)):
-        assert f"`{field}`" in card or f"_{field}`" in card, f"the card of {one.package} does not name {field}"
+    assert f"`{one.config_class.switch}`" in card
+    known = {row["flag"].removeprefix(f"--{one.key}_"): row["default"] for row in describe_flags(one.key)}
+    for table in re.findall(r"^\| option \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", card, flags=re.M):
+        for row in table.splitlines():
+            names, defaults = (cell.strip() for cell in row.split("|")[1:3])
+            options = re.findall(r"`(\w+)`", names)
+            assert options, row
+            assert known.keys() >= set(options), f"{one.package} has no option {names}"
+            told = dict(zip(options, defaults.lower().replace("`", "").split(", "), strict=False))
+            for option in filter(known.get, options):  # an empty default is told in words
+                assert told[option] == known[option].lower(), f"{one.package}: {option}"
 
 
 def test_the_repository_speaks_of_the_project_alone():

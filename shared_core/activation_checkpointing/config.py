@@ -46,7 +46,9 @@ class CheckpointingConfig(TechniqueConfig):
     )
     k: int = option(2, help="Of every_k: recompute every k-th block.", low=1, only_with={"policy": ("every_k",)})
     include: tuple[str, ...] = option(
-        (), help="Names or classes of the blocks, with wildcards; by default the repeated ones that are found."
+        (),
+        help="Names or classes of the blocks, with wildcards, of modules inside each other the "
+        "outermost; by default the repeated ones that are found.",
     )
 
     @property

@@ -135,8 +135,9 @@ class SoupOptions(CommandOptions):
     )
     data: Path | None = option(
         None,
-        "A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a folder "
-        "of images a class.",
+        "A .jsonl, .csv or .parquet file, or the folder of a saved data set, with a column label or labels and columns "
+        "of text, input_ids, pixel_values or image (also img, file_name, path); for images also an .npz of images, or "
+        "a folder of images per class.",
     )
     text: str | None = option(None, "Columns of text, one or two as a,b; default all of text.")
     batch_size: int = option(32, "Examples at a time.", low=1)

@@ -100,7 +100,8 @@ class DistillConfig(TechniqueConfig):
     )
     teacher_dtype: TeacherDtype = option(
         "as_saved",
-        help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes",
+        help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes; "
+        "a module from Python is changed in place",
         only_with={"teaching": ("one model", "several models", "cache")},
     )
     trust_remote_code: bool = option(
@@ -130,7 +131,8 @@ class DistillConfig(TechniqueConfig):
         0.0,
         low=0,
         below=1,
-        help="only positions where the teacher's largest probability is at least this count",
+        help="only positions where the teacher's largest probability is at least this count; the others add 0 to the "
+        "mean",
         only_with={"of_classes": (True,), "teaching": ("one model", "several models", "ema")},
     )
     unlabelled_field: str | None = option(
@@ -161,7 +163,8 @@ class DistillConfig(TechniqueConfig):
     end: Position = option(1.0, help="first step without it; 1.0: never", only_with=_OF_TEACHER)
     hidden: tuple[str, ...] = option(
         (),
-        help="student=teacher pairs of submodules (names, globs) to bring together, such as layer.1=layer.3",
+        help="student=teacher pairs of submodules (names, globs) to bring together, such as layer.1=layer.3; for "
+        "different widths a linear projection is trained with the student",
         only_with=_ONE,
     )
     hidden_loss: Literal["mse", "cosine", "rkd", "similarity_preserving", "cka"] = option(

@@ -24,7 +24,8 @@ class TicketOptions(Options):
     rewind: Literal["weights", "learning_rate", "none"] = option(
         "weights",
         help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
-        "schedule is replayed from step k; none: they keep them, at the learning rate of the last step.",
+        "schedule is replayed from step k; none: they keep them, at the learning rate of the last step, which "
+        "should not be 0.",
     )
     rate: float = option(0.2, help="Share of the weights left that the end of each run prunes.", above=0, below=1)
     output_rate: float | None = option(

@@ -65,7 +65,8 @@ class PrivacyConfig(TechniqueConfig):
 
     noise_multiplier: float | None = option(
         None,
-        help="Standard deviation of the noise on the sum of clipped gradients, as a multiple of max_grad_norm.",
+        help="Standard deviation of the noise on the sum of clipped gradients, as a multiple of max_grad_norm; 0 only "
+        "clips and samples, and epsilon is infinite.",
         low=0,
     )
     target_epsilon: float | None = option(

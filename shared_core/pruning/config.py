@@ -169,7 +169,9 @@ class PruneConfig(OverridableConfig):
         only_with={"granularity": ("n_m",)},
     )
     regularizer: Literal["none", "l1", "group_lasso", "bn_l1", "weight_decay"] = option(
-        "none", help="Penalty on what may be pruned, until end; bn_l1 is on the scales of batch norms."
+        "none",
+        help="Penalty on what may be pruned, until end; bn_l1 is on the scales of batch norms, group_lasso on "
+        "tiles, layers and traced units, else on the weights of one output.",
     )
     regularizer_strength: float = option(1e-4, help="Its factor.", above=0)
     include: tuple[str, ...] = option(
@@ -180,7 +182,7 @@ class PruneConfig(OverridableConfig):
     overrides: tuple[str, ...] = option(
         (),
         help="A sparsity of their own for some modules, 0 to leave them dense: PATTERN:sparsity=VALUE, such as "
-        "head:sparsity=0.5; in YAML a mapping too. sparsity is that of the others.",
+        "head:sparsity=0.5; in YAML a mapping too. The last match counts. sparsity is that of the others.",
     )
 
     def validate(self) -> None:

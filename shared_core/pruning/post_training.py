@@ -196,7 +196,8 @@ class PruneReport:
     """The result of `prune`.
 
     Args:
-        masks: By name, bool, True = kept: of every tensor that was pruned.
+        masks: By name, bool, True = kept: of every tensor that was pruned. To train on with them, take
+            ``prune: {sparsity: <report.sparsity>, schedule: one_shot, begin: 0}`` with the same include and skip.
         tensors: One entry a weight: name, shape, numel, how many of it are zero, sparsity.
         numel: Weights within reach.
         pruned: How many of them are zero.

@@ -124,7 +124,8 @@ class QatConfig(OverridableConfig):
     )
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
-        help="how weights round in training: nearest, or up with the probability of the remainder",
+        help="how weights round in training: nearest, or up with the probability of the remainder; saved weights round "
+        "to nearest",
         only_with={"scheme": _INTEGERS, "range": _ROUNDED_WEIGHTS},
     )
     gate: Literal["unrounded", "rounded"] = option(
@@ -139,7 +140,8 @@ class QatConfig(OverridableConfig):
     min_size: int = option(0, help="leave modules with fewer weights in float", low=0)
     overrides: tuple[str, ...] = option(
         (),
-        help="other options for some modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8; in YAML a mapping too",
+        help="other options for some modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8; in YAML a mapping "
+        "too; the last match counts",
     )
     keep: bool = option(False, help="leave the fake-quantising modules in the model at the end of training")
 

@@ -68,7 +68,7 @@ class SoupConfig(TechniqueConfig):
     repeat: bool = option(True, help="Evaluate the first member twice, to notice an evaluation with noise.", **_GREEDY)
     weights: tuple[float, ...] = option(
         (),
-        help="How much each of the newest checkpoints counts, oldest first.",
+        help="How much each of the newest checkpoints counts, oldest first; fewer checkpoints use the last of them.",
         above=0,
         only_with={"kind": ("weighted",)},
         required=True,
