@@ -307,7 +307,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     MADE.mkdir(parents=True, exist_ok=True)
-    runs = Runs(MADE / "results.jsonl")
+    runs = Runs(MADE / "measured.jsonl")
     cases = {
         "silero": detector,
         "voices": voices,
