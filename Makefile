@@ -7,7 +7,7 @@ TORCH ?= torch
 
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
-	@echo "make quickstart-seeds  the same for five seeds, write docs/quickstart.md (15 minutes)"
+	@echo "make quickstart-seeds  the same for five seeds, write the tables of docs/results.md (15 minutes)"
 	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, six to seven minutes)"
 	@echo "make test TECHNIQUE=prune  the tests of one technique and its promises (a minute)"
 	@echo "make test-all     all that make test leaves out: the other cases, and what is slow"
@@ -20,7 +20,7 @@ help:
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make test-gpu     the GPU tests, and the promises with models on a CUDA GPU (2 minutes on an H100 with 16 cores)"
-	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
+	@echo "make bench        measure speed and memory beside the peers (CPU, about half an hour)"
 	@echo "make bench-gpu    run the GPU tests, measure every operation beside the peers on a CUDA GPU (under 25 minutes, goes on when cut off)"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, Row, Runs, python, table, today, versions, write
+from measure import RESULTS, Row, Runs, installed, python, table, today, versions
 from operations import At, Case, Ceilings, ceilings, row_of
 
 METHOD = """\
-Device time between two CUDA events, the L2 cache flushed before each call, which the host launches while the device
-waits; in brackets what a call takes of the host among others in a row, which bounds short ones; where the host waits
-for the device, as in steps that may be skipped, the wait counts. Variants in turn, each round in an order of its own; a
-ratio is the median of the rounds' paired ratios of ours to that peer, with its quartiles: below 1 ours is faster.
-Before it is timed, each peer must give the same numbers. Memory is what is allocated above the inputs at the peak.
-Roofline: the bytes that one fused pass has to move, or the operations of the products, over the time, as a share of
-what a copy and a bfloat16 product reach here. Written by `make bench-gpu`."""
+Time is device time between two CUDA events. The L2 cache is flushed before each call, and the host launches the call
+while the device waits. In brackets: what a call takes of the host in a row of calls, which bounds short ones. Where the
+host waits for the device, as in steps that may be skipped, the wait counts. Variants take turns, in a new order each
+round. A ratio is the median of the paired ratios of ours to that peer, with its quartiles: below 1 ours is faster.
+Before a peer is timed, it must give the same numbers. Memory is what is allocated above the inputs at the peak.
+Roofline: the bytes that one fused pass must move, or the operations of the products, divided by the time, as a share of
+what a copy and a bfloat16 product reach here. `make bench-gpu` writes this page."""
 ROOT = RESULTS.parents[1]
 SECONDS, OF_TESTS = 22 * 60.0, 8 * 60.0
 """For the tests and all cases, without imports, and for the tests of it."""
@@ -153,6 +153,20 @@ def same_run(runs: Runs, about: dict[str, Any]) -> str:
     return str(kept["day"])
 
 
+def page_of(device: str, suffix: str) -> Path:
+    """Return the page of a device, as ``results/h200.md``, with the words that chose the cases behind it."""
+    words = re.sub(r"[^a-z0-9]+", "-", f"{device.removeprefix('NVIDIA ')} {suffix}".lower())
+    return RESULTS / f"{words.strip('-')}.md"
+
+
+def write(file: Path, text: str) -> Path:
+    from shared_core.files.atomic import atomic_write  # here: what is measured may be an import
+
+    with atomic_write(file) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return file
+
+
 def on_gpu(device: torch.device, chosen: Sequence[Make], suffix: str, seconds: float = SECONDS) -> list[Row]:
     """Test if all cases are chosen, measure, and write the table after each row."""
     RESULTS.mkdir(exist_ok=True)
@@ -165,8 +179,8 @@ def on_gpu(device: torch.device, chosen: Sequence[Make], suffix: str, seconds: f
 
     def keep() -> Path:
         best = Ceilings(**runs.of("ceilings", dict))
-        on = f"{name}, CUDA {torch.version.cuda}: {best.text()}; {found}"
-        return write(rows_of(runs, chosen), on, METHOD, suffix=suffix, day=day)
+        on = f"{day}, {name}, CUDA {torch.version.cuda}: {best.text()}; {found}. {installed()}."
+        return write(page_of(name, suffix), f"# {name}\n\n{on}\n\n{METHOD}\n\n{table(rows_of(runs, chosen))}\n")
 
     measure(runs, At(device), chosen, keep, seconds)
     print(f"\nwrote {keep()} after {runs.seconds:.0f} s")

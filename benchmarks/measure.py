@@ -37,6 +37,7 @@ LIBRARIES = (
     "triton",
     "trl",
     "liger-kernel",
+    "onnxruntime",
     "numpy",
     "safetensors",
 )
@@ -323,18 +324,40 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "", day: str = "") -> Path:
-    """Write one result file, named after the day, today's or another, and the device that `on` begins with."""
+def installed() -> str:
+    """Return the versions of what is measured, as a page of results gives them."""
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
+
+
+def measured_on(day: str = "") -> str:
+    """Return the caption of a section: day, device and versions."""
+    return f"{day or today()}, {device()}, CPU, one thread. {installed()}."
+
+
+NOTES = "### Notes\n"
+"""Begins what people write below a generated section."""
+
+
+def write_sections(file: Path, head: str, sections: Mapping[str, str], order: Sequence[str]) -> Path:
+    """Write the given sections of a page, keep its others, and keep the notes below each.
+
+    Args:
+        file: The page. It is created if it does not exist.
+        head: Everything above the first section.
+        sections: Heading → text of each section that was measured.
+        order: All headings, in the order of the page.
+    """
     from shared_core.files.atomic import atomic_write  # here: what is measured may be an import
 
-    day = day or today()
-    slug = re.sub(r"[^a-z0-9]+", "-", on.split(":")[0].split(",")[0].lower()).strip("-")
-    file = RESULTS / f"{day}-{slug}{f'-{suffix}' if suffix else ''}.md"
-    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
-    text = f"# Benchmarks, {day}\n\nDevice: {on}. {installed}.\n\n{method}\n\n{table(rows)}\n"
-    RESULTS.mkdir(exist_ok=True)
+    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    kept = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", before, flags=re.M | re.S))
+    for name, text in sections.items():
+        _, heading, notes = kept.get(name, "").partition(NOTES)
+        kept[name] = "\n\n".join(part.strip() for part in (text, heading + notes) if part)
+    parts = [head.strip(), *(f"## {name}\n\n{kept[name].strip()}" for name in order if name in kept)]
+    file.parent.mkdir(exist_ok=True)
     with atomic_write(file) as aside:
-        aside.write_text(text, encoding="utf-8")
+        aside.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return file
 
 

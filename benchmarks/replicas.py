@@ -1,4 +1,4 @@
-"""Run the replicas of published accuracy results and write one table: ``python benchmarks/replicas.py [NAME ...]``."""
+"""Repeat published results and write ``results/papers.md``: ``python benchmarks/replicas.py [NAME ...]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 from digits28 import Batch
-from measure import RESULTS, Row, Runs, device, rows_of_program, today, versions
+from measure import RESULTS, Row, Runs, measured_on, rows_of_program, write_sections
 from mnist import mnist
 
 NAMES = (
@@ -27,17 +27,18 @@ ON_MNIST = (
     "one_shot_ticket", "lottery_ticket",
 )  # fmt: skip
 
-METHOD = """\
-Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.
-"Prototype" is what a separate, plain torch prototype of the same experiment had measured before; the targets rest on
-it. ± is the standard deviation over seeds. Written by `make replicas`; other machines sum in another order, so the last
-digits will differ."""
+HEAD = """\
+# Published results, repeated
 
-METHOD_ON_MNIST = """\
-The papers' nets and splits on the original 60,000 and 10,000 images. Accuracies, errors and bytes, no times: fixed
-seeds. ± is the standard deviation over seeds; "no worse" is yes where the mean is not worse than the paper's figure by
-more than that. Written by `make replicas DATA=FOLDER`; other machines sum in another order, so the last digits will
-differ."""
+Accuracies, errors and bytes, no times. Seeds are fixed. ± is the standard deviation over seeds. Other machines sum in
+another order, so the last digits will differ.
+
+Sections "MNIST" train the papers' own networks on the original 60,000 and 10,000 images (`make replicas DATA=FOLDER`).
+"No worse" is yes if the mean is not worse than the paper's figure by more than the standard deviation.
+
+Sections "Digits" train on scikit-learn's digits (`make replicas`). All variants of a seed see the same start and the
+same batches. "Prototype" is an earlier measurement of the same experiment in plain torch. The targets rest on it."""
+ORDER = (*(f"MNIST: {name}" for name in ON_MNIST), *(f"Digits: {name}" for name in NAMES))
 
 
 class Measure(Protocol):
@@ -149,7 +150,7 @@ def run_all() -> int:
         parser.error(f"NAME must be one of {', '.join(known)}, got {unknown[0]}")
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
-    sections, failed = [], []
+    sections, failed = {}, []
     for name in names:
         print(f"== {name}", flush=True)
         options = ["--quick"] * arguments.quick
@@ -165,21 +166,10 @@ def run_all() -> int:
             failed.append(name)
             print(f"replica {name} failed: {error}", file=sys.stderr, flush=True)
             continue
-        sections.append(f"## {name}\n\n{text}")
+        sections[f"{'MNIST' if arguments.data else 'Digits'}: {name}"] = f"{measured_on()}\n\n{text}"
     if sections and not arguments.quick:
-        print(f"\nwrote {write(sections, names, arguments.data is not None)}")
+        print(f"\nwrote {write_sections(RESULTS / 'papers.md', HEAD, sections, ORDER)}")
     return 1 if failed else 0
-
-
-def write(sections: Sequence[str], names: Sequence[str], on_mnist: bool) -> Path:
-    known, method = (ON_MNIST, METHOD_ON_MNIST) if on_mnist else (NAMES, METHOD)
-    suffix = "-mnist" * on_mnist + ("" if set(names) == set(known) else "-" + "-".join(names))
-    file = RESULTS / f"{today()}-replicas{suffix}.md"
-    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
-    title = f"# Replicas{' on MNIST' * on_mnist}, {today()}"
-    head = f"{title}\n\nDevice: {device()}, CPU, one thread. {installed}.\n\n{method}"
-    file.write_text("\n\n".join([head, *sections]) + "\n", encoding="utf-8")
-    return file
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Run the benchmarks and write one table: ``python benchmarks/run.py [NAME ...] [--quick]``.
+"""Run the benchmarks and write ``results/cpu.md``: ``python benchmarks/run.py [NAME ...] [--quick]``.
 
-Other options go to the benchmarks, as in ``python benchmarks/run.py export --more 1``.
+Each benchmark rewrites its own section and leaves the others. Other options go to the benchmarks, as in
+``python benchmarks/run.py export --more 1``.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import subprocess
 import sys
 import time
 
-from measure import Row, device, rows_of_program, write
+from measure import RESULTS, measured_on, rows_of_program, table, write_sections
 
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
     "activations", "checkpointing", "optimizer_memory", "ops", "training", "privacy",
 )  # fmt: skip
 
-METHOD = """\
-One thread of CPU time (`time.process_time`), never wall time. Variants run in one process, in turn, each round in an
-order of its own; a ratio is the median of the rounds' paired ratios, with its quartiles. Memory is torch's allocator's
-or `RssAnon`, which leaves mapped files out. Roofline: the bytes that one pass has to move over the time, as a share of
-what a copy reaches on this machine. Written by `make bench`; other machines will differ.
-Unstructured sparsity makes files smaller, not dense products faster."""
+HEAD = """\
+# CPU benchmarks
+
+Each section gives its date, device and versions. Times are CPU time of one thread (`time.process_time`), never wall
+time. Variants take turns in one process, in a new order each round. A ratio is the median of the paired ratios of all
+rounds, with its quartiles in brackets. Memory is the peak of torch's allocator, or `RssAnon`, which excludes mapped
+files. Roofline: the bytes that one pass must move, divided by the time, as a share of what a copy reaches on the same
+machine. `make bench` writes this page, `python benchmarks/run.py NAME` one section. Other machines will differ."""
 
 
 def main() -> int:
@@ -36,25 +39,21 @@ def main() -> int:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]}")
-    rows: list[Row] = []
-    failed = []
-    begun = time.monotonic()
-    seconds = {}
+    sections, failed = {}, []
     for name in names:
         print(f"== {name}", flush=True)
         start = time.monotonic()
         try:
-            rows += rows_of_program(f"speed.{name}", *options)
+            rows = rows_of_program(f"speed.{name}", *options)
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(f"benchmark {name} failed: {error}", file=sys.stderr, flush=True)
-        seconds[name] = round(time.monotonic() - start)
-        print(f"== {name}: {seconds[name]} s", flush=True)
-    took = f"Took {time.monotonic() - begun:.0f} s: {', '.join(f'{name} {taken}' for name, taken in seconds.items())}."
-    print(f"\n{took}")
-    if rows and not arguments.quick:
-        suffix = "" if set(names) == set(NAMES) else "-".join(names)
-        print(f"wrote {write(rows, f'{device()}, CPU, one thread', f'{METHOD} {took}', suffix=suffix)}")
+            continue
+        seconds = round(time.monotonic() - start)
+        print(f"== {name}: {seconds} s", flush=True)
+        sections[name] = f"{measured_on()} Took {seconds} s.\n\n{table(rows)}"
+    if sections and not arguments.quick:
+        print(f"\nwrote {write_sections(RESULTS / 'cpu.md', HEAD, sections, NAMES)}")
     return 1 if failed else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -12,6 +13,7 @@ from typing import Any
 
 import onnxruntime
 import story_less_memory_lm
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from onnx_files import batches_of, hits_of, milliseconds, sessions_of
 from rich.console import Console
@@ -110,30 +112,54 @@ def show(rows: Sequence[dict[str, Any]], memory_rows: Sequence[dict[str, Any]], 
     console.print(f"results: {folder / 'results.json'}, plot: {folder / 'quickstart.png'}")
 
 
+# where a point's name stands, in points from its marker
+PLACES = {
+    "teacher": (-4, -20), "student": (9, -4), "distilled": (9, -13), "soup": (4, 9), "pruned": (0, 9), "int8": (0, -20),
+}  # fmt: skip
+
+
+@rc_context({"font.size": 12})
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw accuracy against latency and against size, with a row's ``standard_error`` as its error bar."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    """Draw the way from teacher and student to the last row: accuracy against latency and against size.
+
+    A row's ``standard_error`` is its error bar. Latency is relative to the student.
+    """
+    shown = {row["name"]: row for row in rows if row["name"] != "best of a sweep"}
+    base = shown.get("student", rows[0])
+    way = [row for row in shown.values() if row["name"] != "teacher"]
+    arrows = list(itertools.pairwise(way))
+    if "teacher" in shown and len(way) > 1:
+        arrows.append((shown["teacher"], way[1]))
+    figure = Figure(figsize=(6, 6), layout="constrained")
     for axes, key, scale, label in zip(
-        figure.subplots(1, 2, sharey=True),
+        figure.subplots(2, 1, sharey=True),
         ("latency_ms", "file_bytes"),
-        (1, 1000),
-        ("latency of 32 texts (ms)", "file (kB)"),
+        (base["latency_ms"], 1000),
+        ("latency (student = 1)", "file (kB)"),
         strict=True,
     ):
-        for row, mark in zip(rows, "osD^vP*", strict=False):
+        for start, end in arrows:
+            axes.annotate(
+                "", (end[key] / scale, 100 * end["accuracy"]), (start[key] / scale, 100 * start["accuracy"]),
+                arrowprops={"arrowstyle": "->", "color": "#9aa3ab", "shrinkA": 5, "shrinkB": 4, "linewidth": 1.3,
+                            "linestyle": "--" if start["name"] == "teacher" else "-"},
+            )  # fmt: skip
+        for row in shown.values():
+            at = row[key] / scale, 100 * row["accuracy"]
+            last = row is rows[-1]
             axes.errorbar(
-                row[key] / scale,
-                100 * row["accuracy"],
-                yerr=100 * row["standard_error"],
-                fmt=mark,
-                markersize=9,
-                capsize=4,
-                alpha=0.8,
-                label=row["name"],
-            )
-        axes.set(xlabel=label)
-        axes.set_xlim(left=0)
-        axes.margins(0.12)
-    figure.axes[0].set(ylabel="test accuracy (%)")
-    figure.axes[1].legend(loc="lower left")
-    figure.savefig(file, dpi=120)
+                *at, yerr=100 * row["standard_error"] or None, fmt="o", markersize=7, capsize=4,
+                color="#0b6e4f" if last else "#5f6b76",
+            )  # fmt: skip
+            x, y = PLACES.get(row["name"], (9, -4))
+            if row["name"] == "teacher" and row[key] == max(each[key] for each in rows):
+                x, y = 9, -2  # nothing is to the right of it
+            axes.annotate(
+                row["name"], at, (x, y), textcoords="offset points", ha="left" if x > 0 else "center",
+                weight="bold" if last else "normal",
+            )  # fmt: skip
+        axes.set(xlabel=label, ylabel="test accuracy (%)")
+        axes.set_xlim(0, 1.25 * max(row[key] for row in rows) / scale)
+        axes.set_ylim(0, 1.2 * max(100 * row["accuracy"] for row in rows))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=130, facecolor="white")

@@ -1,4 +1,4 @@
-"""Run the quickstart for several seeds, and write its page: every effect beside its spread.
+"""Run the quickstart for several seeds, and write its tables into docs/results.md.
 
     python examples/quickstart_seeds.py
 
@@ -21,39 +21,29 @@ import stdlib_fragments
 
 ROOT = Path("runs")
 SEEDS = (42, 1, 2, 3, 4)
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "quickstart.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, PICTURE = DOCS / "results.md", DOCS / "quickstart.png"
+BEGIN, END = "<!-- make quickstart-seeds -->\n\n", "\n<!-- end of make quickstart-seeds -->"
 HEAD = """\
-# The quickstart, over seeds
-
-Written by `make quickstart-seeds`: {seeds} runs of `make quickstart` with one teacher and other labels, weights and
-orders each. {date}, {processor}, one thread.
-
-The task: which of {packages} packages of Python's standard library is a fragment of eight lines from? {train:,}
-training texts; no file is on two sides. The teacher stands for a model that somebody has who had every label. Its
-students have {labels} labels, and the other texts teach them through `--distill_unlabelled_field`. Each row is the
-`model.onnx` that `eff export` wrote, in onnxruntime {runtime}: accuracy on {test:,} test texts (one standard error of
-these: {error:.1f} points), latency of 32 texts of 64 tokens. ± is one standard error over seeds.
-
-![accuracy against latency and file](quickstart.png)
+{date}, {processor}, one thread, onnxruntime {runtime}. {seeds} runs with one teacher: labels, weights and data order
+differ. {packages} packages, {train:,} training texts of which {labels} are labeled, {test:,} test texts. ± is one
+standard error over seeds. Latency is for 32 texts of 64 tokens, relative to the student.
 
 | run | added | accuracy % | {each} | file kB | latency |
 |---{columns}|
 """
 EFFECTS = """
-Latency is the share of the student's. The best of the sweep is the one that validation chooses. The
-distilled student and the sweep train at constant rates, where a soup pays; the pruned student's rate decays to zero.
+### Effects
 
-## Effects
-
-| row | of what | effect | in standard errors |
+| row | compared | effect | in standard errors |
 |---|---|---|---|
 """
 MEMORY = """
-## Memory of training
+## A language model in less memory
 
-One step of a language model (four layers of width 128, 8 x 128 tokens, vocabulary of 8,000) that learns from a wider
-one: weights with the teacher's, gradients and optimizer counted on tensors, activations at their peak. The count is the
-same in every run; the loss, after more steps, is too ([story](stories.md#a-language-model-in-less-memory)).
+One training step of a Llama of four layers, 128 wide, that learns from a wider one: 8 x 128 tokens, a vocabulary of
+8,000, measured in the same run. Weights of both, gradients and optimizer state are counted on the tensors, activations
+at their peak.
 
 | flags, each added to the ones above | MiB | |
 |---|---|---|
@@ -84,27 +74,27 @@ def effects(runs):
     def share(name, other, key):
         return [run[name][key] / run[other][key] for run in runs]
 
-    yield "distilled", "accuracy beside the student, points", difference("distilled", "student"), 1, 0
-    yield "soup", "accuracy beside the best of the sweep, points", difference("soup", "best of a sweep"), 1, 0
-    yield "soup", "accuracy beside the distilled student, points", difference("soup", "distilled"), 1, 0
+    yield "distilled", "accuracy minus the student's, points", difference("distilled", "student"), 1, 0
+    yield "soup", "accuracy minus the best of the sweep's, points", difference("soup", "best of a sweep"), 1, 0
+    yield "soup", "accuracy minus the distilled student's, points", difference("soup", "distilled"), 1, 0
     yield "pruned", "latency, share of the soup's", share("pruned", "soup", "latency_ms"), 2, 1
     yield "pruned", "file, share of the soup's", share("pruned", "soup", "file_bytes"), 2, 1
-    yield "pruned", "accuracy beside the soup, points", difference("pruned", "soup"), 1, 0
+    yield "pruned", "accuracy minus the soup's, points", difference("pruned", "soup"), 1, 0
     yield "int8", "latency, share of the pruned student's", share("int8", "pruned", "latency_ms"), 2, 1
     yield "int8", "file, share of the pruned student's", share("int8", "pruned", "file_bytes"), 2, 1
-    yield "int8", "accuracy beside the pruned student, points", difference("int8", "pruned"), 1, 0
+    yield "int8", "accuracy minus the pruned student's, points", difference("int8", "pruned"), 1, 0
     yield "int8", "latency, share of the soup's", share("int8", "soup", "latency_ms"), 2, 1
     yield "int8", "file, share of the soup's", share("int8", "soup", "file_bytes"), 2, 1
 
 
-def page(first, runs):
-    """Return the page for the results of the quickstart itself, and of every seed: rows by name."""
+def tables(first, runs):
+    """Return the tables for the results of the quickstart itself, and of every seed: rows by name."""
     rows = {row["name"]: row for row in first["rows"]}
     texts = stdlib_fragments.load_fragments()
     lines = [HEAD.format(
         seeds=len(runs), date=datetime.date.today(), processor=processor(), labels=quickstart.LABELS,
         packages=len(texts.packages), train=len(texts.splits["train"]), runtime=onnxruntime.__version__,
-        test=rows["student"]["test_examples"], error=100 * rows["soup"]["standard_error"],
+        test=rows["student"]["test_examples"],
         each=" | ".join(f"seed {seed}" for seed in SEEDS), columns="|---" * (len(SEEDS) + 4),
     )]  # fmt: skip
     for name, row in rows.items():
@@ -135,11 +125,23 @@ def processor():
     return found[1].strip() if found else platform.machine()
 
 
-def middle(rows):
-    """Return the mean of a row over seeds, with its standard error, as the plot takes it."""
-    accuracy, error = mean([row["accuracy"] for row in rows])
-    latency = statistics.fmean(row["latency_ms"] for row in rows)
-    return rows[0] | {"accuracy": accuracy, "standard_error": error, "latency_ms": latency}
+def points(page):
+    """Return the rows of the page's table as the picture takes them."""
+    lines = page.partition(BEGIN)[2].partition("|\n|---")[2].partition("\n\n")[0].splitlines()[1:]
+    for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines):
+        accuracy, _, error = cells[2].partition(" ± ")
+        yield {
+            "name": cells[0], "accuracy": float(accuracy) / 100, "standard_error": float(error or 0) / 100,
+            "file_bytes": 1000 * float(cells[-2].replace(",", "")), "latency_ms": float(cells[-1]),
+        }  # fmt: skip
+
+
+def write(text):
+    """Write the tables into the page, and draw their picture."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    page = f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}"
+    PAGE.write_text(page, encoding="utf-8")
+    quickstart_report.plot(list(points(page)), PICTURE)
 
 
 def read(folder):
@@ -155,10 +157,8 @@ def main():
         if not (folder / "results.json").is_file():
             quickstart.main(["--seed", str(seed), "--teacher", str(ROOT / "teacher"), "--output_dir", str(folder)])
         runs.append({row["name"]: row for row in read(folder)["rows"]})
-    PAGE.write_text(page(first, runs), encoding="utf-8")
-    rows = [middle([run[name] for run in runs]) for name in runs[0] if name != "teacher"]
-    quickstart_report.plot(rows, PAGE.with_suffix(".png"))
-    print(f"wrote {PAGE} and {PAGE.with_suffix('.png')}")
+    write(tables(first, runs))
+    print(f"wrote {PAGE} and {PICTURE}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from transformers import Trainer
 from shared_core.front_ends import wrapped_method
 from shared_core.front_ends.wrapped_method import PrivateName, Wrapped
 
-FIRST_SEEN, LAST_SEEN = "4.57", "5.23"
+FIRST_SEEN, LAST_SEEN = "4.57", "5.24"
 """The oldest and the newest transformers with every name; an older one gets those with a `since` from
 `OlderLoop`, or does without."""
 
@@ -61,7 +61,7 @@ USED = {
 def check_private_names(trainer: Trainer) -> None:
     """Refuse a Trainer without a private method that techniques need."""
     whose = f"hf: the Trainer of transformers {transformers.__version__}"
-    remedy = f"install transformers {FIRST_SEEN} to {LAST_SEEN}"
+    remedy = f"update efftrain, or use transformers {FIRST_SEEN} to {LAST_SEEN}, which it was tested with"
     wrapped_method.check_private_names({**WRAPPED, **USED}, lambda _: trainer, whose, remedy)
 
 

@@ -102,5 +102,6 @@ def check_private_names(namespace: str) -> None:
     whose = f"lightning: {namespace} {version}"
     # the callback that came with Lightning 2.6 is not missed by one that has none
     names = {name: its for name, its in NAMES.items() if Version(version) >= Version(its.since or "0")}
-    remedy = f"install {namespace.partition('.')[0]} {FIRST_SEEN} to {LAST_SEEN}"
+    package = namespace.partition(".")[0]
+    remedy = f"update efftrain, or use {package} {FIRST_SEEN} to {LAST_SEEN}, which it was tested with"
     wrapped_method.check_private_names(names, lambda its: find(its.owner, namespace), whose, remedy)

@@ -82,10 +82,21 @@ def test_the_repository_speaks_of_the_project_alone():
         assert not found, f"{path}: {found}"
 
 
+def module_of(file):
+    spec = importlib.util.spec_from_file_location(Path(file).stem, ROOT / file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_pretrained_networks_is_the_generated_one():
+    summary = module_of("benchmarks/evidence/summary.py")
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert summary.BEGIN + summary.table() + summary.END in page, "run `python benchmarks/evidence/summary.py`"
+
+
 def test_the_figure_of_the_peers_holds_the_committed_results():
-    spec = importlib.util.spec_from_file_location("peers", ROOT / "docs" / "peers.py")
-    peers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peers)
+    peers = module_of("docs/peers.py")
     drawn = (ROOT / "docs" / "peers.svg").read_text(encoding="utf-8")
     for line in [*peers.STEP, *peers.MEMORY]:
         for told, name in zip(peers.figures(line), ("efftrain", line[2]), strict=True):

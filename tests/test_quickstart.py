@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,20 +185,26 @@ def test_the_page_tells_effects_in_standard_errors(story, monkeypatch):
         run["distilled"]["accuracy"] = run["student"]["accuracy"] + gain
         runs.append(run)
     monkeypatch.setattr(quickstart_seeds, "SEEDS", (1, 2, 3))
-    page = quickstart_seeds.page(first, runs)
-    assert "| distilled | accuracy beside the student, points | +22.0 ± 1.2 | 19 |" in page
+    page = quickstart_seeds.tables(first, runs)
+    assert re.search(r"\| distilled \| accuracy [^|]*student[^|]* \| \+22\.0 ± 1\.2 \| 19 \|", page)
     assert "| pruned | file, share of the soup's | " in page
     for name in ROWS:
         assert f"\n| {name} | " in page
     assert page.count("MiB") == 1
     assert page.count(" x |\n") == len(first["memory"])
+    drawn = list(quickstart_seeds.points(quickstart_seeds.BEGIN + page))
+    assert [point["name"] for point in drawn] == ROWS
+    student, distilled = (next(point for point in drawn if point["name"] == name) for name in ("student", "distilled"))
+    assert distilled["accuracy"] - student["accuracy"] == pytest.approx(0.22, abs=2e-3)
+    assert student["latency_ms"] == 1.0
+    assert distilled["standard_error"] == pytest.approx(0.02 / 3**0.5, abs=1e-3)
 
 
 def test_the_readme_shows_what_the_page_of_seeds_holds():
     root = Path(quickstart.__file__).resolve().parent.parent
     cells = [
         {cell.strip() for cell in line.split("|")} - {""}
-        for line in (root / "docs" / "quickstart.md").read_text(encoding="utf-8").splitlines()
+        for line in (root / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| ")
     ]
     shown = (root / "README.md").read_text(encoding="utf-8").split("make quickstart")[1:]

@@ -1,7 +1,7 @@
 """Compress four pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py [NAME ...]``.
 
-Every command is printed and run as a user runs it; a run that was cut off goes on. Writes the tables into
-``benchmarks/results/``. Needs the packages that the Makefile names.
+Every command is printed and run as a user runs it; a run that was cut off goes on. Each case rewrites its section of
+``benchmarks/results/evidence.md``, of which docs/results.md shows a part. Needs the packages that the Makefile names.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import models
 import numpy as np
 import pictures
 import sound
+import summary
 import torch
 from models import MADE
 from torch import Tensor, nn
@@ -25,12 +26,18 @@ from torch.nn import functional
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from measure import RESULTS, Runs, Spread, device, interleaved, today, versions  # noqa: E402
+from measure import RESULTS, Runs, Spread, interleaved, measured_on, write_sections  # noqa: E402
 
 TEST = 1024
 """Frames of tones that CREPE is tested on, and lines that EasyOCR's network reads."""
 TAUGHT, HEALED = 4, 4
 """Epochs of the distillations."""
+HEAD = """\
+# Pretrained networks
+
+Networks that Python packages ship, compressed by this library and by a peer. ± is one standard error. Milliseconds are
+CPU time of one call, with quartiles. `make evidence` writes this page, `python benchmarks/evidence/run.py NAME` one
+section. The sounds and pictures are made for the test, so compare rows with each other, not with published figures."""
 
 
 def eff(command: str) -> None:
@@ -300,7 +307,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     MADE.mkdir(parents=True, exist_ok=True)
-    runs = Runs(MADE / "results.jsonl")
+    runs = Runs(MADE / "measured.jsonl")
     cases = {
         "silero": detector,
         "voices": voices,
@@ -312,18 +319,17 @@ def main() -> None:
     chosen = sys.argv[1:] or list(cases)
     if unknown := [name for name in chosen if name not in cases]:
         sys.exit(f"evidence: names must be of {', '.join(cases)}, got {', '.join(unknown)}")
-    text = [f"# Pretrained networks\n\n{device()}, {today()}, torch {versions()['torch']}.\n"]
+    sections = {}
     for name in chosen:
-        found = runs.of(name, cases[name])
-        keys = list(dict.fromkeys(key for values in found.values() for key in values))
-        text.append(f"## {name}\n\n{cases[name].__doc__}\n")
-        text += ["| | " + " | ".join(keys) + " |", "|---" * (len(keys) + 1) + "|"]
-        for row, values in found.items():
-            text.append(f"| {row} | " + " | ".join(str(values.get(key, "")) for key in keys) + " |")
-        text.append("")
-        print("\n".join(text[-len(found) - 2 :]), flush=True)
-    if not sys.argv[1:]:
-        (RESULTS / f"{today()}-evidence.md").write_text("\n".join(text))
+        found = runs.of(name, lambda name=name: {"on": measured_on(), "rows": cases[name]()})
+        keys = list(dict.fromkeys(key for values in found["rows"].values() for key in values))
+        table = ["| | " + " | ".join(keys) + " |", "|---" * (len(keys) + 1) + "|"]
+        for row, values in found["rows"].items():
+            table.append(f"| {row} | " + " | ".join(str(values.get(key, "")) for key in keys) + " |")
+        print("\n".join(table), flush=True)
+        sections[name] = "\n\n".join([found["on"], str(cases[name].__doc__), "\n".join(table)])
+    print(f"wrote {write_sections(RESULTS / 'evidence.md', HEAD, sections, list(cases))}")
+    summary.write()
 
 
 if __name__ == "__main__":
