@@ -1,4 +1,4 @@
-"""Try every technique in every script that TRL publishes, write docs/published_scripts.md's table.
+"""Try every technique in every script that TRL publishes, write docs/integrations.md's table.
 
 ``python benchmarks/published_scripts.py [WORD ...]``: the cells not yet tried, or again those whose names hold a word.
 """
@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -25,7 +26,7 @@ import torch
 from measure import RESULTS, Runs, device, today
 from published_recounts import RECOUNTS, RecountError, Saved
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "published_scripts.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "integrations.md"
 LIBRARIES = ("torch", "transformers", "trl", "peft")
 FILE = RESULTS / "published_scripts.jsonl"
 ROWS, WORDS, STEPS, TOKENS = 8, 96, 6, 8
@@ -209,7 +210,7 @@ def import_all() -> None:
 
 
 def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table, with the refusals below it."""
+    """Return the table, one row a technique, with the refusals below it."""
     refusals: list[str] = []
 
     def cell(name: str) -> str:
@@ -217,18 +218,19 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
         if found is None:
             return "not tried"
         if found["status"] != "refused":
-            return found["told"] if found["status"] == "works" else f"**fails**: {found['told']}"
-        if found["told"] not in refusals:
-            refusals.append(found["told"])
-        return f"refused ({refusals.index(found['told']) + 1})"
+            return "yes" if found["status"] == "works" else f"**fails**: {found['told']}"
+        reason = re.sub(r"got \w+, (whose|which)", r"got a trainer \1", found["told"])
+        if reason not in refusals:
+            refusals.append(reason)
+        return f"no ({refusals.index(reason) + 1})"
 
     lines = [
-        f"| {technique}: {RECOUNTS[technique][0]} | "
+        f"| {technique} | "
         + " | ".join(cell(f"{script} x {technique}") for script in SCRIPTS)
-        + " |"
+        + f" | {RECOUNTS[technique][0]} |"
         for technique in TECHNIQUES
     ]
-    table = "\n".join([f"| | {' | '.join(SCRIPTS)} |", f"|---{'|---' * len(SCRIPTS)}|", *lines])
+    table = "\n".join([f"| | {' | '.join(SCRIPTS)} | recounted |", f"|---{'|---' * len(SCRIPTS)}|---|", *lines])
     where = "; ".join(
         sorted({f"{found['date']}, {found['versions']}, {found['device']}" for found in results.values()})
     )
