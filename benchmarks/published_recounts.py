@@ -184,16 +184,16 @@ def lora_codes(saved: Saved) -> str:
 
 
 RECOUNTS: dict[str, tuple[str, tuple[Callable[[Saved], str], ...]]] = {
-    "prune": ("zeros in all matrices but the embedding", (zeros,)),
-    "qat": ("codes in a matrix at most; ranges of inputs", (codes,)),
-    "distill": ("the first step's soft term in the log, which the formula in float64 gives too", (soft_term,)),
-    "average": ("the file is the mean of these checkpoints", (mean_of_checkpoints,)),
-    "soup": ("the file is the mean of these checkpoints", (mean_of_checkpoints,)),
-    "lora": ("rank of what the file has more than the start; tensors as at the start", (merged_rank,)),
-    "checkpointing": ("the file beside that without, bit for bit", (same_file,)),
-    "fp8": ("the first gradient's norm in the log, and without", (rounded_products,)),
-    "prune, qat": ("zeros; codes; ranges", (zeros, codes)),
-    "prune, distill": ("zeros; soft term", (zeros, soft_term)),
-    "lora, qat": ("codes; ranges; tensors as at the start", (lora_codes,)),
+    "prune": ("zeros", (zeros,)),
+    "qat": ("codes and ranges", (codes,)),
+    "distill": ("first soft term, in float64", (soft_term,)),
+    "average": ("mean of the checkpoints", (mean_of_checkpoints,)),
+    "soup": ("mean of the checkpoints", (mean_of_checkpoints,)),
+    "lora": ("rank of the change, frozen tensors", (merged_rank,)),
+    "checkpointing": ("same file as without", (same_file,)),
+    "fp8": ("first gradient", (rounded_products,)),
+    "prune, qat": ("zeros, codes and ranges", (zeros, codes)),
+    "prune, distill": ("zeros and soft term", (zeros, soft_term)),
+    "lora, qat": ("codes, ranges, frozen tensors", (lora_codes,)),
 }
 """Of each technique: what is counted, and how."""

@@ -1,4 +1,4 @@
-"""Try every technique in every script that TRL publishes, and write ``results/scripts.md``.
+"""Try every technique in every script that TRL publishes, write docs/integrations.md's table.
 
 ``python benchmarks/published_scripts.py [WORD ...]``: the cells not yet tried, or again those whose names hold a word.
 """
@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -25,18 +26,11 @@ import torch
 from measure import RESULTS, Runs, device, today
 from published_recounts import RECOUNTS, RecountError, Saved
 
-PAGE = RESULTS / "scripts.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "integrations.md"
 LIBRARIES = ("torch", "transformers", "trl", "peft")
 FILE = RESULTS / "published_scripts.jsonl"
 ROWS, WORDS, STEPS, TOKENS = 8, 96, 6, 8
-HEAD = """\
-# Techniques in TRL's scripts
-
-`make scripts` writes this page, without network. Each cell is 6 steps of a Llama of two layers: `eff run` with the
-script of the installed package. gkd has no script, so a [copy of TRL's example](../published_gkd.py) runs instead. What
-a cell says was recounted in the saved files by [code](../published_recounts.py) that does not use this library.
-`reward` is distilled with `--distill_divergence logit_mse`. TRL's `bf16` and `gradient_checkpointing` are off.
-"refused" is one line before training, by number below the table, and exit code 2."""
+BEGIN, END = "<!-- make scripts -->", "<!-- end -->"
 COMMON = {
     "max_steps": STEPS, "use_cpu": "true", "report_to": "none", "bf16": "false", "gradient_checkpointing": "false",
     "learning_rate": 0.01, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": "true",
@@ -216,7 +210,7 @@ def import_all() -> None:
 
 
 def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page: the table, with the refusals below it."""
+    """Return the table, one row a technique, with the refusals below it."""
     refusals: list[str] = []
 
     def cell(name: str) -> str:
@@ -224,23 +218,30 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
         if found is None:
             return "not tried"
         if found["status"] != "refused":
-            return found["told"] if found["status"] == "works" else f"**fails**: {found['told']}"
-        if found["told"] not in refusals:
-            refusals.append(found["told"])
-        return f"refused ({refusals.index(found['told']) + 1})"
+            return "yes" if found["status"] == "works" else f"**fails**: {found['told']}"
+        reason = re.sub(r"got \w+, (whose|which)", r"got a trainer \1", found["told"])
+        if reason not in refusals:
+            refusals.append(reason)
+        return f"no ({refusals.index(reason) + 1})"
 
     lines = [
-        f"| {technique}: {RECOUNTS[technique][0]} | "
+        f"| {technique} | "
         + " | ".join(cell(f"{script} x {technique}") for script in SCRIPTS)
-        + " |"
+        + f" | {RECOUNTS[technique][0]} |"
         for technique in TECHNIQUES
     ]
-    table = "\n".join([f"| | {' | '.join(SCRIPTS)} |", f"|---{'|---' * len(SCRIPTS)}|", *lines])
+    table = "\n".join([f"| | {' | '.join(SCRIPTS)} | recounted |", f"|---{'|---' * len(SCRIPTS)}|---|", *lines])
     where = "; ".join(
         sorted({f"{found['date']}, {found['versions']}, {found['device']}" for found in results.values()})
     )
     told = "\n".join(f"{number}. `error: {line}`" for number, line in enumerate(refusals, start=1))
-    return f"{HEAD}\n\n{where}.\n\n{table}\n\n{told}\n"
+    return f"{where}.\n\n{table}\n\n{told}\n"
+
+
+def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the table into the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page_text(results)}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def main() -> int:
@@ -279,7 +280,7 @@ def main() -> int:
     if not arguments.keep:
         shutil.rmtree(folder)
     results = {name: runs.of(name, dict) for name in names if name in runs}
-    PAGE.write_text(page_text(results), encoding="utf-8")
+    write_page(results)
     failed = [name for name, found in results.items() if found["status"] == "fails"]
     print(f"{len(results)} cells, {len(failed)} fail{': ' if failed else ''}{'; '.join(failed)}")
     return 1 if failed else 0

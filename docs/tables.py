@@ -8,11 +8,10 @@ from shared_core.engine.logged_figures import markdown as logged
 
 DOCS = Path(__file__).resolve().parent
 TABLES = {
-    "flags.md": flags_markdown(),
     "formats.md": formats_markdown(),
     "distributed.md": distributed_markdown(),
-    "recipes.md": pairs_markdown(),
-    "logging.md": logged(),
+    "combine.md": pairs_markdown(),
+    "reports.md": logged(),
 }
 
 for name, table in TABLES.items():
@@ -20,3 +19,6 @@ for name, table in TABLES.items():
     heading = re.escape(table.splitlines()[0])
     rows = re.compile(rf"{heading}\n(\|.*\n)*(\n(\d+\. .*\n)+)?")  # and their numbered notes
     (DOCS / name).write_text(rows.sub(lambda _: table, page), encoding="utf-8")  # noqa: B023
+
+introduction, _, _ = (DOCS / "flags.md").read_text(encoding="utf-8").partition("\n## ")
+(DOCS / "flags.md").write_text(f"{introduction}\n{flags_markdown()}", encoding="utf-8")

@@ -381,7 +381,7 @@ def _checked_steps(total_steps: int | None) -> int:
     raise ConfigError(
         "accelerate",
         f"total_steps must be the number of optimizer steps of the run, got {got}",
-        "pass total_steps= to hf_eff.prepare, --eff_total_steps to eff run, or prepare the scheduler of "
+        "pass total_steps= to efftrain.hf.prepare, --eff_total_steps to eff run, or prepare the scheduler of "
         "get_scheduler(num_training_steps=...) in the same call",
     )
 
@@ -402,7 +402,7 @@ def _trained(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer
         raise ConfigError(
             "accelerate",
             "model and optimizer must not be prepared yet, got prepared ones",
-            "pass them to hf_eff.prepare as they were made",
+            "pass them to efftrain.hf.prepare as they were made",
         )
     return models[0], optimizers[0]
 

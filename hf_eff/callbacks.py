@@ -125,7 +125,7 @@ class EffCallback(TrainerCallback):
             raise TrainingError(
                 "hf",
                 f"{type(self).__name__} must be known when the trainer is constructed, got add_callback after it",
-                "pass it in Trainer(callbacks=[...]), or call hf_eff.attach(trainer, recipe) before it trains",
+                "pass it in Trainer(callbacks=[...]), or call efftrain.hf.attach(trainer, recipe) before it trains",
             )
 
     on_epoch_begin = on_step_begin = on_step_end = on_train_end = on_train_begin
@@ -140,7 +140,9 @@ def _trainer_under_construction(callback: EffCallback) -> Trainer:
             return trainer
         frame = frame.f_back  # type: ignore[assignment]
     raise TrainingError(
-        "hf", f"{type(callback).__name__} must be called by a Trainer, and none was found", "call hf_eff.attach instead"
+        "hf",
+        f"{type(callback).__name__} must be called by a Trainer, and none was found",
+        "call efftrain.hf.attach instead",
     )
 
 

@@ -149,7 +149,7 @@ class EffFlags:
                 "hf",
                 f"{changed} must be taken by the trainer, but a stock one got these arguments, or they were changed "
                 "after it was constructed",
-                "use EffTrainer, or call hf_eff.attach(trainer) before trainer.train(), with the flags set before",
+                "use EffTrainer, or call efftrain.hf.attach(trainer) before trainer.train(), with the flags set before",
             )
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:

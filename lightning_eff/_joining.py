@@ -125,5 +125,5 @@ def not_of_fabric(callback: Any) -> CompatibilityError:
         "lightning",
         f"{type(callback).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and tells "
         "of no step",
-        "call lightning_eff.setup(fabric, model, optimizer, recipe=..., total_steps=...) in place of fabric.setup",
+        "call efftrain.lightning.setup(fabric, model, optimizer, recipe=..., total_steps=...) in place of fabric.setup",
     )

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PAGES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "shared_core").rglob("README.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-OURS = ("hf_eff", "lightning_eff", "shared_core", "eff_kernels")
+OURS = ("efftrain", "hf_eff", "lightning_eff", "shared_core", "eff_kernels")
 # as its own in the first line, or in a string
 NAMES_A_FILE = re.compile(r"""^# \w+\.\w+$|["']\S*[\w}](/|\.py\b)\S*["']""", flags=re.M)
 SHELL = ("", "bash", "console")
@@ -170,10 +170,16 @@ def test_recipes(page):
             assert Recipe.from_dict(values)
 
 
-@pytest.mark.parametrize("name", ["docs/hugging_face.md", "docs/lightning.md"])
-def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, capsys):
-    page = ROOT / name
+def saved_data():
+    """Return the file of data that a user brings."""
+    return {"inputs": torch.rand(96, 64), "classes": torch.randint(10, (96,))}
+
+
+@pytest.mark.parametrize("name", ["hugging_face", "lightning", "own_loop", "resume"])
+def test_the_pages_of_the_trainers_and_loops_run_as_they_are(name, tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs" / f"{name}.md"
     monkeypatch.chdir(tmp_path)
+    save_file(saved_data(), "data.safetensors")
     for block in blocks(page, "python", "yaml"):
         if file := re.match(r"# (\w+\.\w+)\n", block):
             (tmp_path / file[1]).write_text(block)
@@ -182,7 +188,7 @@ def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, 
     for words in runs:
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
-    assert list(tmp_path.rglob("eff_receipt.json"))
+    assert [*tmp_path.rglob("eff_receipt.json"), *tmp_path.rglob("state.pt")]
 
 
 @pytest.mark.slow
@@ -203,15 +209,14 @@ def test_the_first_commands_of_the_readme_export_what_they_trained(tmp_path):
 
 @pytest.mark.slow
 def test_the_file_of_functions_serves_the_commands_below_it(tmp_path, monkeypatch, capsys):
-    page = ROOT / "docs" / "start.md"
+    page = ROOT / "docs" / "own_loop.md"
     (text,) = (block for block in blocks(page, "python") if block.startswith("# my_task.py"))
     (tmp_path / "my_task.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "my_task", None)  # whatever is imported under this name ends with the test
     del sys.modules["my_task"]
-    data = {"inputs": torch.rand(96, 64), "classes": torch.randint(10, (96,))}
-    save_file(data, "data.safetensors")
+    save_file(saved_data(), "data.safetensors")
     for name in ("net", "other"):
         save_file(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).state_dict(), f"{name}.safetensors")
     asked = [words[1:] for words in commands(page) if any("my_task:" in word for word in words)]

@@ -17,13 +17,13 @@ CARDS = sorted((ROOT / "shared_core").rglob("README.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *CARDS]
 
 
-def test_the_flag_table_is_the_generated_one():
+def test_the_tables_of_flags_are_the_generated_ones():
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").endswith(flags_markdown()), "run `make docs`"
 
 
 @pytest.mark.parametrize(
     ("page", "table"),
-    [("distributed.md", distributed_markdown), ("recipes.md", pairs_markdown), ("logging.md", logged_figures.markdown)],
+    [("distributed.md", distributed_markdown), ("combine.md", pairs_markdown), ("reports.md", logged_figures.markdown)],
 )
 def test_the_tables_of_what_combines_are_the_generated_ones(page, table):
     assert table() in (ROOT / "docs" / page).read_text(encoding="utf-8"), "run `make docs`"

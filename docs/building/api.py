@@ -21,8 +21,9 @@ PACKAGES = (
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Put the pages into the navigation, behind those of the configuration file."""
-    config.nav.append({"API": [{package: f"api/{package}.md"} for package in PACKAGES]})
+    """Put the pages at the end of the navigation's reference."""
+    (reference,) = (section["Reference"] for section in config.nav if "Reference" in section)
+    reference.append({"API": [{package: f"api/{package}.md"} for package in PACKAGES]})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -21,7 +21,7 @@ BUDGET = "budget:"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig(TechniqueConfig):
-    """Options of activation checkpointing: ``--checkpointing_policy`` as a flag, ``checkpointing:`` in a recipe.
+    """Recomputes activations in the backward pass instead of storing them.
 
     Example:
         >>> CheckpointingConfig(policy="every_k", k=3).k

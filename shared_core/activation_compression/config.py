@@ -18,7 +18,7 @@ NO_USE = "they lie in host memory already, and there is nothing to offload"
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig(TechniqueConfig):
-    """How the tensors that forward keeps for backward are stored in between.
+    """Stores activations for the backward pass in fewer bytes.
 
     Example:
         >>> ActivationsConfig(pack="exact").rounds, ActivationsConfig(pack="int8").rounds

@@ -20,12 +20,23 @@ if TYPE_CHECKING:
 
 
 def flags_markdown() -> str:
-    """Return the table of flags as Markdown."""
-    lines = ["| flag | type | default | |", "|---|---|---|---|"]
-    for row in describe_flags():
-        cells = (text.replace("|", "\\|") for text in (row["type"], row["default"], row["help"]))
-        lines.append(f"| `{row['flag']}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    """Return the flags as Markdown: for each technique a section with one sentence and a table."""
+    from shared_core.engine.registry import REGISTRY
+
+    sections = []
+    for key, one in REGISTRY.items():
+        meaning = " ".join((one.config_class.__doc__ or "").partition("\n\n")[0].split())
+        rows = [_flag_row(row) for row in describe_flags(key)]
+        table = ["| flag | values and default | effect |", "|---|---|---|", *rows]
+        sections += ["\n".join([f"## {key}", "", f"{meaning} Callback: `{one.technique_name}`.", "", *table])]
+    return "\n\n".join(sections) + "\n"
+
+
+def _flag_row(row: dict[str, str]) -> str:
+    default = row["default"] if row["default"] in ("", "required") else f"default {row['default']}"
+    values = row["type"].replace(" | ", ", ") + (f"; {default}" if default else "")
+    effect = row["help"].replace("|", "\\|")
+    return f"| `{row['flag']}` | {values} | {effect} |"
 
 
 def flags(
@@ -33,7 +44,7 @@ def flags(
         list[str] | None, typer.Argument(help="Keys of techniques, such as prune; all if left out.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/flags.md.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/flags.md.")] = False,
 ) -> None:
     """List the flags of techniques with type, default and meaning."""
     from shared_core.engine.registry import registration
@@ -163,8 +174,9 @@ def pairs_markdown() -> str:
         for other in (other["technique"] for other in rows):
             pair = frozenset((row["technique"], other))
             if row[other] not in ("yes", "-") and pair not in refused:
-                refused[pair] = f"| `{row['technique']}` + `{other}` | {row[other]} |"
-    return "\n".join(["| together | why not |", "|---|---|", *refused.values()]) + "\n"
+                why, _, instead = row[other].partition("; ")
+                refused[pair] = f"| `{row['technique']}` + `{other}` | {why} | {instead} |"
+    return "\n".join(["| together | why not | instead |", "|---|---|---|", *refused.values()]) + "\n"
 
 
 def distributed_markdown() -> str:

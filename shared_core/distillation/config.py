@@ -41,7 +41,7 @@ _NOT_MUTUAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(TechniqueConfig):
-    """Options of distillation: ``--distill_*`` as flags, ``distill:`` in a recipe.
+    """Trains a student on its teacher's outputs.
 
     Example:
         >>> DistillConfig(teacher="runs/teacher", temperature="4").temperature

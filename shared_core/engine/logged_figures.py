@@ -22,11 +22,11 @@ def is_in_bar(name: str) -> bool:
 
 def markdown() -> str:
     """Return the table of the documents."""
-    rows = ["| figure | what it says | in the bar |", "|---|---|---|"]
+    rows = ["| figure | meaning | progress bar |", "|---|---|---|"]
     for name, figure in logged_figures().items():
         only = f" ({figure.only})" if figure.only else ""
         rows.append(f"| `{name}` | {figure.text}{only} | {'yes' if figure.in_bar else ''} |")
     for key, one in REGISTRY.items():
         if reason := one.config_class.logs_nothing:
-            rows.append(f"| `{key}` | nothing: {reason}; the receipt tells | |")
+            rows.append(f"| `{key}` | nothing ({reason}); see the receipt | |")
     return "\n".join(rows) + "\n"

@@ -37,7 +37,7 @@ _HYBRID = ("tensorwise", "delayed")  # recipes that may have another format for 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Config(TechniqueConfig):
-    """How linear layers multiply in FP8, or in another narrow format, forward and backward.
+    """Multiplies linear layers in FP8, or another narrow format, forward and backward.
 
     Example:
         >>> Fp8Config(recipe="delayed").gradient_dtype

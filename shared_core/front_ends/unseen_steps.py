@@ -27,7 +27,7 @@ def unseen(script: str, why: str) -> CompatibilityError:
         "eff run",
         f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
         f"model and optimizer, but {why}",
-        "nothing was switched on; in a loop of Fabric use lightning_eff.setup, in one of your own shared_core.Session",
+        "nothing was switched on; with Fabric use efftrain.lightning.setup, in your own loop efftrain.training",
     )
 
 

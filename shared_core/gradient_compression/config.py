@@ -16,7 +16,7 @@ from shared_core.config.training_time import Position
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(TechniqueConfig):
-    """In what form the processes of DDP send each other their gradients.
+    """Sends gradients between processes in fewer bytes.
 
     Example:
         >>> CommConfig(hook="powersgd").rank

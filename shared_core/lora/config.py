@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(TechniqueConfig):
-    """Which linear layers are frozen in how many bits, and the adapters that are trained on them.
+    """Freezes the linear layers, in fewer bits if you like, and trains small adapters on them.
 
     Example:
         >>> LoraConfig(rank=16).base, LoraConfig(rank=16).scale
@@ -30,14 +30,12 @@ class LoraConfig(TechniqueConfig):
     finishes_after: ClassVar[tuple[str, ...]] = ("prune", "lottery", "cluster")
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "parallel plans split stock layers and do not know layers with adapters; use DDP or FSDP2",
-        "prune": "the base is frozen, in codes that no mask can hold, and merging the adapters would fill its zeros "
-        "again; prune the merged model afterwards",
-        "qat": "the frozen weights are codes of bitsandbytes already, on a grid of their own. It is allowed with lora "
-        "base none: adapters in float are then trained on weights that qat quantises, in 4 bits with scheme "
-        "int4_weight, mxfp4 or nvfp4",
-        "fp8": "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
-        "soup": "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
-        "without: the model then holds the average of the merged weights",
+        "prune": "merging the adapters would fill the base's zeros; prune the merged model afterwards",
+        "qat": "bitsandbytes has already quantized the frozen weights; allowed with lora base=none, where qat "
+        "quantizes the frozen weights, in 4 bits with scheme int4_weight, mxfp4 or nvfp4",
+        "fp8": "both replace the same linear layers; drop one",
+        "soup": "an average leaves the grid of requantized weights; allowed without lora requantize, where the soup "
+        "averages merged weights",
         "zero3": ZERO3,
         "fsdp1": "FSDP1 flattens frozen codes and trained floats into one tensor; use DDP",
         "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),

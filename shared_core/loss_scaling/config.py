@@ -16,7 +16,7 @@ _TELEMETRY = ("telemetry_every", "flush_every", "histogram_every")
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig(TechniqueConfig):
-    """Options of loss scaling: ``--loss_scale_*`` as flags, ``loss_scale:`` in a recipe.
+    """Scales the loss so that fp16 gradients do not underflow.
 
     Example:
         >>> LossScaleConfig(kind="dynamic").init_scale

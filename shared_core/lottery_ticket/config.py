@@ -56,7 +56,7 @@ class TicketOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LotteryConfig(TicketOptions, TechniqueConfig):
-    """One run: dense, or with the ticket of an earlier run. `LotterySearch` writes these for every run of a search.
+    """Trains one round of a search for lottery tickets; `eff lottery` writes these options for every round.
 
     Example:
         >>> LotteryConfig(out="runs/lottery/round-00", rewind_to=500).rewind
@@ -69,13 +69,12 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"control": ("ticket",)}
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "prune": "a round's masks come from its ticket alone; drop prune, or prune the winning ticket further on its "
-        "own",
-        "lora": "the base is frozen, in codes that no mask can hold, and the next masks come from trained weights; "
-        "find tickets of the whole model",
-        "primary_weights": "the float32 copies would train on from before the rewinding; load the model in float32",
-        "soup": "the next masks come from the weights of one run's end, and checkpoints from before step k are dense; "
-        "soup the winning ticket's own runs with `eff soup`",
+        "prune": "a round takes its masks from its ticket alone; drop prune, or prune the winning ticket in a run of "
+        "its own",
+        "lora": "the base is frozen, and a ticket masks trained weights; search tickets of the whole model",
+        "primary_weights": "the float32 copies would not be rewound; load the model in float32",
+        "soup": "candidates from before the rewinding step are dense; soup the winning ticket's own runs with `eff "
+        "soup`",
         "average": _REWOUND,
         "averaging_callback": _REWOUND,
         "deepspeed": "rewinding clears the optimizer state of each weight, and DeepSpeed keeps it in flat parts; use "

@@ -61,12 +61,9 @@ MEASURED = ("scaled", "whitened")
 """Decompositions that look at the inputs of layers."""
 
 
-_FACTORS_STAY = "It is allowed with low_rank merge false, where the model stays factorised"
-
-
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(TechniqueConfig):
-    """Which layers become products of two smaller ones, of which rank, and what is left at the end.
+    """Replaces layers with products of two smaller ones.
 
     Example:
         >>> LowRankConfig(rank="energy:0.9").rule
@@ -89,13 +86,16 @@ class LowRankConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "parallel plans split stock layers and do not know factors; use DDP or FSDP2, or factorize "
         "the saved model with `eff low-rank`",
-        "lora": "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise "
-        "the merged model with `eff low-rank`",
-        "lottery": "the ticket's masks are of whole weights, which factorised layers do not have; factorise the "
-        "winning ticket with `eff low-rank`",
-        "prune": f"the product of two sparse factors is dense. {_FACTORS_STAY}",
-        "cluster": f"the product of two factors has other values than they. {_FACTORS_STAY}",
-        "qat": f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
+        "lora": "both train small factors of the same layers; train with low_rank first, or factorize the merged model"
+        " with `eff low-rank`",
+        "lottery": "a ticket masks whole weights, which factorized layers do not have; factorize the winning ticket "
+        "with `eff low-rank`",
+        "prune": "the product of two sparse factors is dense; allowed with low_rank merge=false, which keeps the "
+        "factors",
+        "cluster": "the product of two factors does not keep shared values; allowed with low_rank merge=false, which "
+        "keeps the factors",
+        "qat": "the product of two quantized factors is not on a grid; allowed with low_rank merge=false, which keeps "
+        "the factors",
         "zero3": ZERO3,
         "fsdp1": FSDP1,
         "peft": "what is saved of it are adapters alone, without the factors that they were trained over; factorise "

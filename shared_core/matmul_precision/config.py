@@ -64,7 +64,7 @@ def why_inactive(asked: str, device: torch.device, found: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPrecisionConfig(TechniqueConfig):
-    """Options of the precision of float32 products: ``--matmul_precision`` as a flag, ``matmul:`` in a recipe.
+    """Sets how precisely float32 matrices are multiplied.
 
     Example:
         >>> MatmulPrecisionConfig(precision="high").precision

@@ -12,7 +12,7 @@ from shared_core.config.options import Figure, TechniqueConfig, option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrimaryWeightsConfig(TechniqueConfig):
-    """Where the bits of an update go that a 16-bit weight cannot hold.
+    """Keeps updates that are too small for 16-bit weights.
 
     Example:
         >>> PrimaryWeightsConfig(kind="fp32_copy").telemetry_every

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig(TechniqueConfig):
-    """How much noise hides one example, and how the loss of privacy is counted.
+    """Trains with differential privacy (DP-SGD).
 
     Example:
         >>> PrivacyConfig(target_epsilon=8.0).max_grad_norm
@@ -36,24 +36,20 @@ class PrivacyConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "gradients of single examples are computed outside the layers, where parts are not summed; "
         "use DDP or FSDP2",
-        "lora": "Opacus has no rule for a layer that adds adapters to frozen codes; leave the adapters out, and freeze "
-        "what is not to be trained",
-        "primary_weights": "a gradient in 16 bits rounds the noise, which is then not what is accounted for; load the "
-        "model in float32",
-        "lottery": "every round sees the data again, and rounds are not accounted for together; train one model",
-        "cluster": "members of a cluster are moved by one sum of their gradients, on which noise has not been tested; "
-        "share the weights of the trained model with `eff compress`",
-        "qat": "observers keep ranges of activations, which single examples set and no noise hides; train privately, "
-        "then quantise the weights with `eff quantize`",
-        "fp8": "scales come from the largest values of a batch, which single examples set and no noise hides; train in "
-        "bf16",
-        "loss_scale": "a scaler skips steps on which single examples overflow, and skips are not accounted for; train "
-        "in float32 or bf16",
-        "fp16": "its scaler skips steps on which single examples overflow, and skips are not accounted for; train in "
-        "float32 or bf16",
-        "checkpointing": "a recomputed forward would hand the layers' inputs to the rules for single examples twice; "
-        "take smaller micro-batches and accumulate more, which changes nothing",
-        "comm": "noised sums are joined by it, not by DDP, so that no hook would see them; drop comm",
+        "lora": "Opacus cannot compute gradients of single examples for layers with adapters; leave lora out and "
+        "freeze layers yourself",
+        "primary_weights": "16-bit gradients would round the noise; load the model in float32",
+        "lottery": "every round sees the data again, and the rounds are not accounted for together; train one model",
+        "cluster": "noise on the summed gradients of shared weights has not been tested; cluster the trained model "
+        "with `eff compress`",
+        "qat": "ranges of activations come from single examples, without noise; train privately, then use `eff "
+        "quantize`",
+        "fp8": "scales come from single examples, without noise; train in bf16",
+        "loss_scale": "the scaler skips steps, and skips are not accounted for; train in float32 or bf16",
+        "fp16": "its scaler skips steps, and skips are not accounted for; train in float32 or bf16",
+        "checkpointing": "the recomputed forward would count every example twice; use smaller micro-batches and "
+        "accumulate more",
+        "comm": "dp sends its noised gradients itself, so a DDP hook would see none; drop comm",
         "deepspeed": DEEPSPEED,
         "fsdp1": "flat shards of FSDP1 have no gradient of one example; use DDP",
         "lbfgs": LBFGS,

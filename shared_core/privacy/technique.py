@@ -147,8 +147,8 @@ class DifferentialPrivacy(Technique):
             raise TrainingError(
                 "dp",
                 "training batches must be drawn by Poisson sampling, got none",
-                "pass the DataLoader to hf_eff.prepare, to fabric.setup_dataloaders behind lightning_eff.setup or to "
-                "training(loader=...), and train on what comes back",
+                "pass the DataLoader to efftrain.hf.prepare, to training(loader=...) or, with Fabric, "
+                "to fabric.setup_dataloaders, and train on what comes back",
             )
         return value
 

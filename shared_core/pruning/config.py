@@ -53,7 +53,7 @@ _OF_WEIGHTS = {"granularity": ("unstructured", "block")}
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(OverridableConfig):
-    """Which weights to prune, how many, and when.
+    """Sets weights, blocks, channels or heads to zero.
 
     Example:
         >>> PruneConfig(sparsity=0.8, begin=0.1, end=0.6).schedule

@@ -37,7 +37,7 @@ _ROUNDED_WEIGHTS = ("ema", "minmax", "percentile", "kl", "mse", "pact")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QatConfig(OverridableConfig):
-    """How a model learns to live with quantised weights and activations.
+    """Trains with weights and activations rounded to few bits.
 
     Example:
         >>> QatConfig(scheme="int8", overrides={"head": {"weight_bits": 4}}).overrides
@@ -50,8 +50,7 @@ class QatConfig(OverridableConfig):
     # the soup evaluates through live quantisers; what hooks a layer's forward is gone before layers are plain again
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "fp8": "both change the class of the same linear layers, and int8 rounding inside an FP8 product is neither; "
-        "train in FP8 first and then for int8, or drop one",
+        "fp8": "both replace the same linear layers; train in FP8 first and for int8 afterwards, or drop one",
         "averaging_callback": "ranges are observed on the weights in training, and an average lies between the codes; "
         "the technique average does both",
         **NO_WHOLE_WEIGHTS,

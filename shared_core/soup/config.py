@@ -23,7 +23,7 @@ _HOLD_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class SoupConfig(TechniqueConfig):
-    """Options of the soup of a run's own checkpoints.
+    """Averages checkpoints of the run after training.
 
     Example:
         >>> SoupConfig(kind="greedy", metric="eval_accuracy").larger_is_better

@@ -17,7 +17,7 @@ _BEGIN: dict[str, Position] = {"ema": 0, "swa": 0.75, "last_k": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class AverageConfig(TechniqueConfig):
-    """Which average of the weights a run keeps beside them, and from when on.
+    """Keeps a running average of the weights.
 
     Example:
         >>> AverageConfig(kind="swa").start, AverageConfig(kind="ema").start

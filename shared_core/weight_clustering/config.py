@@ -15,7 +15,7 @@ MIN_BITS, MAX_BITS = 2, 8
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(TechniqueConfig):
-    """How many values the weights of a tensor share, and from when on.
+    """Lets the weights of a tensor share a few values.
 
     Example:
         >>> ClusterConfig(bits=5, bits_of=["conv*=8"]).widths()
@@ -29,12 +29,10 @@ class ClusterConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "centroids are sums over all processes and would count whole layers several times; use DDP "
         "or FSDP2, or `eff compress` after training",
-        "lora": "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share "
-        "the weights in a run of its own, or let `eff compress` do it",
-        "qat": "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop "
-        "one",
-        "lottery": "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the "
-        "winning ticket",
+        "lora": "merging the adapters would separate shared weights; merge first, then cluster in a second run or with"
+        " `eff compress`",
+        "qat": "qat scales each channel on its own, which separates shared weights; drop one",
+        "lottery": "the next masks rank magnitudes, and sharing makes most of them equal; cluster the winning ticket",
         "deepspeed": "a centroid starts with optimizer state of its own, and DeepSpeed counts steps of many weights at "
         "once; use DDP or FSDP2, or `eff compress` after training",
         **NO_WHOLE_WEIGHTS,

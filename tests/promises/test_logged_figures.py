@@ -1,4 +1,4 @@
-"""What each technique logs while training is what docs/logging.md says, at the trainer's own steps, with both."""
+"""What each technique logs while training is what docs/reports.md says, at the trainer's own steps, with both."""
 
 import copy
 import csv

@@ -1,4 +1,4 @@
-"""Figures of techniques arrive under the names of docs/logging.md in whatever keeps them, without a network."""
+"""Figures of techniques arrive under the names of docs/reports.md in whatever keeps them, without a network."""
 
 import zipfile
 
