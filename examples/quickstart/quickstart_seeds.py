@@ -1,6 +1,6 @@
 """Run the quickstart for several seeds, and write its page: every effect beside its spread.
 
-    python examples/quickstart_seeds.py
+    python examples/quickstart/quickstart_seeds.py
 
 The teacher and the memory are those of `runs`, which the quickstart itself fills (it is run if they are not there).
 Each seed draws other labels, weights and orders. A seed that is done already is not run again.
@@ -21,7 +21,7 @@ import stdlib_fragments
 
 ROOT = Path("runs")
 SEEDS = (42, 1, 2, 3, 4)
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "quickstart.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 HEAD = """\
 # The quickstart, over seeds
 

@@ -1,0 +1,51 @@
+"""The notebooks of examples/notebooks are the pages of docs/tutorials, outputs included, and run."""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "docs"))
+import notebooks  # noqa: E402  # docs/notebooks.py
+
+NAMES = sorted(notebooks.PAGES)
+
+
+def stored(name):
+    return nbformat.read(notebooks.notebook_file(name), as_version=4)
+
+
+def printed(notebook):
+    return [notebooks.output_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_every_page_has_its_notebook():
+    assert NAMES == sorted(path.stem for path in notebooks.notebook_file("").parent.glob("*.ipynb"))
+    assert len(NAMES) >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_and_notebook_are_the_same(name):
+    notebook, cells = stored(name), notebooks.cells_of(notebooks.PAGES[name].read_text(encoding="utf-8"))
+    nbformat.validate(notebook)
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [cell[:2] for cell in cells]
+    shown = [output.strip("\n") for kind, _, output in cells if kind == "code"]
+    assert printed(notebook) == shown, "run `make notebooks`, which writes the outputs of a run into both"
+
+
+@pytest.mark.slow  # half a minute each
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_runs_and_prints_what_it_shows(name, tmp_path):
+    ran = notebooks.run(notebooks.PAGES[name].read_text(encoding="utf-8"), tmp_path)
+    for now, then in zip(printed(ran), printed(stored(name)), strict=True):
+        assert kinds_of_lines(now) == kinds_of_lines(then)  # figures differ between processors
+
+
+def kinds_of_lines(text):
+    """Return the first word of each line, without the rows of tables and the notes of a run, which differ."""
+    lines = [line for line in text.splitlines() if not line.startswith((*"│┃┏┡└", "efftrain: "))]
+    return [re.match(r"[\w/]*", line)[0] for line in lines]
