@@ -41,11 +41,12 @@ def test_page_and_notebook_are_the_same(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_runs_and_prints_what_it_shows(name, tmp_path):
     ran = notebooks.run(notebooks.PAGES[name].read_text(encoding="utf-8"), tmp_path)
-    for now, then in zip(printed(ran), printed(stored(name)), strict=True):
-        assert kinds_of_lines(now) == kinds_of_lines(then)  # figures differ between processors
+    for now, then in zip(ran.cells, stored(name).cells, strict=True):
+        if now.cell_type == "code" and not now.source.startswith("%%bash"):  # what `eff` says depends on the processor
+            assert kinds_of_lines(notebooks.output_of(now)) == kinds_of_lines(notebooks.output_of(then))
 
 
 def kinds_of_lines(text):
-    """Return the first word of each line, without the rows of tables and the notes of a run, which differ."""
+    """Return the first word of each line but those of tables and notes; figures differ between processors."""
     lines = [line for line in text.splitlines() if not line.startswith((*"│┃┏┡└", "efftrain: "))]
     return [re.match(r"[\w/]*", line)[0] for line in lines]
