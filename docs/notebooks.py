@@ -1,8 +1,9 @@
 """Run the pages of docs/tutorials as notebooks; write their outputs into the pages and into examples/notebooks.
 
-`python docs/notebooks.py` runs all, `python docs/notebooks.py trainer` one. The page is the source: edit it, not the
-notebook. A block of Python or of bash becomes a cell, a block that names its file in the first line is written to that
-file, and a `text` block after it holds its output. All other text becomes Markdown cells.
+`python docs/notebooks.py` runs those whose code has changed, `python docs/notebooks.py trainer` that one in any case.
+The page is the source: edit it, not the notebook. A block of Python or of bash becomes a cell, a block that names its
+file in the first line is written to that file, and a `text` block after it holds its output. All other text becomes
+Markdown cells.
 """
 
 import os
@@ -28,11 +29,12 @@ def notebook_file(name):
 
 def cells_of(page):
     """Return kind, source and shown output of each cell of a page's text."""
-    cells, end = [("code", FIRST, "")], 0
+    cells, end = [], 0
     for block in BLOCK.finditer(page):
         cells += [("markdown", _prose(page[end : block.start()]), ""), ("code", _source(*block.group(1, 2)), block[3])]
         end = block.end()
     cells.append(("markdown", _prose(page[end:]), ""))
+    cells.insert(1, ("code", FIRST, ""))
     return [(kind, source, shown or "") for kind, source, shown in cells if source]
 
 
@@ -48,12 +50,31 @@ def _source(language, text):
     return magic + (text[named.end() :] if named else text).strip()
 
 
-def run(page, folder):
-    """Return the page as a notebook that ran in this folder; an error in a cell is raised."""
+def notebook_of(page):
+    """Return the page as a notebook without outputs."""
     notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
     for number, (kind, source, _) in enumerate(cells_of(page)):
         make = nbformat.v4.new_code_cell if kind == "code" else nbformat.v4.new_markdown_cell
         notebook.cells.append(make(source, id=f"cell-{number}"))
+    return notebook
+
+
+def with_stored_outputs(page, name):
+    """Return the page as a notebook with the outputs of an earlier run; None if the code is not the one that ran."""
+    notebook, file = notebook_of(page), notebook_file(name)
+    earlier = nbformat.read(file, as_version=4).cells if file.exists() else []
+    ran = [cell for cell in earlier if cell.cell_type == "code"]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.source for cell in ran] != [cell.source for cell in code]:
+        return None
+    for cell, old in zip(code, ran, strict=True):
+        cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    return notebook
+
+
+def run(page, folder):
+    """Return the page as a notebook that ran in this folder; an error in a cell is raised."""
+    notebook = notebook_of(page)
     client = NotebookClient(
         notebook, timeout=TIMEOUT, record_timing=False, resources={"metadata": {"path": str(folder)}}
     )
@@ -88,8 +109,10 @@ def with_outputs(page, notebook):
 if __name__ == "__main__":
     for name in sys.argv[1:] or PAGES:
         text = PAGES[name].read_text(encoding="utf-8")
-        with tempfile.TemporaryDirectory() as folder:
-            notebook = run(text, folder)
+        notebook = None if name in sys.argv else with_stored_outputs(text, name)
+        if notebook is None:
+            with tempfile.TemporaryDirectory() as folder:
+                notebook = run(text, folder)
         notebook_file(name).parent.mkdir(exist_ok=True)
         nbformat.write(notebook, notebook_file(name))
         PAGES[name].write_text(with_outputs(text, notebook), encoding="utf-8")

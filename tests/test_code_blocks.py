@@ -1,4 +1,4 @@
-"""Every block of code in the documents: Sybil runs Python, whose calls fit the signatures; commands and recipes parse."""
+"""Every block of code in the documents: Sybil runs Python, calls fit the signatures, commands and recipes parse."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""Every example runs from another folder, ends with a result and leaves no file there; every story ends with a table."""
+"""Every example runs from another folder, ends with a result and leaves no file; a story ends with a table."""
 
 import re
 import runpy
