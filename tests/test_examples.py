@@ -24,7 +24,9 @@ TABLES = {
 }  # lines, with the headings
 SCRIPTS = {
     str(path.relative_to(EXAMPLES).with_suffix("")): path
-    for path in [*EXAMPLES.glob("hf/*.py"), *EXAMPLES.glob("lightning/*.py"), EXAMPLES / "stories" / "compact_lm.py"]
+    for path in sorted(
+        [*EXAMPLES.glob("hf/*.py"), *EXAMPLES.glob("lightning/*.py"), *EXAMPLES.glob("stories/comp*.py")]
+    )
     if not path.stem.startswith("digits")  # data and model of the others
 }
 
