@@ -26,6 +26,7 @@ help:
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
 	@echo "make evidence     pretrained networks from packages, compressed beside peers (CPU, 20 minutes, goes on when cut off), write the table"
 	@echo "make scripts      every technique in every script that TRL publishes (CPU, 15 minutes, goes on when cut off), write the table"
+	@echo "make notebooks    run the pages of docs/tutorials, write their outputs and notebooks (some 2 minutes)"
 	@echo "make docs         rewrite the generated tables in docs/ and build the pages into site/ (no network)"
 
 $(VENV)/.examples: pyproject.toml constraints.txt
@@ -40,10 +41,10 @@ $(VENV)/.dev: $(VENV)/.examples
 	touch $@
 
 quickstart: $(VENV)/.examples
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python examples/quickstart/quickstart.py
 
 quickstart-seeds: $(VENV)/.examples # goes on when cut off: a seed whose runs/seed-N/results.json is there is done
-	OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart_seeds.py
+	OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart/quickstart_seeds.py
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(if $(TECHNIQUE),--technique $(TECHNIQUE))
@@ -105,10 +106,13 @@ evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero
 scripts: $(VENV)/.dev # WORDS="fp8" tries again the cells whose names hold one
 	$(BIN)/python benchmarks/published_scripts.py $(WORDS)
 
+notebooks: $(VENV)/.dev # PAGES="trainer" runs one
+	OMP_NUM_THREADS=1 $(BIN)/python -P docs/notebooks.py $(PAGES)
+
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts docs
+.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts notebooks docs
 .DEFAULT_GOAL := help

@@ -1,7 +1,7 @@
-"""Every block of code in the documents: Python compiles, fits the signatures and runs, commands and recipes parse."""
+"""Every block of code in the documents: Sybil runs Python, calls fit the signatures, commands and recipes parse."""
 
 import ast
-import builtins
+import contextlib
 import importlib
 import inspect
 import re
@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import unittest
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 import typer
 import yaml
 from safetensors.torch import load_file, save_file
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from torch import nn
 
 from shared_core import Recipe
@@ -31,13 +34,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PAGES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "shared_core").rglob("README.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 OURS = ("efftrain", "hf_eff", "lightning_eff", "shared_core", "eff_kernels")
-# as its own in the first line, or in a string
-NAMES_A_FILE = re.compile(r"""^# \w+\.\w+$|["']\S*[\w}](/|\.py\b)\S*["']""", flags=re.M)
 SHELL = ("", "bash", "console")
-NEEDS_MORE = {  # than `surroundings`
-    "docs/adding_a_technique.md": "the folder of the example on the path",
-    "shared_core/loss_scaling/README.md": "a GPU",
-}
+SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
+FRAGMENTS: set[str] = set()
+SCRIPT = re.compile(r"# \w+\.\w+\n")
+"""Begins a block that is a file; tests of their own run these."""
 COMMANDS = typer.main.get_command(app)
 
 
@@ -53,17 +54,6 @@ def commands(page):
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"(\$ )?([A-Z_]+=\S+ )*(eff|make|python|torchrun|accelerate) ", line):
                 yield shlex.split(line.removeprefix("$ "), comments=True)
-
-
-def missing_names(tree):
-    """Return what a program uses and neither defines nor imports."""
-    nodes = list(ast.walk(tree))
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
-    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    bound |= {alias.asname or alias.name.split(".")[0] for node in imports(tree) for alias in node.names}
-    return {node.id for node in names} - bound
 
 
 def imports(tree):
@@ -88,13 +78,13 @@ def check_use(tree):
                 assert {word.arg for word in call.keywords} <= REGISTRY[key].config_class.hints().keys()
 
 
-def surroundings():
-    """Return what a block may use without making it: a model, what it takes, and a loss."""
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)]
+def yours():
+    """Return what stands for the reader's own in every block: a model, what it takes, and a loss."""
     batch = torch.rand(8, 64)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)]
     return {
         "__name__": "__main__",
-        "model": nn.Sequential(*blocks, nn.Linear(64, 10)),
+        "model": nn.Sequential(*layers, nn.Linear(64, 10)),
         "batches": [batch],
         "pairs": [(batch, torch.zeros(8, dtype=torch.long))],
         "criterion": nn.CrossEntropyLoss(),
@@ -103,14 +93,21 @@ def surroundings():
 
 @EVERY_PAGE
 def test_python(page, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
-        tree = ast.parse(block)
-        check_use(tree)
-        given = surroundings()
-        needs_more = NAMES_A_FILE.search(block) or str(page.relative_to(ROOT)) in NEEDS_MORE
-        if missing_names(tree) <= given.keys() and not needs_more:
-            exec(compile(tree, str(page), "exec"), given)
+        check_use(ast.parse(block))
+    if str(page.relative_to(ROOT)) in FRAGMENTS or page.parent.name == "tutorials":  # see test_notebooks.py
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [page.name])
+    document, given = SYBIL.parse(page), yours()
+    document.namespace.update(given)
+    for example in document.examples():
+        for name, value in yours().items():  # new for each block, unless the page has made its own
+            if document.namespace[name] is given[name]:
+                document.namespace[name] = given[name] = value
+        if not SCRIPT.match(str(example.parsed)):
+            with contextlib.suppress(unittest.SkipTest):  # a block after `skip: next "reason"`
+                example.evaluate()
 
 
 def parse(words):
@@ -181,8 +178,8 @@ def test_the_pages_of_the_trainers_and_loops_run_as_they_are(name, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     save_file(saved_data(), "data.safetensors")
     for block in blocks(page, "python", "yaml"):
-        if file := re.match(r"# (\w+\.\w+)\n", block):
-            (tmp_path / file[1]).write_text(block)
+        if SCRIPT.match(block):
+            (tmp_path / block[2 : block.index("\n")]).write_text(block)
     runs = [words for words in commands(page) if words[0] == "python"]
     runs += [["python", file.name] for file in tmp_path.glob("*.py") if not any(file.name in words for words in runs)]
     for words in runs:

@@ -201,7 +201,7 @@ def test_the_page_tells_effects_in_standard_errors(story, monkeypatch):
 
 
 def test_the_readme_shows_what_the_page_of_seeds_holds():
-    root = Path(quickstart.__file__).resolve().parent.parent
+    root = Path(quickstart.__file__).resolve().parents[2]
     cells = [
         {cell.strip() for cell in line.split("|")} - {""}
         for line in (root / "docs" / "results.md").read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,6 @@
 """A hook of mkdocs: pages for the techniques' cards, and for files outside docs/ that a page links to.
 
-A card is the README.md of its package. A link such as ``../examples/quickstart.py`` leads to the file in the
+A card is the README.md of its package. A link such as ``../examples/quickstart/quickstart.py`` leads to the file in the
 repository, and on the site to its text.
 """
 

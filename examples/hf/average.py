@@ -1,23 +1,15 @@
-"""Running averages of a vision transformer's weights in the Hugging Face Trainer, at a constant learning rate.
+"""A running average of a model's weights in the Hugging Face Trainer, at a constant learning rate."""
 
-Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/hf/average.py
-"""
+from digits_hf import arguments, splits, vision_transformer
+from transformers import Trainer
 
-import tempfile
-
-from digits_hf import train
-
-from hf_eff import WeightAverage
-
-AVERAGES = {
-    "the last weights": [],
-    "exponential": [WeightAverage(kind="ema", decay=0.95)],
-    "of the last half": [WeightAverage(kind="swa", begin=0.5)],
-}
+from efftrain.hf import WeightAverage
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        for name, callbacks in AVERAGES.items():
-            _, accuracy = train(folder, None, callbacks, lr_scheduler_type="constant", num_train_epochs=6)
-            updates = [callback.session.receipt()["techniques"]["average"]["updates"] for callback in callbacks]
-            print(f"{name:24} {updates[0] if updates else 1:4} weights, accuracy {accuracy:.3f}")
+    accuracies = []
+    for callbacks in ([], [WeightAverage(kind="ema", decay=0.95)]):
+        settings = arguments(num_train_epochs=6, lr_scheduler_type="constant")
+        trainer = Trainer(vision_transformer(), settings, callbacks=callbacks, **splits())
+        trainer.train()
+        accuracies.append(trainer.evaluate()["eval_accuracy"])
+    print(f"accuracy: last weights {accuracies[0]:.3f}, their exponential average {accuracies[1]:.3f}")

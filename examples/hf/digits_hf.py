@@ -1,4 +1,4 @@
-"""Data, model and Trainer that the examples beside it share: scikit-learn's 1,797 handwritten digits, a small ViT.
+"""Data, model and settings that the examples beside it share: scikit-learn's 1,797 handwritten digits, a small ViT.
 
 Every example also takes a model that classifies images, and images, from a folder or the Hub:
     python examples/hf/pruning.py --model facebook/deit-tiny-patch16-224 --dataset uoft-cs/cifar10 --image_column img
@@ -6,6 +6,7 @@ Every example also takes a model that classifies images, and images, from a fold
 
 import argparse
 import functools
+import tempfile
 
 import torch
 from datasets import load_dataset
@@ -21,6 +22,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+FOLDERS = tempfile.TemporaryDirectory()
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
 
 
@@ -87,23 +89,26 @@ def accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def make_trainer(folder, model=None, callbacks=(), examples=None, num_train_epochs=8, **settings):
-    """Return a plain Trainer; all that the examples add are callbacks."""
+def splits():
+    """Return what a Trainer takes of data: both splits, and the accuracy on the second."""
     train_set, test_set = digits()
-    arguments = TrainingArguments(
-        folder, num_train_epochs=num_train_epochs, per_device_train_batch_size=64, per_device_eval_batch_size=450,
-        report_to="none", disable_tqdm=True, logging_strategy="no", seed=0,
-        **({"use_cpu": True, "learning_rate": 3e-3} if flags().model is None else {"learning_rate": 5e-5}),
-        **({"save_strategy": "no"} | settings),
-    )  # fmt: skip
-    return Trainer(
-        model or vision_transformer(), arguments, train_dataset=examples or train_set, eval_dataset=test_set,
-        compute_metrics=accuracy, callbacks=list(callbacks),
-    )  # fmt: skip
+    return {"train_dataset": train_set, "eval_dataset": test_set, "compute_metrics": accuracy}
 
 
-def train(folder, *arguments, **settings):
+def arguments(**settings):
+    """Return plain arguments whose new folder is removed when the example ends."""
+    rate = {"use_cpu": True, "learning_rate": 3e-3} if flags().model is None else {"learning_rate": 5e-5}
+    defaults = {
+        "output_dir": tempfile.mkdtemp(dir=FOLDERS.name), "num_train_epochs": 8, "per_device_train_batch_size": 64,
+        "per_device_eval_batch_size": 450, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no",
+        "save_strategy": "no", "seed": 0,
+    }  # fmt: skip
+    return TrainingArguments(**(defaults | rate | settings))
+
+
+def train(_, model=None, callbacks=(), examples=None, **settings):
     """Return the trainer after training, and its accuracy on the test set."""
-    trainer = make_trainer(folder, *arguments, **settings)
+    data = splits() | ({"train_dataset": examples} if examples else {})
+    trainer = Trainer(model or vision_transformer(), arguments(**settings), callbacks=list(callbacks), **data)
     trainer.train()
     return trainer, trainer.evaluate()["eval_accuracy"]

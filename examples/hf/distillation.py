@@ -1,24 +1,20 @@
-"""Distillation in the Hugging Face Trainer: a small model that has few examples learns from a larger one's folder.
+"""Distillation in the Hugging Face Trainer: a small model with 200 examples learns from a larger one."""
 
-Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/hf/distillation.py
-"""
+from digits_hf import arguments, splits, vision_transformer
+from transformers import Trainer
 
-import tempfile
-
-from digits_hf import digits, train, vision_transformer
-
-from hf_eff import Distillation
+from efftrain.hf import Distillation
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        teacher_trainer, teacher = train(folder + "/teacher", vision_transformer(64), num_train_epochs=12)
-        teacher_trainer.save_model(folder + "/teacher")
+    data = splits()
+    teacher = Trainer(vision_transformer(64), arguments(num_train_epochs=12), **data)
+    teacher.train()
+    teacher.save_model()
+    accuracies = [teacher.evaluate()["eval_accuracy"]]
 
-        few = digits()[0][:200]
-        options = {"examples": few, "num_train_epochs": 60}
-        _, alone = train(folder + "/alone", vision_transformer(32, 1), **options)
-        distillation = Distillation(teacher=folder + "/teacher", temperature=4.0, alpha=0.1)
-        _, taught = train(folder + "/taught", vision_transformer(32, 1), [distillation], **options)
-        print(f"teacher, 1,347 examples:                 accuracy {teacher:.3f}")
-        print(f"student, 200 examples, by itself:        accuracy {alone:.3f}")
-        print(f"student, 200 examples, with the teacher: accuracy {taught:.3f}")
+    data["train_dataset"] = data["train_dataset"][:200]
+    for callbacks in ([], [Distillation(teacher=teacher.args.output_dir, temperature=4.0, alpha=0.1)]):
+        student = Trainer(vision_transformer(32, 1), arguments(num_train_epochs=60), callbacks=callbacks, **data)
+        student.train()
+        accuracies.append(student.evaluate()["eval_accuracy"])
+    print("accuracy: teacher {:.3f}, student alone {:.3f}, student with the teacher {:.3f}".format(*accuracies))

@@ -1,30 +1,19 @@
-"""Gradients sent in 16 bits, or as products of low rank, between two processes of the Hugging Face Trainer.
+"""Gradient compression in the Hugging Face Trainer: two processes exchange products of low rank.
 
-Data: the 1,797 handwritten digits of scikit-learn. Run: torchrun --nproc_per_node=2
-examples/hf/gradient_compression.py; with a script of yours: torchrun --nproc_per_node=2 script.py --comm_hook bf16
+Run: torchrun --nproc_per_node=2 examples/hf/gradient_compression.py
 """
 
-import os
-import tempfile
+from digits_hf import arguments, splits, vision_transformer
+from transformers import Trainer
 
-from digits_hf import train
-
-from hf_eff import GradientCompression
-
-HOOKS = ({"hook": "bf16"}, {"hook": "powersgd", "rank": 2})
-
-
-def main():
-    with tempfile.TemporaryDirectory() as folder:
-        lines = [f"{'whole':10}accuracy {train(folder + '/whole')[1]:.3f}"]
-        for options in HOOKS:
-            compression = GradientCompression(**options)
-            _, accuracy = train(folder + "/" + options["hook"], None, [compression])
-            report = compression.session.receipt()["techniques"]["comm"]
-            lines.append(f"{options['hook']:10}accuracy {accuracy:.3f}, {report['ratio']:.1f} times fewer bytes a step")
-        if os.environ["RANK"] == "0":
-            print(*lines, sep="\n")
-
+from efftrain.hf import GradientCompression
 
 if __name__ == "__main__":
-    main()
+    compression = GradientCompression(hook="powersgd", rank=2)
+    trainer = Trainer(vision_transformer(), arguments(), callbacks=[compression], **splits())
+    trainer.train()
+
+    report = compression.session.receipt()["techniques"]["comm"]
+    accuracy = trainer.evaluate()["eval_accuracy"]
+    if trainer.is_world_process_zero():
+        print(f"gradients: {report['ratio']:.1f} times fewer bytes, accuracy {accuracy:.3f}")

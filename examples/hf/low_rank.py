@@ -1,34 +1,24 @@
-"""A vision transformer with a third of the parameters in its layers, taught by the whole one; Hugging Face Trainer.
-
-Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/hf/low_rank.py
-"""
+"""Low rank in the Hugging Face Trainer: layers with a third of the parameters, taught by the whole model."""
 
 import copy
-import tempfile
 
-from digits_hf import digits, train, vision_transformer
+from digits_hf import arguments, splits, vision_transformer
+from transformers import Trainer
 
-from hf_eff import Distillation, LowRank
-from shared_core.low_rank import load
-
-
-def size(model):
-    """Return the number of parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
+from efftrain.hf import Distillation, LowRank
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        whole, accuracy = train(folder, vision_transformer(64))
-        print(f"{'whole':32}accuracy {accuracy:.3f}, {size(whole.model):,} parameters")
-        options = {"rank": "budget:0.33", "decomposition": "whitened", "calibration_batches": 8, "min_size": 0}
-        for name, more in (("a third, fine-tuned", []), ("the same, taught by the whole", [whole.model])):
-            callbacks = [LowRank(**options), *(Distillation(teacher=copy.deepcopy(model)) for model in more)]
-            small, accuracy = train(folder, copy.deepcopy(whole.model), callbacks, num_train_epochs=2)
-            print(f"{name:32}accuracy {accuracy:.3f}, {size(small.model):,} parameters")
+    whole = Trainer(vision_transformer(64), arguments(), **splits())
+    whole.train()
 
-        small.save_model(folder)
-        fresh = load(vision_transformer(64), folder).eval()
-        pixels = digits()[1][0]["pixel_values"][None]
-        gap = (fresh(pixels).logits - small.model.eval()(pixels).logits).abs().max()
-        print(f"{'saved and loaded':32}largest difference {float(gap):.1f}")
+    callbacks = [
+        LowRank(rank="budget:0.33", decomposition="whitened", calibration_batches=8, min_size=0),
+        Distillation(teacher=copy.deepcopy(whole.model)),
+    ]
+    model = copy.deepcopy(whole.model)
+    trainer = Trainer(model, arguments(num_train_epochs=2), callbacks=callbacks, **splits())
+    trainer.train()
+
+    sizes = [one.model.num_parameters() for one in (whole, trainer)]
+    accuracies = [one.evaluate()["eval_accuracy"] for one in (whole, trainer)]
+    print("{:,} -> {:,} parameters, accuracy {:.3f} -> {:.3f}".format(*sizes, *accuracies))

@@ -1,19 +1,14 @@
-"""The precision of float32 products in the Hugging Face Trainer: what was asked for, and what this machine did.
+"""Matmul precision in the Hugging Face Trainer: float32 products in TF32 or bfloat16, where the device has them."""
 
-Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/hf/matmul_precision.py
-"""
+from digits_hf import arguments, splits, vision_transformer
+from transformers import Trainer
 
-import tempfile
-
-from digits_hf import train
-
-from hf_eff import MatmulPrecision
+from efftrain.hf import MatmulPrecision
 
 if __name__ == "__main__":
-    for precision in ("highest", "high", "medium"):
-        with tempfile.TemporaryDirectory() as folder:
-            callback = MatmulPrecision(precision=precision)
-            _, accuracy = train(folder, None, [callback], num_train_epochs=3)
-        told = callback.session.receipt()["techniques"]["matmul"]
-        state = "active" if told["active"] else "inactive"
-        print(f"{precision:8} {state:9} products in {told['products_in']}, accuracy {accuracy:.3f}")
+    precision = MatmulPrecision(precision="high")
+    trainer = Trainer(vision_transformer(), arguments(num_train_epochs=3), callbacks=[precision], **splits())
+    trainer.train()
+
+    report = precision.session.receipt()["techniques"]["matmul"]
+    print(f"products in {report['products_in']}, accuracy {trainer.evaluate()['eval_accuracy']:.3f}")

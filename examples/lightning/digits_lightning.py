@@ -7,6 +7,7 @@ Every example also takes other pictures, from a folder or the Hub; they are made
 import argparse
 import functools
 import logging
+import tempfile
 import warnings
 from typing import Any
 
@@ -21,6 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 warnings.filterwarnings("ignore", module="pytorch_lightning")
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+torch.set_num_threads(1)  # more only get into each other's way with a model so small
+
+FOLDER = tempfile.TemporaryDirectory()  # removed when the example ends
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "default_root_dir": FOLDER.name,
+}  # fmt: skip
+"""What a Trainer is given so that it prints nothing and leaves nothing in the current folder."""
 
 
 def pictures() -> tuple[Tensor, Tensor]:
@@ -82,6 +91,4 @@ class Classifier(pl.LightningModule):
 
 
 def make_trainer(**options: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    quiet |= {"enable_checkpointing": False, "default_root_dir": "lightning_runs"}
-    return pl.Trainer(**{**quiet, "max_epochs": 10, **options})
+    return pl.Trainer(**{**QUIET, "max_epochs": 10, **options})

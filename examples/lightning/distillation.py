@@ -1,10 +1,11 @@
-"""Distil a digits classifier that saw good labels into a smaller one whose labels are wrong in two of five cases."""
+"""Distillation in Lightning: the teacher learned from good labels, two of five labels of the student are wrong."""
 
+import pytorch_lightning as pl
 import torch
-from digits_lightning import Classifier, digits, make_trainer
+from digits_lightning import QUIET, Classifier, digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff import Distillation
+from efftrain.lightning import Distillation
 
 
 def with_wrong_labels(loader: DataLoader, share: float = 0.4) -> DataLoader:
@@ -15,19 +16,14 @@ def with_wrong_labels(loader: DataLoader, share: float = 0.4) -> DataLoader:
     return DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
 
 
-def main() -> None:
-    train, test = digits()
-    noisy = with_wrong_labels(train)
-    teacher, alone, distilled = Classifier(width=256), Classifier(width=64), Classifier(width=64)
-    make_trainer().fit(teacher, train)
-    make_trainer().fit(alone, noisy)
-    make_trainer(callbacks=[Distillation(teacher=teacher, temperature=2.0, alpha=0.2)]).fit(distilled, noisy)
-
-    print(f"{'':20}{'parameters':>12}{'accuracy':>10}")
-    for name, model in (("teacher", teacher), ("student alone", alone), ("student distilled", distilled)):
-        size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{name:20}{size:12,}{model.accuracy(test):10.3f}")
-
-
 if __name__ == "__main__":
-    main()
+    train, test = digits()
+    teacher = Classifier(width=256)
+    pl.Trainer(max_epochs=10, **QUIET).fit(teacher, train)
+
+    accuracies = [teacher.accuracy(test)]
+    for callbacks in ([], [Distillation(teacher=teacher, temperature=2.0, alpha=0.2)]):
+        student = Classifier(width=64)
+        pl.Trainer(max_epochs=10, callbacks=callbacks, **QUIET).fit(student, with_wrong_labels(train))
+        accuracies.append(student.accuracy(test))
+    print("accuracy: teacher {:.3f}, student alone {:.3f}, student with the teacher {:.3f}".format(*accuracies))

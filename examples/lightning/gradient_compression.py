@@ -1,29 +1,20 @@
-"""Gradients sent in 16 bits, or as products of low rank, between two processes of a Lightning Trainer.
+"""Gradient compression in Lightning: two processes exchange products of low rank.
 
-Run: python examples/lightning/gradient_compression.py
-Trainer(devices=2, strategy="eff_ddp_bf16") starts both processes.
+Run: python examples/lightning/gradient_compression.py; the Trainer starts the second process itself.
 """
 
-from digits_lightning import Classifier, digits, make_trainer
+import pytorch_lightning as pl
+from digits_lightning import QUIET, Classifier, digits
 
-from lightning_eff import GradientCompression
-
-
-def main() -> None:
-    train, test = digits()
-    lines = []
-    for options in (None, {"hook": "bf16"}, {"hook": "powersgd", "rank": 2}):
-        callbacks = [] if options is None else [GradientCompression(**options)]
-        model = Classifier()
-        trainer = make_trainer(callbacks=callbacks, devices=2, strategy="eff_ddp", max_epochs=5)
-        trainer.fit(model, train)
-        lines.append(f"{'whole' if options is None else options['hook']:10}accuracy {model.accuracy(test):.3f}")
-        if callbacks:
-            report = callbacks[0].receipt["techniques"]["comm"]
-            lines[-1] += f", {report['ratio']:.1f} times fewer bytes a step"
-    if trainer.is_global_zero:
-        print(*lines, sep="\n")
-
+from efftrain.lightning import GradientCompression
 
 if __name__ == "__main__":
-    main()
+    train, test = digits()
+    model = Classifier()
+    compression = GradientCompression(hook="powersgd", rank=2)
+    trainer = pl.Trainer(max_epochs=5, devices=2, strategy="eff_ddp", callbacks=[compression], **QUIET)
+    trainer.fit(model, train)
+
+    report = compression.receipt["techniques"]["comm"]
+    if trainer.is_global_zero:
+        print(f"gradients: {report['ratio']:.1f} times fewer bytes, accuracy {model.accuracy(test):.3f}")

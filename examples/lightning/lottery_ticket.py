@@ -1,37 +1,32 @@
-"""Search a lottery ticket of a digits classifier: is it the weights or the structure that win?
+"""A lottery ticket search in Lightning: do the weights matter, or which ones are kept?
 
-Each round trains, prunes two thirds of the weights left, and sets the others back to those of step 40; the control
-keeps as many weights at random places. For your own script: eff lottery.
+Each round trains, prunes two thirds of the remaining weights, and resets the others to their values at step 40. The
+control keeps as many weights at random places. For your own script: eff lottery.
 """
 
 import tempfile
 
 import pytorch_lightning as pl
-import torch
-from digits_lightning import Classifier, digits, make_trainer
+from digits_lightning import QUIET, Classifier, digits
 
-from lightning_eff import EffCallback
+from efftrain.lightning import EffCallback
 from shared_core.runs import LotterySearch
 
-torch.set_num_threads(1)  # more only get into each other's way with a model so small
+
+def train(recipe):
+    pl.seed_everything(0, verbose=False)  # every round takes the same steps up to step 40
+    pl.Trainer(max_epochs=6, callbacks=[EffCallback(recipe)], **QUIET).fit(Classifier(), *digits())
 
 
-def main() -> None:
-    loader, test = digits()
-
-    def train(recipe):
-        pl.seed_everything(0, verbose=False)  # steps before 40 are then the dense run's
-        make_trainer(callbacks=[EffCallback(recipe)], max_epochs=6).fit(Classifier(), loader, test)
-
+if __name__ == "__main__":
     search = LotterySearch(
         rounds=2, rate=0.67, rewind_to=40, controls=["random_mask"], control_rounds=[2], metric="val_acc"
     )
     with tempfile.TemporaryDirectory() as folder:
-        curve = search.run(train, folder)
-    for row in curve.rows:
-        name = "dense" if row.round == 0 else f"round {row.round}" if row.control == "none" else row.control
-        print(f"{name:16}weights left {row.left:4.0%}, accuracy {row.quality:.3f}")
-
-
-if __name__ == "__main__":
-    main()
+        rows = search.run(train, folder).rows
+    dense, ticket = (row for row in rows if row.round != 1 and row.control == "none")
+    (control,) = (row for row in rows if row.control == "random_mask")
+    print(
+        f"accuracy: dense {dense.quality:.3f}, ticket of {ticket.left:.0%} of the weights {ticket.quality:.3f}, "
+        f"as many at random places {control.quality:.3f}"
+    )

@@ -1,32 +1,25 @@
-"""Train a digits classifier, then fine-tune it with layers of low rank: kept as factors, or multiplied out."""
+"""Low rank in Lightning: layers of a trained model become products of smaller ones, then it trains on."""
 
 import copy
 
-import torch
-from digits_lightning import Classifier, digits, make_trainer
+import pytorch_lightning as pl
+from digits_lightning import QUIET, Classifier, digits
 
-from lightning_eff import LowRank
-
-torch.set_num_threads(1)  # more only get into each other's way with a model so small
+from efftrain.lightning import LowRank
 
 
-def main() -> None:
-    train, test = digits()
-    whole = Classifier(width=256)
-    make_trainer().fit(whole, train)
-    for name, callbacks in (
-        ("whole", None),
-        ("rank 8", [LowRank(rank=8)]),
-        ("90 % of the energy", [LowRank(rank="energy:0.9")]),
-        ("rank 8 for these inputs", [LowRank(rank=8, decomposition="whitened")]),
-        ("rank 8, multiplied out", [LowRank(rank=8, merge=True)]),
-    ):
-        model = copy.deepcopy(whole)
-        if callbacks is not None:
-            make_trainer(max_epochs=3, callbacks=callbacks).fit(model, train)
-        size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{name:26}accuracy {model.accuracy(test):.3f}, {size:6,} parameters")
+def size(model):
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 if __name__ == "__main__":
-    main()
+    train, test = digits()
+    whole = Classifier(width=256)
+    pl.Trainer(max_epochs=10, **QUIET).fit(whole, train)
+
+    model = copy.deepcopy(whole)
+    pl.Trainer(max_epochs=3, callbacks=[LowRank(rank=8, decomposition="whitened")], **QUIET).fit(model, train)
+    print(
+        f"{size(whole):,} -> {size(model):,} parameters, "
+        f"accuracy {whole.accuracy(test):.3f} -> {model.accuracy(test):.3f}"
+    )

@@ -22,7 +22,7 @@ QUICK = f"{DEVICES} and not slow and not further"
 IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
 IN_PROMISES = 4
 PROMISES = "tests/promises/test_promises.py"
-OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_site.py")
+OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_notebooks.py", "test_site.py")
 left_out = 0
 
 

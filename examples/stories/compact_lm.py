@@ -2,14 +2,15 @@
 
 After Turc et al. 2019, "Well-Read Students Learn Better" (arXiv:1908.08962). The student has a label for one text in
 20; the teacher, which learned from all labels, judges the others. Data: fragments of Python's standard library and the
-package of each. One seed: a difference below 3 points says nothing. Run: python examples/compact_lm.py
+package of each. One seed: a difference below 3 points says nothing. Run: python examples/stories/compact_lm.py
 """
 
 import copy
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
-from stdlib_fragments import load_fragments, train_tokenizer
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -22,6 +23,9 @@ from transformers import (
 )
 
 from hf_eff import Distillation
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
+from stdlib_fragments import load_fragments, train_tokenizer
 
 torch.set_num_threads(1)  # more only get into each other's way with models so small
 PACKAGES, TOKENS = 6, 64

@@ -4,16 +4,16 @@ Without arguments it tells the whole story: a teacher, a student that has one la
 command more a row (distilled, a soup of a short sweep, three of four neurons removed, int8), each an ONNX file
 in onnxruntime; then what training a language model holds in memory, again one flag more a row:
 
-    python examples/quickstart.py
+    python examples/quickstart/quickstart.py
 
 With flags it trains the one student that they describe:
 
-    python examples/quickstart.py --prune_sparsity 0.8 --distill_teacher runs/teacher --qat_scheme int8
+    python examples/quickstart/quickstart.py --prune_sparsity 0.8 --distill_teacher runs/teacher --qat_scheme int8
 
 The data is Python's own standard library (which package is a fragment from?). Your own is as good, and so is a model:
 
-    python examples/quickstart.py --train_file a.csv --validation_file b.csv --test_file c.csv --prune_sparsity 0.8
-    python examples/quickstart.py --dataset_name ag_news --model_name_or_path bert-base-uncased --prune_sparsity 0.8
+    quickstart.py --train_file a.csv --validation_file b.csv --test_file c.csv --prune_sparsity 0.8
+    quickstart.py --dataset_name ag_news --model_name_or_path bert-base-uncased --prune_sparsity 0.8
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def story(argv: Sequence[str], script: ScriptArguments, training: Any, data: Any
 
     def run(name: str, *flags: str, added: str = "") -> dict[str, Any]:
         line = [*flags, *argv, "--output_dir", str(root / name)]
-        command = f"python examples/quickstart.py {shlex.join(line)}"
+        command = f"python examples/quickstart/quickstart.py {shlex.join(line)}"
         CONSOLE.print(f"\n{command}", style="bold", markup=False, highlight=False, soft_wrap=True)
         return train(*parse(line), data) | {"added": added}
 

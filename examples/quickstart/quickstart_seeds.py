@@ -1,6 +1,6 @@
 """Run the quickstart for several seeds, and write its tables into docs/results.md.
 
-    python examples/quickstart_seeds.py
+    python examples/quickstart/quickstart_seeds.py
 
 The teacher and the memory are those of `runs`, which the quickstart itself fills (it is run if they are not there).
 Each seed draws other labels, weights and orders. A seed that is done already is not run again.
@@ -21,7 +21,7 @@ import stdlib_fragments
 
 ROOT = Path("runs")
 SEEDS = (42, 1, 2, 3, 4)
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, PICTURE = DOCS / "results.md", DOCS / "quickstart.png"
 BEGIN, END = "<!-- make quickstart-seeds -->\n\n", "\n<!-- end of make quickstart-seeds -->"
 HEAD = """\

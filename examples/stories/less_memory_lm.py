@@ -1,7 +1,7 @@
 """A language model distilled in less memory: the same data and steps, plain and with one more flag a row.
 
-    python examples/story_less_memory_lm.py
-    python examples/story_less_memory_lm.py --model distilgpt2 --teacher gpt2 --dataset Salesforce/wikitext \\
+    python examples/stories/less_memory_lm.py
+    python examples/stories/less_memory_lm.py --model distilgpt2 --teacher gpt2 --dataset Salesforce/wikitext \\
         --config wikitext-2-raw-v1
 
 Weights, gradients and optimizer are counted on the tensors of the run; activations are the most that one step held,
@@ -10,9 +10,10 @@ models have random weights, the teacher is trained first, and the texts are Pyth
 """
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
-import stdlib_fragments
 import story_texts
 import torch
 from datasets import load_dataset
@@ -21,6 +22,9 @@ from transformers.utils import logging
 
 from hf_eff import EffTrainer, EffTrainingArguments
 from shared_core.activation_checkpointing import measure_peak
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
+import stdlib_fragments
 
 CHUNKED = {"distill_chunked": True, "distill_budget_mib": 4.0}
 RECOMPUTED = {"checkpointing_policy": "budget:0.5"}
@@ -131,7 +135,7 @@ def main(argv=None, runs=ROWS):
     parser.add_argument("--batch", type=int, default=8, help="examples a step")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--out", default="runs/story_less_memory", help="folder of the runs")
+    parser.add_argument("--out", default="runs/less_memory", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="few and short steps: does it run?")
     args = parser.parse_args(argv)
     if (args.model is None) != (args.teacher is None):

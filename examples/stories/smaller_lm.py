@@ -1,6 +1,6 @@
 """A language model cut to half of its parameters in one go, then healed by distillation (Minitron).
 
-    python examples/story_smaller_lm.py
+    python examples/stories/smaller_lm.py
 
 Layers, channels, neurons and heads are chosen by what they do on calibration batches, or at random, or by their
 weights. Each small model then learns from the big one for as many steps as one of the same sizes that starts from
@@ -12,7 +12,7 @@ import argparse
 
 import story_texts
 import torch
-from story_less_memory_lm import load
+from less_memory_lm import load
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, set_seed
 from transformers.utils import logging
 
@@ -62,7 +62,7 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=800, help="of the big model")
     parser.add_argument("--heal_steps", type=int, default=120, help="of the small ones")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
-    parser.add_argument("--out", default="runs/story_smaller", help="folder of the runs")
+    parser.add_argument("--out", default="runs/smaller", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="few and short steps: does it run?")
     args = parser.parse_args(argv)
     if args.quick:

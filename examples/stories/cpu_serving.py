@@ -1,7 +1,7 @@
 """An encoder made ready to serve on a CPU: a student of half the depth, half of its neurons removed, int8, ONNX.
 
-    python examples/story_cpu_serving.py
-    python examples/story_cpu_serving.py --model bert-base-uncased --dataset ag_news --epochs 2 --rate 5e-5
+    python examples/stories/cpu_serving.py
+    python examples/stories/cpu_serving.py --model bert-base-uncased --dataset ag_news --epochs 2 --rate 5e-5
 
 Five steps, each one flag or one command: fine-tune a teacher; distil it into half of its layers; prune half of the
 neurons and remove them (`eff shrink`); train for int8; `eff export`. The table is measured in onnxruntime, on the test
@@ -9,10 +9,12 @@ split, which nothing was trained or chosen on. Without arguments nothing is down
 Python's standard library, to be told apart by package, and the model is a small BERT with random weights.
 """
 
+import sys
+from pathlib import Path
+
 import onnxruntime
 import story_texts
 import torch
-from onnx_files import batches_of, hits_of, milliseconds, sessions_of
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -23,6 +25,9 @@ from transformers import (
 
 from hf_eff import EffTrainer, EffTrainingArguments
 from shared_core.cli import app
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
+from onnx_files import batches_of, hits_of, milliseconds, sessions_of
 
 SIZE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 

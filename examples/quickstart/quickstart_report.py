@@ -7,12 +7,12 @@ import itertools
 import json
 import math
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
-import story_less_memory_lm
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from onnx_files import batches_of, hits_of, milliseconds, sessions_of
@@ -23,8 +23,11 @@ from transformers import DataCollatorWithPadding
 from shared_core.engine.receipt import environment
 from shared_core.errors import TrainingError
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "stories"))
+import less_memory_lm
+
 MEMORY = ("--steps", "8")
-"""Options of story_less_memory_lm.py."""
+"""Options of less_memory_lm.py."""
 YOURS = """\
 The same for your own script of the Hugging Face Trainer, Lightning or accelerate, which stays as it is:
   eff run train.py YOUR FLAGS --distill_teacher TEACHER --prune_sparsity 0.75 --prune_granularity neuron
@@ -48,13 +51,13 @@ def measure(rows: Sequence[dict[str, Any]], test: Any, tokenizer: Any, length: i
 
 def memory(folder: Path, options: Sequence[str]) -> None:
     """Write ``memory.json``: the MiB that a step of a language model's training holds, one flag more a row."""
-    runs = {name: flags for name, flags in story_less_memory_lm.ROWS.items() if name != "packed activations"}
+    runs = {name: flags for name, flags in less_memory_lm.ROWS.items() if name != "packed activations"}
     rows, before = [], {}
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        measured = story_less_memory_lm.main([*options, "--out", str(folder)], runs)
+        measured = less_memory_lm.main([*options, "--out", str(folder)], runs)
     for name, held, _, _ in measured:
         added = {flag: value for flag, value in runs[name].items() if flag not in before}
-        flags = story_less_memory_lm.flags_of(added or {"distill_teacher": folder / "teacher"})
+        flags = less_memory_lm.flags_of(added or {"distill_teacher": folder / "teacher"})
         rows.append({"name": name.strip(". "), "flags": flags, "mib": sum(held.values())})
         before = runs[name]
     folder.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")

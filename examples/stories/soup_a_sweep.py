@@ -1,7 +1,7 @@
 """A sweep of fine-tunings becomes one better model: the greedy soup beside the best single run and the ensemble.
 
-    python examples/story_soup_a_sweep.py
-    python examples/story_soup_a_sweep.py --model bert-base-uncased --dataset ag_news --rates 1e-5 3e-5 5e-5
+    python examples/stories/soup_a_sweep.py
+    python examples/stories/soup_a_sweep.py --model bert-base-uncased --dataset ag_news --rates 1e-5 3e-5 5e-5
 
 Runs with other learning rates and seeds go on from one start, in Lightning; of a sweep all but one are usually
 thrown away. A soup costs no training and is one model. The validation split chooses the best single run and the

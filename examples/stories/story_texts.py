@@ -2,13 +2,16 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
-import quickstart_data
-import stdlib_fragments
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from transformers.utils import logging
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
+import quickstart_data
+import stdlib_fragments
 
 
 def flags(description, out, max_length=96):
