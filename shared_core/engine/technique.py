@@ -68,6 +68,8 @@ class Context:
     windows: dict[str, Window] = field(default_factory=dict)
     """State that gathers within an accumulation window, by ``<key>.<name>``: techniques add it in `attach`. It is saved
     with the gradients of a window that is not over, and restored after `begin`."""
+    part_alone: bool = False
+    """True if checkpoints hold what `SavesPart` returns and no other weights: the rest comes from the user's model."""
     is_preview: bool = False
     """True if the model is only looked at: `attach` writes, loads and sets nothing outside of it."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None

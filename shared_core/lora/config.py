@@ -1,4 +1,4 @@
-"""The options of low-rank adapters over a frozen, quantised base."""
+"""The options of low-rank adapters over a frozen base."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(TechniqueConfig):
-    """Which linear layers are frozen in how many bits, and the adapters that are trained on them.
+    """Options of the adapters, of the frozen weights under them, and of what is saved.
 
     Example:
         >>> LoraConfig(rank=16).base, LoraConfig(rank=16).scale
-        ('nf4', 2.0)
+        ('none', 2.0)
     """
 
     key: ClassVar[str] = "lora"
@@ -33,12 +33,12 @@ class LoraConfig(TechniqueConfig):
         "others; use DDP or FSDP version 2",
         "prune": "the base is frozen, in codes that no mask can hold, and merging the adapters would fill its zeros "
         "again; prune the merged model afterwards",
-        "qat": "the frozen weights are codes of bitsandbytes already, on a grid of their own. It is allowed with lora "
-        "base none: adapters in float are then trained on weights that qat quantises, in 4 bits with scheme "
-        "int4_weight, mxfp4 or nvfp4",
+        "qat": "qat rounds the sum of base and adapters, which neither codes of bitsandbytes nor files of adapters can "
+        "hold. It is allowed with --lora_base none and --lora_save merged: float adapters are then trained on weights "
+        "that qat quantizes, in 4 bits with scheme int4_weight, mxfp4 or nvfp4",
         "fp8": "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
-        "soup": "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
-        "without: the model then holds the average of the merged weights",
+        "soup": "an average of merged weights has a higher rank than the adapters, and leaves the grid of requantize. "
+        "It is allowed with --lora_save merged and without requantize; `eff soup` averages folders of adapters",
         "zero3": ZERO3,
         "fsdp1": "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
         "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),
@@ -56,18 +56,23 @@ class LoraConfig(TechniqueConfig):
     )
     alpha: float = option(32.0, help="the adapters' product BA is multiplied by alpha / rank", above=0.0)
     dropout: float = option(0.0, help="dropout on the adapters' input while training", low=0.0, below=1.0)
-    base: Literal["nf4", "fp4", "int8", "none"] = option(
-        "nf4",
-        help="the frozen weights, through bitsandbytes: nf4: 4-bit normal float; fp4: 4-bit float; int8: LLM.int8(); "
-        "none: as they are",
+    base: Literal["none", "nf4", "fp4", "int8"] = option(
+        "none",
+        help="the frozen weights: none: as they are; through bitsandbytes nf4: 4-bit normal float (QLoRA); fp4: 4-bit "
+        "float; int8: LLM.int8()",
+    )
+    save: Literal["adapters", "merged"] = option(
+        "adapters",
+        help="the saved model: adapters: adapter_model.safetensors and adapter_config.json, as PEFT saves them; "
+        "merged: the whole model with the adapters added to its weights",
     )
     double_quant: bool = option(
-        True, help="quantise the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
+        True, help="quantize the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
     )
     requantize: bool = option(
         False,
         help="after the adapters are merged in float, round the weights to the base's grid again",
-        only_with={"base": ("nf4", "fp4", "int8")},
+        only_with={"base": ("nf4", "fp4", "int8"), "save": ("merged",)},
     )
     include: tuple[str, ...] = option(
         (), help="linear layers to adapt: name patterns, types, first, last; empty: all but the output layer"
@@ -97,8 +102,9 @@ class LoraConfig(TechniqueConfig):
         return self.alpha / self.rank
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return True if the base is in float, beside quantisers; or merged weights stay as they are, beside soups."""
-        return (other == "qat" and self.base == "none") or (other == "soup" and not self.requantize)
+        """Return True with qat if merged weights are saved and the base is in float, with soup if none are rounded."""
+        allowed = {"qat": self.base == "none", "soup": not self.requantize}
+        return self.save == "merged" and allowed.get(other, False)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

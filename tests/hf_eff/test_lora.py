@@ -31,7 +31,7 @@ SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine
 
 def build(make, folder, callbacks=None, **settings):
     options = {"rank": 2, "dropout": 0.2}
-    return make.trainer(folder, callbacks=callbacks or [Lora(**options)], **SAVED, **settings)
+    return make.trainer(folder, callbacks=callbacks or [Lora(**{"base": "nf4", "save": "merged", **options})], **SAVED, **settings)
 
 
 def test_every_save_is_the_plain_model_and_the_last_one_is_the_trained_one(make, tmp_path):
@@ -49,13 +49,13 @@ def test_every_save_is_the_plain_model_and_the_last_one_is_the_trained_one(make,
         assert torch.equal(value, trained[name])
         frozen = ("embeddings" in name or "LayerNorm" in name or name.endswith("bias")) and "classifier" not in name
         assert torch.equal(value, before[name]) == frozen, name
-    moved = trained["bert.pooler.dense.weight"] - on_grid(before["bert.pooler.dense.weight"], LoraConfig(rank=2))
+    moved = trained["bert.pooler.dense.weight"] - on_grid(before["bert.pooler.dense.weight"], LoraConfig(rank=2, base="nf4"))
     assert int((torch.linalg.svdvals(moved) > 1e-5).sum()) == 2  # what was learned has the adapters' rank
 
 
 def test_saving_in_the_middle_bakes(make, tmp_path):
     trainer = make.trainer(tmp_path, max_steps=2)
-    session = attach(trainer, {"lora": {"rank": 2, "base": "int8", "requantize": True}})
+    session = attach(trainer, {"lora": {"rank": 2, "base": "int8", "save": "merged", "requantize": True}})
     trainer.create_optimizer()
     trainer.save_model(str(tmp_path / "now"))
     saved = load_file(tmp_path / "now" / "model.safetensors")
@@ -66,7 +66,7 @@ def test_saving_in_the_middle_bakes(make, tmp_path):
 
 
 def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
-    callback = Lora(rank=4)
+    callback = Lora(rank=4, base="nf4", save="merged")
     trainer = make.trainer(
         tmp_path, model=make.language_model(), data=make.texts(), callbacks=[callback], gradient_checkpointing=True
     )
@@ -211,7 +211,7 @@ def test_what_a_peft_model_saves_loads_in_peft_over_the_rounded_base(make, tmp_p
 
 
 def test_callbacks_of_both_end_in_a_plain_model_on_qats_grid(make, tmp_path):
-    callbacks = [QuantizationAwareTraining(**QAT), Lora(rank=2, base="none")]
+    callbacks = [QuantizationAwareTraining(**QAT), Lora(rank=2, save="merged")]
     trainer = make.trainer(tmp_path, callbacks=callbacks, **SAVED)
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))

@@ -22,7 +22,7 @@ def by_peft(seed):
 
 def train(folder, lora, qat=None, ckpt_path=None, seed=0, callbacks=(), namespace=BOTH[0], **options):
     """Train with adapters of ours, or of peft where `lora` is None."""
-    ours = [Lora(rank=2, **lora)] if lora is not None else []
+    ours = [Lora(**{"rank": 2, "base": "nf4", "save": "merged", **lora})] if lora is not None else []
     ours += [QuantizationAwareTraining(**qat)] if qat is not None else []
     trainer = make_trainer(folder, namespace, callbacks=[*ours, *callbacks], gradient_clip_val=0.5, **options)
     module = by_peft(seed) if lora is None else make_module(namespace, seed=seed)
@@ -86,7 +86,7 @@ def test_what_is_left_is_the_users_module_on_qats_grid(namespace, tmp_path):
 
 @pytest.mark.parametrize("over", [[], [QuantizationAwareTraining(scheme="int8")]], ids=["alone", "qat"])
 def test_training_on_goes_on_from_the_frozen_weight_and_the_adapters(over, tmp_path):
-    callbacks = [Lora(rank=2, base="none"), *over]
+    callbacks = [Lora(rank=2, save="merged"), *over]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=1)
     module = make_module()
     frozen = module.net[0].weight.detach().clone()
