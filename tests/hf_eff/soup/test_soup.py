@@ -194,5 +194,6 @@ def test_own_adapters_are_averaged_as_the_merged_models_that_checkpoints_hold(ma
         mean = sum(weights[name].double() for weights in saved) / 4
         torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
     with pytest.raises(CompatibilityError, match="requantize"):
-        make.trainer(tmp_path, callbacks=[Lora(rank=2, base="nf4", save="merged", requantize=True), ModelSoup(kind="uniform")],
+        make.trainer(tmp_path, callbacks=[Lora(rank=2, base="nf4", save="merged", requantize=True),
+                                           ModelSoup(kind="uniform")],
                      save_strategy="epoch").train()  # fmt: skip

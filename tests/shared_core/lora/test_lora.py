@@ -51,7 +51,7 @@ def test_nf4_is_the_nearest_code_of_a_block(shape, bias):
     torch.manual_seed(0)
     linear = nn.Linear(*shape[::-1], bias=bias)
     linear.weight.data *= torch.logspace(-2, 0, len(linear.weight))[:, None]  # blocks of other scales
-    frozen = freeze(linear, LoraConfig(rank=1, double_quant=False))
+    frozen = freeze(linear, LoraConfig(rank=1, base="nf4", double_quant=False))
     expected = block_round(linear.weight.detach())
     torch.testing.assert_close(float_weight(frozen).double(), expected, atol=1e-6, rtol=0)
     assert frozen_tensors(frozen)["codes"].numel() == math.ceil(linear.weight.numel() / 2)

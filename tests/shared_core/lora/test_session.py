@@ -122,7 +122,7 @@ def test_weights_loaded_alone_become_the_base():
     nn.init.normal_(other[0].weight)
     run(model)
     model.load_state_dict(other.state_dict())
-    config = LoraConfig(rank=2)
+    config = LoraConfig(rank=2, base="nf4")
     assert torch.equal(model.state_dict()["0.weight"], on_grid(other[0].weight, config))
     assert (adapters(model[0])[1] == 0).all()
     with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"0.weight"'):
