@@ -230,7 +230,7 @@ def select_layers(
             raise CompatibilityError("lora", f"include must name layers that can be adapted, got {name}: {reason}")
         else:
             left_out[name] = str(reason)
-    if not layers and whole:
+    if not layers and all(id(module) in inside for _, module in linear):
         only = ", ".join(whole)
         rule = f"only linear layers can be adapted, but {type(model).__name__} has only {only}, which is trained whole"
         rule += f" ({convolutions} convolutions get no adapters)" if convolutions else ""

@@ -310,8 +310,8 @@ def test_wrong_options(options, message):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (nn.Sequential(nn.Conv1d(4, 4, 1)), {}, "has no Linear"),
-        (nn.Sequential(nn.Linear(4, 2)), {}, "0: it is trained whole"),
+        (nn.Sequential(nn.Conv1d(4, 4, 1)), {}, r"has none \(1 convolution"),
+        (nn.Sequential(nn.Linear(4, 2)), {}, "only 0, which is trained whole.*--lora_include '0'"),
         (nn.Linear(4, 2), {"include": ["Linear"]}, "it is the model itself"),
         (net(), {"include": ["decoder.*"]}, r"include pattern 'decoder\.\*' matches no module"),
         (net(), {"train": ["had"]}, "train pattern 'had' matches no module"),

@@ -274,4 +274,4 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(CompatibilityError, match="must have no adapters yet"):
         session().attach(get_peft_model(net(), PeftConfig(target_modules=["0"], r=2)))
     with pytest.raises(CompatibilityError, match="lora with base nf4 cannot be combined with FSDP version 2"):
-        check(Recipe.from_dict({"lora": {"rank": 2}}), {"fsdp2"})
+        check(Recipe.from_dict({"lora": {"rank": 2, "base": "nf4"}}), {"fsdp2"})
