@@ -54,7 +54,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 PRUNE = {"prune_sparsity": 0.5, "prune_schedule": "one_shot", "prune_begin": 2}
 QAT = {"qat_scheme": "int8"}
 DISTILL = {"distill_teacher": "teacher", "distill_temperature": 2.0}
-LORA = {"lora_rank": 4, "lora_base": "none"}
+LORA = {"lora_rank": 4, "lora_save": "merged"}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "prune": PRUNE,
     "qat": QAT,

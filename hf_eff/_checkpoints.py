@@ -37,7 +37,7 @@ from shared_core.files.journal import begin_list, damage_by_list, finish_list, i
 
 _STATE = "trainer_state.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -72,9 +72,9 @@ def damage(folder: Path) -> str | None:
         if reason := damage_by_list(folder, functools.partial(_is_replaced, folder)):
             return reason
         # A folder of shards, or of adapters alone, holds no file of the whole model.
-        if not shards and not any((folder / name).exists() for name in _ADAPTER_FILES):
+        if not shards and not any((folder / name).exists() for name in ADAPTER_FILES):
             open_ingredient(folder).close()
-        for adapter in filter(Path.exists, (folder / name for name in _ADAPTER_FILES)):
+        for adapter in filter(Path.exists, (folder / name for name in ADAPTER_FILES)):
             open_ingredient(adapter).close()
         if "global_step" not in read_json(folder / _STATE):
             return f"{_STATE} holds no global_step"
@@ -389,7 +389,7 @@ def load_renamed_(model: nn.Module, folder: Path) -> None:
 
     The trainer's own loading compares names as they stand in the file and only warns of what it did not find.
     """
-    if any((folder / name).exists() for name in _ADAPTER_FILES):
+    if any((folder / name).exists() for name in ADAPTER_FILES):
         return
     weights = weights_of(folder, model)
     if weights.renamed:

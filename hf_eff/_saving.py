@@ -6,13 +6,23 @@ What is saved of a finished model is compared with the receipt.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from hf_eff._checkpoints import checkpoint_folder, factors_renamed, load_renamed_, step_of, weights_of
+from hf_eff._checkpoints import (
+    ADAPTER_FILES,
+    checkpoint_folder,
+    factors_renamed,
+    load_renamed_,
+    step_of,
+    weights_of,
+)
 from hf_eff._run_environment import GivenCallbacks, is_peft, run_environment
 from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section, write_deployment
 from shared_core.distributed.collectives import from_main
@@ -21,8 +31,10 @@ from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.saving import rank_states
 from shared_core.engine.saving.session_state import fit_to, loading
 from shared_core.engine.saving.state_file import load_state, save_state
+from shared_core.engine.saving.trained_part import TrainedPart
 from shared_core.errors import CheckpointError, ReceiptError
-from shared_core.files.atomic import atomic_write
+from shared_core.files.atomic import atomic_write, make_folder, scratch_folder
+from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.reports.run_page import card_section
 
 if TYPE_CHECKING:
@@ -30,6 +42,9 @@ if TYPE_CHECKING:
 
     from hf_eff._services import TrainerServices
     from shared_core.engine.session import Session
+
+
+_WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 class Saving:
@@ -47,6 +62,7 @@ class Saving:
     ) -> None:
         self._trainer, self._given, self._services, self._more = trainer, given, services, more
         self._baking = False  # what is being saved is the user's model
+        self._part: TrainedPart | None = None  # what is being saved in place of the whole model
 
     def around(self) -> dict[str, Callable[..., Any]]:
         """Return what surrounds methods of the trainer."""
@@ -58,16 +74,18 @@ class Saving:
         # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
         trainer, session = self._trainer, self.session
         self._baking = not _internal_call and session.is_attached and not is_peft(trainer.model)
+        is_alone = session.context is not None and session.context.part_alone and session.has_begun
         folder = Path(output_dir or str(trainer.args.output_dir))
         is_complete = not _internal_call and trainer.args.should_save and session.has_begun
         with factors_renamed(folder, cast(nn.Module, trainer.model)) if is_complete else contextlib.nullcontext():
             try:
                 with session.swapped("checkpoint" if _internal_call else "export"):
+                    self._part = session.part() if is_alone and self._is_ours and trainer.args.should_save else None
                     method(output_dir, _internal_call)
                     if is_complete:
                         write_deployment(folder, session.deployment())
             finally:
-                self._baking = False
+                self._baking, self._part = False, None
             if not _internal_call and session.is_finished:
                 self._count(folder, Where.END)
                 if trainer.is_world_process_zero():
@@ -80,10 +98,58 @@ class Saving:
     def _save(
         self, method: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
+        if self._part is not None:
+            self._save_part(self._part, method, Path(output_dir or str(self._trainer.args.output_dir)))
+            return
         # FSDP and others hand in what they gathered; else the model's own tensors are baked into copies.
         if self._baking and self._trainer.args.should_save and self.session.context is not None:
             state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
         method(output_dir, state_dict=state_dict)
+
+    @property
+    def _unwrapped(self) -> Any:
+        return self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.session.context is not None and self._unwrapped is self.session.context.model
+
+    def settle(self) -> None:
+        """Decide whether checkpoints hold the trained part alone: where the trainer writes the model's files itself."""
+        trainer, context, model = self._trainer, self.session.context, self._unwrapped
+        engines = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft(model)
+        # Other libraries' models have folders of their own layout.
+        stock = isinstance(model, PreTrainedModel) or not hasattr(model, "save_pretrained")
+        if context is not None:
+            context.part_alone = stock and not engines and self.session.saves_part
+
+    def _save_part(self, part: TrainedPart, method: Callable[..., Any], folder: Path) -> None:
+        """Save the trained part where the trainer would save the model, and all else as the trainer does."""
+        model, is_main = self._unwrapped, self._trainer.args.should_save
+        if hasattr(model, "save_pretrained"):
+            wrapped = Wrapped(model, "save_pretrained", lambda *_, **__: None, keep_signature=True)
+            try:
+                method(str(folder), state_dict={})
+            finally:
+                wrapped.undo()
+        elif is_main:
+            # Its weights go elsewhere: a file of that name in the folder may be the base.
+            with scratch_folder() as aside:
+                method(str(aside), state_dict={})
+                make_folder(folder)
+                for file in (file for file in aside.iterdir() if file.name not in _WEIGHTS):
+                    shutil.move(file, folder / file.name)
+        if not is_main:
+            return
+        part.write(folder)
+        for earlier in (folder / name for name in _WEIGHTS if (folder / name).exists()):
+            if step_of(folder) is not None:
+                earlier.unlink()  # of a run whose checkpoint this one replaces
+            else:
+                told = (
+                    "of an earlier save, which may be loaded in place of the adapters; delete it unless it is the base"
+                )
+                self.session.note(f"{folder} also holds {earlier.name} {told}")
 
     def _save_state(self, folder: Path, step: int) -> None:
         # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
@@ -136,6 +202,11 @@ class Saving:
             return
         if is_peft(trainer.model):
             return
+        if session.context.part_alone:
+            if where == Where.END:
+                session.verify(None, "the trained model", self._given.others(), gather=False)
+                session.verify_part(folder)
+            return
         try:
             weights = weights_of(folder, session.context.model)
         except CheckpointError as error:
@@ -153,6 +224,13 @@ def leave_section(folder: Path, receipt: Receipt) -> None:
         with atomic_write(card) as temporary:
             temporary.write_text("# Model card\n", encoding="utf-8")
     add_section(card, card_section(receipt.values, has_deployment=(folder / DEPLOYMENT_FILE).is_file()))
+
+
+def _holds_part(trainer: Trainer, folder: Path) -> bool:
+    """Return True if a checkpoint holds adapters and no model, and the trainer trains no model of PEFT."""
+    others = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft(trainer.model)
+    whole = any((folder / name).exists() for name in _WEIGHTS)
+    return not (others or whole) and any((folder / name).is_file() for name in ADAPTER_FILES)
 
 
 class Loading:
@@ -201,11 +279,19 @@ class Loading:
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         if not self.session.has_begun:
             fit_to(self.session, load_state(Path(folder)), run_environment(self._trainer))
+        if _holds_part(self._trainer, Path(folder)):
+            self._load_part(Path(folder))
+            return
         with loading(self.session):
             method(folder, *args, **kwargs)
         # After the trainer's own, which compares names as they stand in the file and only warns of what it did not
         # find.
         self._load_renamed(Path(folder))
+
+    def _load_part(self, folder: Path) -> None:
+        if self.session.context is None or not self.session.load_part(folder):
+            rule = "it must be a checkpoint of the whole model, but it holds adapters alone"
+            raise CheckpointError(folder, rule, "go on with the technique that saved it (--lora_rank)")
 
     def _load_renamed(self, folder: Path) -> None:
         # FSDP has files of its own, under the model's own names
@@ -244,9 +330,12 @@ class Loading:
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session
         session.settle_optimizers()  # the optimizer's own other weights are those of the last step
-        with loading(session):
-            method(*args, **kwargs)
-        self._load_renamed(best)
+        if _holds_part(self._trainer, best):
+            self._load_part(best)
+        else:
+            with loading(session):
+                method(*args, **kwargs)
+            self._load_renamed(best)
         session.note(f"the model is the best one, {best.name}, not that of the last step")
         # Techniques go to the state of that checkpoint: its masks and ranges belong to its weights.
         session.load_state_dict(load_state(best))

@@ -237,6 +237,7 @@ class SessionCallback(TrainerCallback):
             steps_per_epoch = max(math.ceil(len(cast(Any, loader)) / args.gradient_accumulation_steps), 1)
         except TypeError:  # a data set without length
             steps_per_epoch = None
+        self._saving.settle()
         session.begin(
             [self._steps.optimizer()],
             total_steps=state.max_steps,

@@ -167,7 +167,7 @@ class GradientCompression(TechniqueCallback):
 
 
 class Lora(TechniqueCallback):
-    """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end."""
+    """Trains low-rank adapters on frozen linear layers, and saves them in PEFT's format."""
 
 
 class LossScaling(TechniqueCallback):

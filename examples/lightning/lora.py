@@ -1,4 +1,4 @@
-"""A digits classifier learns 0-4 whole, then all ten digits in adapters on 4-bit weights."""
+"""A digits classifier learns 0-4 whole, then all ten digits in adapters, on float and on quantized weights."""
 
 import copy
 

@@ -6,7 +6,7 @@ A teacher comes from a folder or the Hub: the class its config names, every weig
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._adapters.trainers import fuses_head, loss_of_trl
 from hf_eff._run_environment import is_peft
+from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, KEY_PREFIX, open_adapter
+from shared_core.checkpoint_formats.files import read_json
 from shared_core.checkpoint_formats.opening import is_bare_weights, teacher_from_weights
 from shared_core.checkpoint_formats.plain import check_values
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.files.json_yaml import parse_json
+from shared_core.lora.peft_files import is_adapter_folder, merge_, read_base
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
@@ -221,6 +224,43 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
     composed = _is_composed(student)
     if is_bare_weights(Path(name).expanduser()) and not composed:
         return teacher_from_weights(Path(name).expanduser(), student)
+    if is_adapter_folder(Path(name).expanduser()):
+        return _with_adapters(Path(name).expanduser(), student, trust_remote_code=trust_remote_code)
+    return _loaded(name, student, trust_remote_code=trust_remote_code)
+
+
+def _with_adapters(folder: Path, student: nn.Module, *, trust_remote_code: bool) -> nn.Module:
+    """Return the base model that a folder of PEFT's adapters names, with the adapters merged."""
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base:
+        rule = f"{ADAPTER_CONFIG} must name the base model in base_model_name_or_path, got none"
+        line = 'save PeftModel.from_pretrained(model, FOLDER).merge_and_unload(), or train with "--lora_save merged"'
+        raise CheckpointError(folder, rule, line)
+    values = read_base(folder).get("config")
+    config = AutoConfig.for_model(**values) if values else None
+    provided = [key.removeprefix(KEY_PREFIX) for key in open_adapter(folder).specs]
+    model = _loaded(base, student, trust_remote_code=trust_remote_code, config=config, provided=provided)
+    return merge_(model, folder)
+
+
+def _loaded(
+    name: str,
+    student: nn.Module,
+    *,
+    trust_remote_code: bool,
+    config: Any = None,
+    provided: Collection[str] = (),
+) -> nn.Module:
+    """Return a model of a folder or Hub name.
+
+    Args:
+        name: As for `load_teacher`.
+        student: As for `load_teacher`.
+        trust_remote_code: As for `load_teacher`.
+        config: In place of that in the folder.
+        provided: Weights that its files may lack, or hold in another shape.
+    """
+    composed = _is_composed(student)
     _check_path(name, "config.json", *(["modules.json"] if composed else ()))
     device = next((parameter.device for parameter in student.parameters()), torch.device("cpu"))
     devices = [device.index or 0] if device.type == "cuda" else []
@@ -229,9 +269,9 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
             if composed:
                 return _composed_teacher(name, student, trust_remote_code).to(device)
             # never left out: transformers would ask whoever sits at the terminal
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
-                name, config=config, output_loading_info=True
+                name, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(provided)
             )
         except CheckpointError:
             raise
@@ -240,7 +280,8 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
                 raise _untrusted(name) from error
             rule = f"teacher must be a readable model folder or Hub name, got {name!r}: {_first_line(error)}"
             raise CheckpointError("distill", rule) from error
-    lacking = sorted([*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])])
+    absent = {*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])}
+    lacking = sorted(absent - {*provided})
     if lacking:
         rule = f"teacher's files must hold every weight, got {name!r} without {lacking[0]} ({len(lacking)} in all)"
         raise CheckpointError("distill", rule, "it would teach from random weights")

@@ -25,7 +25,8 @@ from shared_core.errors import CheckpointError
 ADAPTER_CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _A = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?A(?P<suffix>\.weight)?")
-_PREFIX = "base_model.model."
+KEY_PREFIX = "base_model.model."
+"""Of PEFT's names before those of the model."""
 
 # Their effect is no linear function of BA, or not of BA alone.
 _NOT_LINEAR = {
@@ -97,7 +98,7 @@ def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
             # PEFT names an embedding's factors `lora_embedding_A`, without `.weight`, as they are bare parameters.
             stem = f"{match['module']}.lora_{match['embedding'] or ''}B"
             layer = LoraLayer(
-                match["module"].removeprefix(_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
+                match["module"].removeprefix(KEY_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
             )
             if not adapter.has(layer.b):
                 raise CheckpointError(adapter.name, f"{key!r} must come with {layer.b!r}, got none", "it is damaged")

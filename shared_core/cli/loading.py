@@ -160,13 +160,16 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
         return dict(content["state_dict"])
     opened = open_ingredient(path)
     told = f"{path} must be a whole model, got a PEFT adapter"
-    require(opened.kind != ADAPTER, where, told, "merge it into its model", CheckpointError)
+    remedy = "save PeftModel.from_pretrained(model, FOLDER).merge_and_unload(), or train with --lora_save merged"
+    require(opened.kind != ADAPTER, where, told, remedy, CheckpointError)
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
 _OTHERS = (".index.json", "_results.json", ".eff.json")
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
-_LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
+_LEFT_BEHIND = frozenset({
+    "config.json", "generation_config.json", "trainer_state.json", "adapter_config.json", "eff_adapters.json",
+})  # fmt: skip
 
 
 def check_new(folder: Path, where: str) -> None:
@@ -192,12 +195,15 @@ def empty_folder(folder: Path, where: str) -> nn.Module:
 
 
 def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **options: bool) -> nn.Module:
+    from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
+
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
             told = f"{folder} must be a model folder with config.json, got none in it"
             remedy = "give the folder that save_pretrained wrote, or a module:function that builds the model"
-            is_whole = not folder.is_dir() or (folder / "config.json").is_file()  # bare weights may be a student's
+            known = ("config.json", ADAPTER_CONFIG)
+            is_whole = not folder.is_dir() or any((folder / name).is_file() for name in known)  # else a student's
             require(is_whole, where, told, remedy, CheckpointError)
             try:
                 loaded: nn.Module = load(str(folder), *student, **options)

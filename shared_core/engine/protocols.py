@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from shared_core.engine.plan import Touched
+    from shared_core.engine.saving.trained_part import TrainedPart
     from shared_core.engine.technique import Context
 
 Offer = TypeVar("Offer")
@@ -151,6 +152,24 @@ class Deploys(Protocol):
 
     def deployment(self) -> dict[str, Any]:
         """Return them as plain values, for example activation ranges."""
+        ...
+
+
+@runtime_checkable
+class SavesPart(Protocol):
+    """Trains a small part of the model, which is saved without the rest."""
+
+    @property
+    def saves_part(self) -> bool:
+        """True if this part is saved without the rest."""
+        ...
+
+    def part(self, context: Context) -> TrainedPart | None:
+        """Return that part as it is now, None if the whole model is saved; every process calls it."""
+        ...
+
+    def load_part(self, context: Context, folder: Path) -> bool:
+        """Load a part into the model; return False, and load nothing, if the folder holds none of this kind."""
         ...
 
 

@@ -121,7 +121,12 @@ class Receipt:
             **session.history.told(),
             "notes": list(session.notes),
         }
-        writers = [one.write for _, one in offering(session.techniques, TrainsPeers)] if session.has_begun else ()
+        writers: list[Callable[[Path], None]] = []
+        if session.has_begun:
+            writers += [one.write for _, one in offering(session.techniques, TrainsPeers)]
+        # Where the trainer saves the whole model, its trained part lies beside the receipt.
+        if session.is_finished and context and not context.part_alone and (part := session.part()) is not None:
+            writers.append(part.write_beside)
         return cls(values, writers, session.run)
 
     def __getitem__(self, key: str) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shared_core.engine.protocols import (
     Deploys,
     LooksFirst,
     PreparesOptimizer,
+    SavesPart,
     SeesMetrics,
     TrainsPeers,
     offering,
@@ -39,6 +41,7 @@ from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.saving.session_state import reading, restore, state_of, unstepped
+from shared_core.engine.saving.trained_part import TrainedPart
 from shared_core.engine.services import BareServices, Services
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ReceiptError, TrainingError
@@ -112,6 +115,7 @@ class Session:
         self._means = MicroBatchMeans(self.front_end)
         self.claims = Claims({})
         """What the receipt says about the final weights, once the run has ended."""
+        self._part: TrainedPart | None = None  # of the finished model
         self.started, self.hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
@@ -444,6 +448,7 @@ class Session:
         claimed = {key: one.claims(self.context) for key, one in self.techniques.items()}
         self.detach()
         self.claims = Claims.settled(claimed, self.context.model)
+        self._part = self._find_part()
         self.note(not_finite_note(self.context.model))
 
     def settle_optimizers(self) -> None:
@@ -506,6 +511,34 @@ class Session:
         if self._plain is not None:
             self._plain.check(baked)
         return baked
+
+    def part(self) -> TrainedPart | None:
+        """Return the trained part of the model, None if it is saved as a whole; every process must call it."""
+        return self._part if self.is_finished else self._find_part()
+
+    def _find_part(self) -> TrainedPart | None:
+        if self.context is None:
+            return None
+        found = (one.part(self.context) for _, one in offering(self.techniques, SavesPart))
+        return next((part for part in found if part is not None), None)
+
+    @property
+    def saves_part(self) -> bool:
+        """True if the trained part of the model is to be saved without the rest."""
+        return any(one.saves_part for _, one in offering(self.techniques, SavesPart))
+
+    def load_part(self, folder: Path) -> bool:
+        """Load what was trained from a folder that holds no other weights; return False if it is no such folder."""
+        context = self.attached("load_part")
+        return any(one.load_part(context, folder) for _, one in offering(self.techniques, SavesPart))
+
+    def verify_part(self, folder: Path) -> None:
+        """Compare the files of the trained part in a folder with what training ended with, and note a difference."""
+        if self._part is None or not (lines := self._part.differences(folder)):
+            return
+        error = ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
+        self.note(f"The saved weights differ from this receipt: {error}")
+        raise error
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs in addition to the plain weights, by technique. Also works after `finish`."""

@@ -69,6 +69,8 @@ class Context:
     windows: dict[str, Window] = field(default_factory=dict)
     """State that accumulates within one accumulation window, by ``<key>.<name>``. Techniques add it in `attach`. It is
     saved with the gradients of an unfinished window, and restored after `begin`."""
+    part_alone: bool = False
+    """True if checkpoints hold only what `SavesPart` returns. The other weights come from the user's model."""
     is_preview: bool = False
     """True if the model is only inspected: `attach` writes, loads and sets nothing outside it."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None

@@ -188,6 +188,10 @@ def select_layers(
     A parameter that stacks experts counts as a layer, by its own name, with the module that holds it.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
+    convolutions = sum(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+    if not any(isinstance(module, (*kinds, StackedExperts)) for module in model.modules()):
+        rule = f"only linear layers can be adapted, but {type(model).__name__} has none ({convolutions} convolutions)"
+        raise MatchError("lora", rule, "train it without lora, for example with --low_rank_rank 8")
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="lora")
     linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     output_name, output = linear[-1]
@@ -226,6 +230,12 @@ def select_layers(
             raise CompatibilityError("lora", f"include must name layers that can be adapted, got {name}: {reason}")
         else:
             left_out[name] = str(reason)
+    if not layers and all(id(module) in inside for _, module in linear):
+        only = ", ".join(whole)
+        rule = f"only linear layers can be adapted, but {type(model).__name__} has only {only}, which is trained whole"
+        rule += f" ({convolutions} convolutions get no adapters)" if convolutions else ""
+        remedy = f"write --lora_include '{only}' to adapt it, or freeze the rest yourself and train without lora"
+        raise MatchError("lora", rule, remedy)
     if not layers:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise MatchError("lora", "must match at least one linear layer that can be adapted", told)
@@ -304,7 +314,7 @@ def _inject(
         target_modules="|".join(re.escape(path) for path in where.values()),
     )
     hidden = ["_device_mesh"]  # Lightning's, which peft (0.21) takes for transformers'
-    if _are_translated(asked, model):
+    if are_translated(asked, model):
         hidden.append("config")
     # Taken out of the instance for the call alone.
     put_aside = {name: vars(model).pop(name) for name in hidden if name in vars(model)}
@@ -357,7 +367,7 @@ def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: to
     layer.eff_config = config
 
 
-def _are_translated(asked: Any, model: nn.Module) -> bool:
+def are_translated(asked: Any, model: nn.Module) -> bool:
     """Return True if peft takes names of layers for those of transformers 4, whose experts were layers of their own."""
     # peft (0.21) then adapts the fused experts in place of layers that have such names today: the dense and the shared
     # ones of DeepSeek-V3.

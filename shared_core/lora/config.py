@@ -1,4 +1,4 @@
-"""The options of low-rank adapters over a frozen, quantised base."""
+"""The options of low-rank adapters over a frozen base."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoraConfig(TechniqueConfig):
 
     Example:
         >>> LoraConfig(rank=16).base, LoraConfig(rank=16).scale
-        ('nf4', 2.0)
+        ('none', 2.0)
     """
 
     key: ClassVar[str] = "lora"
@@ -31,11 +31,12 @@ class LoraConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "parallel plans split stock layers and do not know layers with adapters; use DDP or FSDP2",
         "prune": "merging the adapters would fill the base's zeros; prune the merged model afterwards",
-        "qat": "bitsandbytes has already quantized the frozen weights; allowed with lora base=none, where qat "
-        "quantizes the frozen weights, in 4 bits with scheme int4_weight, mxfp4 or nvfp4",
+        "qat": "qat rounds the sum of base and adapters, which neither codes of bitsandbytes nor adapter files can hold; "
+        "allowed with --lora_base none and --lora_save merged, where qat quantizes the frozen weights, in 4 bits with "
+        "scheme int4_weight, mxfp4 or nvfp4",
         "fp8": "both replace the same linear layers; drop one",
-        "soup": "an average leaves the grid of requantized weights; allowed without lora requantize, where the soup "
-        "averages merged weights",
+        "soup": "an average of merged weights has a higher rank than the adapters; allowed with --lora_save merged and "
+        "without requantize, and `eff soup` averages folders of adapters",
         "zero3": ZERO3,
         "fsdp1": "FSDP1 flattens frozen codes and trained floats into one tensor; use DDP",
         "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),
@@ -53,18 +54,23 @@ class LoraConfig(TechniqueConfig):
     )
     alpha: float = option(32.0, help="the adapters' product BA is multiplied by alpha / rank", above=0.0)
     dropout: float = option(0.0, help="dropout on the adapters' input while training", low=0.0, below=1.0)
-    base: Literal["nf4", "fp4", "int8", "none"] = option(
-        "nf4",
-        help="the frozen weights, through bitsandbytes: nf4: 4-bit normal float; fp4: 4-bit float; int8: LLM.int8(); "
-        "none: as they are",
+    base: Literal["none", "nf4", "fp4", "int8"] = option(
+        "none",
+        help="the frozen weights: none: as they are; through bitsandbytes nf4: 4-bit normal float (QLoRA); fp4: 4-bit "
+        "float; int8: LLM.int8()",
+    )
+    save: Literal["adapters", "merged"] = option(
+        "adapters",
+        help="the saved model: adapters: adapter_model.safetensors and adapter_config.json, as PEFT saves them; "
+        "merged: the whole model with the adapters added to its weights",
     )
     double_quant: bool = option(
-        True, help="quantise the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
+        True, help="quantize the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
     )
     requantize: bool = option(
         False,
         help="after the adapters are merged in float, round the weights to the base's grid again",
-        only_with={"base": ("nf4", "fp4", "int8")},
+        only_with={"base": ("nf4", "fp4", "int8"), "save": ("merged",)},
     )
     include: tuple[str, ...] = option(
         (), help="linear layers to adapt: name patterns, types, first, last; empty: all but the output layer"
@@ -94,8 +100,9 @@ class LoraConfig(TechniqueConfig):
         return self.alpha / self.rank
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return True if the base is in float, beside quantisers; or merged weights stay as they are, beside soups."""
-        return (other == "qat" and self.base == "none") or (other == "soup" and not self.requantize)
+        """Return True with qat if merged weights are saved and the base is in float, with soup if none are rounded."""
+        allowed = {"qat": self.base == "none", "soup": not self.requantize}
+        return self.save == "merged" and allowed.get(other, False)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

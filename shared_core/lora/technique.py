@@ -1,12 +1,13 @@
-"""QLoRA as a technique: linear layers frozen in 4 or 8 bits, low-rank adapters trained on them, merged at the end."""
+"""LoRA and QLoRA: low-rank adapters trained on frozen linear layers, in float or in 4 or 8 bits, merged at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ from shared_core.lora.adapters import (
     user_layers,
 )
 from shared_core.lora.config import LoraConfig
+from shared_core.lora.peft_files import AdapterFiles, Layout, digest, is_adapter_folder
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
@@ -82,7 +85,8 @@ class Lora(Technique):
         self._device = torch.device("cpu")
         self._last: dict[str, Any] | None = None
         self._gathered: dict[str, Any] | None = None
-        self._model: nn.Module | None = None
+        self._context: Context | None = None
+        self._buffers: dict[str, Tensor] = {}
 
     # -- start
 
@@ -98,7 +102,10 @@ class Lora(Technique):
             raise CompatibilityError("lora", rule, "attach before fully_shard, with strategy eff_fsdp in Lightning")
         layers, trained_whole, self.left_out = select_layers(model, self.config)
         self.whole = list(trained_whole)
-        self._model = model
+        self._context = context
+        self._buffers = {name: buffer.detach().clone() for name, buffer in _saved_buffers(model)}
+        if self.config.save == "adapters":
+            self._check_files(layers)
         # Of before: injecting adds parameters and freezes others.
         parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
         # by their place: FSDP2 puts others there
@@ -127,12 +134,51 @@ class Lora(Technique):
         }
         self._told = {name: self._measure(layer) for name, layer in self.layers.items()}
         stacks = self._stacks = [name for name, layer in self.layers.items() if isinstance(layer, AdaptedStack)]
+        self._tell_base(context)
         if stacks and self.config.base != "none":
             context.note(
                 f"lora: base {self.config.base} is of linear layers; the experts' stacks stay as they are under their "
                 f"adapters: {', '.join(stacks[:3])}" + (f" and {len(stacks) - 3} more" if len(stacks) > 3 else "")
             )
         return self._touched()
+
+    def _check_files(self, layers: Mapping[str, nn.Module]) -> None:
+        """Refuse what files of adapters cannot hold, before anything is changed."""
+        if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedExperts)]:
+            rule = f"files of adapters cannot hold those of stacked experts in PEFT's layout, got {stacks[0]}"
+            remedy = "write --lora_save merged, or leave the experts frozen with --lora_skip '*.experts'"
+            raise CompatibilityError("lora", rule, remedy)
+        self._layout(layers)
+
+    def _layout(self, layers: Collection[str]) -> Layout:
+        """Return PEFT's names; modules whose buffers training has changed are saved whole too."""
+        model = cast(Context, self._context).model
+        changed = [
+            name.rpartition(".")[0]
+            for name, buffer in _saved_buffers(model)
+            if name not in self._buffers or not torch.equal(buffer, self._buffers[name].to(buffer.device))
+        ]
+        return Layout(model, layers, [*self.whole, *changed], self.config)
+
+    def _tell_base(self, context: Context) -> None:
+        ratios = [told["base_sqnr_db"] for told in self._told.values() if told["base_sqnr_db"] is not None]
+        if self.config.base != "none" and ratios:
+            context.note(
+                f"lora: frozen weights are rounded to {self.config.base} (SQNR {min(ratios):.1f} dB or better); "
+                "--lora_base none keeps them as they are"
+            )
+
+    def _tell_files(self, context: Context) -> None:
+        if self.config.save == "merged":
+            return
+        if context.part_alone:
+            told = "checkpoints and save_model hold adapters in PEFT's format; --lora_save merged saves whole models"
+        else:
+            told = (
+                "checkpoints hold the whole model, with adapters merged; the adapters alone go to the folder "
+                f"{AdapterFiles.name} beside the receipt, in PEFT's format"
+            )
+        context.note(f"lora: {told}")
 
     def _measure(self, layer: Any) -> dict[str, Any]:
         weight = (layer if isinstance(layer, AdaptedStack) else layer.user_layer).weight.detach()
@@ -153,7 +199,7 @@ class Lora(Technique):
             # A sharded layer's base cannot take a merged weight here: other processes need not be on the way.
             merges = self._begun and not is_sharded(layer.base_layer.weight)
             restore_layer(model, layer, merged_weight(layer) if merges else None)
-        self.layers, self._model = {}, None
+        self.layers = {}
         for module, name, required in self._required:
             if (parameter := module._parameters[name]) is not None:
                 parameter.requires_grad_(required)
@@ -219,6 +265,7 @@ class Lora(Technique):
         if self.config.base != "none" and not isinstance(first, AdaptedStack):
             with on_device(self._device, self.config.base), torch.no_grad():
                 first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
+        self._tell_files(context)
         # From here on the float weights are not needed: this is where memory falls.
         for layer in self.layers.values():
             release_(layer)
@@ -298,6 +345,10 @@ class Lora(Technique):
             else:
                 claims[f"{name}.weight"] = Same()
                 claims |= {f"{name}.lora_{which}.default.weight": Gone() for which in "AB"}
+        if context.part_alone:  # the files hold these as they are now
+            tops = tuple(f"{name}." for name in self.whole)
+            names = (plain_name(name) for name, _ in context.model.named_parameters())
+            claims |= {name: Same() for name in names if name.startswith(tops)}
         return claims
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -313,22 +364,85 @@ class Lora(Technique):
     def _on_grid(self, layer: Any, weight: Tensor) -> Tensor:
         return from_rows(layer.user_layer, on_grid(as_rows(layer.user_layer, weight), self.config), weight)
 
+    # -- files of adapters
+
+    @property
+    def saves_part(self) -> bool:
+        """True if adapters are saved by themselves."""
+        return self.config.save == "adapters"
+
+    def part(self, context: Context) -> AdapterFiles | None:
+        """Return the adapters as they are now; None if merged weights are saved, or if nothing was trained."""
+        if not self.saves_part:
+            return None
+        matrices: dict[str, tuple[Tensor, Tensor]] = {name: adapters(layer) for name, layer in self.layers.items()}
+        if not self.layers and self._last is not None:
+            matrices = {name: tuple(saved["adapters"]) for name, saved in self._last["layers"].items()}  # type: ignore[misc]
+        if not matrices:
+            return None
+        return self._layout(matrices).files(matrices, context.model.state_dict(), self._digests())
+
+    def _digests(self) -> dict[str, str]:
+        """Return digests of the user's weights under the adapters; none of rounded weights, which are other ones."""
+        if self.config.base != "none" or self._is_sharded:
+            return {}
+        if self.layers:
+            return {name: digest(layer.base_layer.weight) for name, layer in self.layers.items()}
+        found = (self._last or {}).get("base", {}).get("digests", {})
+        return {name: found[key] for name in self._told if (key := f"{name}.base_layer.weight") in found}
+
+    def load_part(self, context: Context, folder: Path) -> bool:
+        """Load adapters and whole modules from a folder of PEFT's files."""
+        if not is_adapter_folder(folder):
+            return False
+        saved, modules = self._layout(self.layers).read(folder)
+        for name, layer in self.layers.items():
+            for matrix, value in zip(adapters(layer), saved[name], strict=True):
+                if matrix.shape != value.shape:
+                    rule = f"adapters of {name} must have shape {tuple(matrix.shape)}, got {tuple(value.shape)}"
+                    raise CheckpointError(folder, rule, "resume with the rank of the saved run")
+                fill_(matrix, value)
+        names = {plain_name(name): name for name in context.model.state_dict()}
+        if unknown := next((name for name in modules if name not in names), None):
+            raise CheckpointError(folder, f"weights must be of this model, got {unknown}", "check the path")
+        context.model.load_state_dict({names[name]: value for name, value in modules.items()}, strict=False)
+        return True
+
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what each layer's weight is made of: codes and scales, or the frozen weight, and A and B."""
+        """Return A and B, and what they are added to: its codes and scales, its weight, or digests of the user's."""
         return self._last or self._gathered or self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {
+        alone = self._context is not None and self._context.part_alone
+        state: dict[str, Any] = {
             "layers": {
-                name: {
-                    "frozen": {key: _copy(tensor) for key, tensor in frozen_tensors(layer.base_layer).items()},
-                    "adapters": [_copy(matrix) for matrix in adapters(layer)],
-                }
+                name: {"adapters": [_copy(matrix) for matrix in adapters(layer)]} | ({} if alone else _frozen(layer))
                 for name, layer in self.layers.items()
             }
         }
+        return state | ({"base": self._base()} if alone else {})
+
+    def _base(self) -> dict[str, Any]:
+        """Return what the weights that no checkpoint holds are recognized by."""
+        named = cast(Context, self._context).model.named_parameters()
+        frozen = [(name, value) for name, value in named if not value.requires_grad]
+        return {
+            "device": frozen[0][1].device.type if frozen else "",
+            "digests": {plain_name(name): digest(value) for name, value in frozen},
+        }
+
+    def _check_base(self, device: str, digests: Mapping[str, Any]) -> None:
+        """Refuse to go on over other frozen weights than those that the adapters were trained on."""
+        mine = self._base()
+        # Another device may round a value near a tie to another code.
+        if self.config.base != "none" and mine["device"] != device:
+            return
+        found = mine["digests"]
+        if other := next((name for name in [*digests, *found] if digests.get(name) != found.get(name)), None):
+            rule = f"frozen weights must be those that the adapters were trained on, but {other} differs"
+            raise CheckpointError("lora", rule, "load the base model that the run began with")
 
     @torch.no_grad()
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -338,16 +452,21 @@ class Lora(Technique):
             if odd := sorted(set(saved) ^ set(self.layers)):
                 raise ValueError(f"layers differ in {', '.join(odd[:5])}")
             for name, layer in self.layers.items():
-                restore_(layer.base_layer, saved[name]["frozen"])
+                if "frozen" in saved[name]:
+                    restore_(layer.base_layer, saved[name]["frozen"])
                 layer.eff_loaded_db = None
                 for matrix, value in zip(adapters(layer), saved[name]["adapters"], strict=True):
                     if value.shape != matrix.shape:
                         raise ValueError(f"adapters of {name} have shape {tuple(value.shape)}")
                     fill_(matrix, value)
+            told = dict(state["base"]) if "base" in state else None
+            device, digests = (str(told["device"]), dict(told["digests"])) if told else ("", {})
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             rule = f"state must be one that lora saved with these layers, rank and base, got {error!r}"
             remedy = "resume with the options of the saved run, or start from its plain weights"
             raise CheckpointError("lora", rule, remedy) from error
+        if digests:
+            self._check_base(device, digests)
 
     # -- figures
 
@@ -374,6 +493,18 @@ class Lora(Technique):
             "left_out": dict(self.left_out),
             "per_layer": per_layer,
         }
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that state dicts hold, by plain name."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield plain_name(f"{path}.{name}" if path else name), buffer
+
+
+def _frozen(layer: Any) -> dict[str, Any]:
+    return {"frozen": {key: _copy(tensor) for key, tensor in frozen_tensors(layer.base_layer).items()}}
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ def test_a_teacher_that_fails_on_the_inputs_of_a_part_of_the_student_is_told():
 
 
 @pytest.mark.parametrize("recipe", [
-    {"distill": {"teacher": "ema"}, "lora": {"rank": 8}},
+    {"distill": {"teacher": "ema"}, "lora": {"rank": 8, "base": "nf4"}},
     {"low_rank": {"rank": 10**500, "min_size": 1, "force": True}},
     {"qat": {"scheme": "binary"}, "checkpointing": {"policy": "selective"}},
 ], ids=" ".join)  # fmt: skip

@@ -31,7 +31,7 @@ from shared_core.front_ends.flags import take_flags
 OPTIONS = {
     "matmul": "precision",
     "low_rank": "rank decomposition calibration_batches conv force multiple_of merge include skip min_size",
-    "lora": "rank alpha dropout base double_quant requantize include skip min_size train",
+    "lora": "rank alpha dropout base save double_quant requantize include skip min_size train",
     "primary_weights": "kind state_dtype telemetry_every",
     "prune": (
         "sparsity criterion threshold permutations cost granularity n_m block schedule initial_sparsity begin end "

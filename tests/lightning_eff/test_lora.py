@@ -22,7 +22,7 @@ def by_peft(seed):
 
 def train(folder, lora, qat=None, ckpt_path=None, seed=0, callbacks=(), namespace=BOTH[0], **options):
     """Train with adapters of ours, or of peft where `lora` is None."""
-    ours = [Lora(rank=2, **lora)] if lora is not None else []
+    ours = [Lora(**{"rank": 2, "base": "nf4", "save": "merged", **lora})] if lora is not None else []
     ours += [QuantizationAwareTraining(**qat)] if qat is not None else []
     trainer = make_trainer(folder, namespace, callbacks=[*ours, *callbacks], gradient_clip_val=0.5, **options)
     module = by_peft(seed) if lora is None else make_module(namespace, seed=seed)
@@ -86,7 +86,7 @@ def test_what_is_left_is_the_users_module_on_qats_grid(namespace, tmp_path):
 
 @pytest.mark.parametrize("over", [[], [QuantizationAwareTraining(scheme="int8")]], ids=["alone", "qat"])
 def test_training_on_goes_on_from_the_frozen_weight_and_the_adapters(over, tmp_path):
-    callbacks = [Lora(rank=2, base="none"), *over]
+    callbacks = [Lora(rank=2, save="merged"), *over]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=1)
     module = make_module()
     frozen = module.net[0].weight.detach().clone()
@@ -104,3 +104,18 @@ def test_training_on_goes_on_from_the_frozen_weight_and_the_adapters(over, tmp_p
     fit(trainer, module)
     assert torch.equal(seen[0][0], frozen)
     assert all(map(torch.equal, seen[0][1:], saved["adapters"]))
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_adapters_lie_beside_the_receipt_and_load_in_peft(namespace, tmp_path):
+    trainer = make_trainer(tmp_path, namespace, callbacks=[Lora(rank=2), saver(namespace, tmp_path, "on_train_end")])
+    module = make_module(namespace)
+    fit(trainer, module, seed=5)
+    (file,) = tmp_path.glob("**/adapters/adapter_model.safetensors")
+    assert (file.parents[1] / "eff_receipt.json").is_file()
+    stock = peft.PeftModel.from_pretrained(make_module(namespace), file.parent).base_model.model.net
+    x = torch.randn(5, module.net[0].in_features, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(stock.eval()(x), module.net.eval()(x), atol=1e-6, rtol=1e-5)
+    whole = torch.load(tmp_path / "0.ckpt", weights_only=True)["state_dict"]
+    make_module(namespace).load_state_dict(whole, strict=True)

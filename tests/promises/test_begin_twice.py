@@ -69,7 +69,7 @@ OPTIONS = {
     **family("average", {"kind": "ema", "begin": 1}, "bn_batches", [2]),
     **family("average", {"kind": "ema", "begin": 1}, "evaluate", [False]),
     **family("fp8", {"include": ["hidden"]}, "recipe", ["tensorwise", "rowwise", "blockwise", "mx", "s2fp8", "nvfp4"]),
-    **family("lora", {"rank": 2}, "base", ["fp4", "int8", "none"]),
+    **family("lora", {"rank": 2}, "base", ["fp4", "int8", "nf4"]),
     **family("lora", {"rank": 2, "base": "none"}, "train", [["*head*"]]),
     **family("low_rank", {**LOW_RANK, "merge": True}, "decomposition", ["svd", "scaled", "whitened"]),
     **family("low_rank", LOW_RANK, "merge", [False]),

@@ -104,7 +104,7 @@ EXPERTS = {
     "prune+qat": {"prune": {**GROWING, "scope": "local"}, "qat": {"scheme": "int8_dynamic", "begin": 2}},
     "qat-int4": {"qat": {"scheme": "int4_weight", "begin": 2}},
     "lottery": {"lottery": {"rewind_to": 2}},
-    "lora": {"lora": {"rank": 2, "base": "none"}},
+    "lora": {"lora": {"rank": 2, "save": "merged"}},
     "fp8": {"fp8": {"recipe": "delayed", "amax_history": 3}},
 }
 """Recipes whose techniques reach stacked experts."""

@@ -85,7 +85,7 @@ TECHNIQUES = {
         ),
         Row("matmul", {"precision": "high"}),
         Row("checkpointing", {"policy": "block", "include": ["*norm", "*dropout", "*hidden"]}),
-        Row("lora", {"rank": 2}),
+        Row("lora", {"rank": 2, "base": "nf4", "save": "merged"}),
         Row("activations", {"pack": "exact", "min_size": 32}),
         # Over newly drawn weights masks hold from the first step.
         Row("lottery", {"control": "random_reinit"}, needs_ticket=True),
@@ -126,14 +126,15 @@ VARIANTS = {
     "qat-fp8": Row("qat", {"scheme": "fp8_static", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
     "fp8-int16": Row("fp8", {"recipe": "int16", "include": ["first"]}),
-    "lora-int8": Row("lora", {"rank": 2, "base": "int8", "requantize": True}),
+    "lora-adapters": Row("lora", {"rank": 2}),
+    "lora-int8": Row("lora", {"rank": 2, "base": "int8", "save": "merged", "requantize": True}),
     "lora-qat": Row(
         "lora",
-        {"rank": 2, "base": "none"},
+        {"rank": 2, "save": "merged"},
         beside={"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 6}},
     ),
     "lora-qat-lsq": Row(
-        "lora", {"rank": 2, "base": "none"}, beside={"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}}
+        "lora", {"rank": 2, "save": "merged"}, beside={"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}}
     ),
     "ticket-late": Row("lottery", {"rewind_to": 2}, needs_ticket=True),
     "ticket-rate": Row("lottery", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),

@@ -131,7 +131,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "average": {"kind": "last_k", "k": 2, "every": 3},
     },
     "adapted": {
-        "lora": {"rank": 2},
+        "lora": {"rank": 2, "base": "nf4", "save": "merged"},
         "activations": {"pack": "int8", "min_size": 32, "group_size": 16},
         "loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 2},
         "distill": TAUGHT,
@@ -165,7 +165,7 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
 REFUSED = {
     ("moe", "private"): r"mlp\.experts \(Qwen2MoeExperts\) has no rule.*hidden_states, top_k_index, top_k_weights",
     ("resnet", "private"): "BatchNorm2d.*normalises an example by the others of its batch",
-    ("resnet", "adapted"): "lora: must match at least one linear layer",
+    ("resnet", "adapted"): "lora: only linear layers can be adapted",
 }
 """Recipes that cannot be run on a model → what the refusal says."""
 

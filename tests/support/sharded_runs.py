@@ -29,7 +29,7 @@ LAYOUTS = {"fsdp2": (2, 1), "tp": (1, 2), "fsdp2+tp": (2, 2)}
 LAYOUT = os.environ.get("LAYOUT", "fsdp2")
 STEPS, BATCH, SAVED = 6, 8, 3
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
-LORA = {"base": "none", "rank": 3, "skip": ["middle"], "train": ["last"]}  # not what is sharded by itself
+LORA = {"save": "merged", "rank": 3, "skip": ["middle"], "train": ["last"]}  # not what is sharded by itself
 RECIPES = {
     "qat": {"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 5}},
     "qat-kl": {"qat": {"scheme": "int8", "range": "kl", "begin": 2}},

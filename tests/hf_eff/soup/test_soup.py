@@ -186,7 +186,7 @@ def test_adapters_without_a_peft_model_are_refused(make, tmp_path):
 def test_own_adapters_are_averaged_as_the_merged_models_that_checkpoints_hold(make, tmp_path):
     from safetensors.torch import load_file
 
-    recipe = [Lora(rank=2, alpha=8), ModelSoup(kind="uniform")]
+    recipe = [Lora(rank=2, alpha=8, save="merged"), ModelSoup(kind="uniform")]
     trainer = make.trainer(tmp_path, callbacks=recipe, save_strategy="steps", save_steps=2, learning_rate=0.1)
     trainer.train()
     saved = [load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6, 8)]
@@ -194,5 +194,6 @@ def test_own_adapters_are_averaged_as_the_merged_models_that_checkpoints_hold(ma
         mean = sum(weights[name].double() for weights in saved) / 4
         torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
     with pytest.raises(CompatibilityError, match="requantize"):
-        make.trainer(tmp_path, callbacks=[Lora(rank=2, requantize=True), ModelSoup(kind="uniform")],
+        make.trainer(tmp_path, callbacks=[Lora(rank=2, base="nf4", save="merged", requantize=True),
+                                           ModelSoup(kind="uniform")],
                      save_strategy="epoch").train()  # fmt: skip

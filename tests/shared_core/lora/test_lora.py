@@ -51,7 +51,7 @@ def test_nf4_is_the_nearest_code_of_a_block(shape, bias):
     torch.manual_seed(0)
     linear = nn.Linear(*shape[::-1], bias=bias)
     linear.weight.data *= torch.logspace(-2, 0, len(linear.weight))[:, None]  # blocks of other scales
-    frozen = freeze(linear, LoraConfig(rank=1, double_quant=False))
+    frozen = freeze(linear, LoraConfig(rank=1, base="nf4", double_quant=False))
     expected = block_round(linear.weight.detach())
     torch.testing.assert_close(float_weight(frozen).double(), expected, atol=1e-6, rtol=0)
     assert frozen_tensors(frozen)["codes"].numel() == math.ceil(linear.weight.numel() / 2)
@@ -310,8 +310,8 @@ def test_wrong_options(options, message):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (nn.Sequential(nn.Conv1d(4, 4, 1)), {}, "has no Linear"),
-        (nn.Sequential(nn.Linear(4, 2)), {}, "0: it is trained whole"),
+        (nn.Sequential(nn.Conv1d(4, 4, 1)), {}, r"has none \(1 convolution"),
+        (nn.Sequential(nn.Linear(4, 2)), {}, "only 0, which is trained whole.*--lora_include '0'"),
         (nn.Linear(4, 2), {"include": ["Linear"]}, "it is the model itself"),
         (net(), {"include": ["decoder.*"]}, r"include pattern 'decoder\.\*' matches no module"),
         (net(), {"train": ["had"]}, "train pattern 'had' matches no module"),

@@ -22,11 +22,11 @@ pytest.importorskip("bitsandbytes")
 
 STEPS = 4
 RECIPES = {
-    "none": {"lora": {"base": "none", "rank": 3}},
-    "nf4": {"lora": {"base": "nf4", "rank": 3}},
-    "int8": {"lora": {"base": "int8", "rank": 3}},
-    "requantize": {"lora": {"base": "nf4", "rank": 3, "requantize": True}},
-    "qat": {"lora": {"base": "none", "rank": 3}, "qat": {"scheme": "int8", "begin": 1}},
+    "none": {"lora": {"base": "none", "save": "merged", "rank": 3}},
+    "nf4": {"lora": {"base": "nf4", "save": "merged", "rank": 3}},
+    "int8": {"lora": {"base": "int8", "save": "merged", "rank": 3}},
+    "requantize": {"lora": {"base": "nf4", "save": "merged", "rank": 3, "requantize": True}},
+    "qat": {"lora": {"save": "merged", "rank": 3}, "qat": {"scheme": "int8", "begin": 1}},
 }
 
 
@@ -108,7 +108,7 @@ def test_state_dicts_are_plain_and_a_resumed_run_is_the_one_that_never_stopped(k
 EXPERTS = "model.layers.0.mlp.experts"
 STACKS = [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
 IDS = torch.stack([row["input_ids"] for row in rows(2)])
-EXPERT_LORA = {"rank": 2, "base": "none"}
+EXPERT_LORA = {"rank": 2, "save": "merged"}
 
 
 def attached(net, **options):

@@ -122,7 +122,7 @@ def test_weights_loaded_alone_become_the_base():
     nn.init.normal_(other[0].weight)
     run(model)
     model.load_state_dict(other.state_dict())
-    config = LoraConfig(rank=2)
+    config = LoraConfig(rank=2, base="nf4")
     assert torch.equal(model.state_dict()["0.weight"], on_grid(other[0].weight, config))
     assert (adapters(model[0])[1] == 0).all()
     with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"0.weight"'):
@@ -274,4 +274,4 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(CompatibilityError, match="must have no adapters yet"):
         session().attach(get_peft_model(net(), PeftConfig(target_modules=["0"], r=2)))
     with pytest.raises(CompatibilityError, match="lora with base nf4 cannot be combined with FSDP version 2"):
-        check(Recipe.from_dict({"lora": {"rank": 2}}), {"fsdp2"})
+        check(Recipe.from_dict({"lora": {"rank": 2, "base": "nf4"}}), {"fsdp2"})

@@ -8,7 +8,7 @@ from shared_core import Session
 
 
 def session(lora=None, **qat):
-    lora = {"rank": 2, "alpha": 6.0, "base": "none", **(lora or {})}
+    lora = {"rank": 2, "alpha": 6.0, "save": "merged", **(lora or {})}
     return Session({"qat": {"scheme": "int8", **qat}, "lora": lora}, seed=1)
 
 

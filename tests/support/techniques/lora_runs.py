@@ -18,7 +18,7 @@ def net(dtype=torch.float32):
 
 
 def session(**options):
-    return Session({"lora": {"rank": 2, "alpha": 6.0, **options}}, seed=1)
+    return Session({"lora": {"rank": 2, "alpha": 6.0, "base": "nf4", "save": "merged", **options}}, seed=1)
 
 
 def run(model, steps=3, state=None, optimizer_state=None, stop=None, **options):
