@@ -31,7 +31,7 @@ class LoraConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "parallel plans split stock layers and do not know layers with adapters; use DDP or FSDP2",
         "prune": "merging the adapters would fill the base's zeros; prune the merged model afterwards",
-        "qat": "qat rounds the sum of base and adapters, which neither codes of bitsandbytes nor adapter files can hold; "
+        "qat": "qat rounds the sum of base and adapters, which neither bitsandbytes' codes nor adapter files can hold; "
         "allowed with --lora_base none and --lora_save merged, where qat quantizes the frozen weights, in 4 bits with "
         "scheme int4_weight, mxfp4 or nvfp4",
         "fp8": "both replace the same linear layers; drop one",
