@@ -336,8 +336,8 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, width: int = 0) -> None:
-    """Print a report as JSON, or what is shown of it, which is not made otherwise, at least so wide."""
+def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool) -> None:
+    """Print a report as JSON, or what is shown of it, which is not made otherwise."""
     if as_json:
         from shared_core.files.json_yaml import json_text
 
@@ -345,7 +345,4 @@ def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, wi
         return
     from shared_core.reports.page import Console
 
-    console = Console()
-    console.width = max(console.width, width)
-    for each in shown:
-        console.print(each, soft_wrap=isinstance(each, str))
+    Console().blocks(shown)

@@ -15,7 +15,7 @@ import typer
 from shared_core.cli.arguments import CommandOptions, print_report, takes
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, EffError
-from shared_core.printing import table
+from shared_core.printing import counted, duration, listed, share_text, size_text, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,9 +94,9 @@ def plan(asked: PlanOptions) -> None:
         if config is not None
         else ModelShape.of_params(asked.params or 0, layers=asked.layers, hidden=asked.hidden, vocab=asked.vocab)
     )
-    counted, own_attention = (None, "fused") if config is None else _counted(config)
-    if counted is not None:
-        shape = dataclasses.replace(shape, params=counted)
+    exact, own_attention = (None, "fused") if config is None else _counted(config)
+    if exact is not None:
+        shape = dataclasses.replace(shape, params=exact)
     run = asked.run(
         ranks=asked.gpus, strategy=asked.strategy or ("fsdp2" if asked.gpus > 1 else "single"),
         accumulate=asked.accumulate, attention=asked.attention or own_attention,
@@ -110,15 +110,17 @@ def plan(asked: PlanOptions) -> None:
     figures = {name: getattr(needs, name) for name in ("held", "peak", "host", "sent")}
     figures["fits"] = None if memory is None else fits
     parts = {"shape": dataclasses.asdict(shape), "run": dataclasses.asdict(run)}
-    how = "" if config is None else " (by formula)" if counted is None else " (counted)"
-    head = f"{shape.params:,} parameters{how}, {shape.layers} blocks of width {shape.hidden}"
-    shown: list[str | Table] = [_table(needs, f"{head}; {run.ranks} x {run.strategy}")]
+    how = "" if config is None else " (by formula)" if exact is None else " (counted)"
+    head = f"{shape.params:,} parameters{how}, {counted(shape.layers, 'block')} of width {shape.hidden}"
+    shown: list[str | Table] = [_table(needs, f"{head}, {counted(run.ranks, 'device')} ({run.strategy})")]
     if bandwidth is not None:
-        shown.append(f"sending takes {needs.sent / bandwidth / 1e9:.3g} s a step at least, at {bandwidth:g} GB/s")
+        time = duration(needs.sent / bandwidth / 1e9)
+        shown.append(f"At {bandwidth:g} GB/s, sending takes at least {time} a step.")
     if memory is not None:
-        shown.append(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
+        size = size_text(memory * _GIB)
+        shown.append(f"The run {'fits' if fits else 'does not fit'} in {memory:g} GiB ({size}).")
     costs = [dataclasses.asdict(cost) for cost in needs.costs]
-    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json, width=120)
+    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json)
     if not fits:
         raise typer.Exit(1)
 
@@ -139,15 +141,14 @@ def _counted(config: Path) -> tuple[int | None, str]:
 
 
 def _table(needs: Plan, head: str) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for cost in needs.costs:
-        figures = (cost.held / _GIB, cost.during / _GIB, cost.host / _GIB, cost.sent / 1e9)
-        rows.append((cost.what, *(f"{value:,.2f}" if value else "" for value in figures), cost.why))
-    headings = ("", "held GiB", "in a step GiB", "host GiB", "sent GB a step", "why")
-    made = table(f"each device: {head}", ("", "why"), headings, rows)
+    def shown(size: float) -> str:
+        return size_text(size) if size else ""
+
+    rows = [(cost.what, *map(shown, (cost.held, cost.during, cost.host, cost.sent)), cost.why) for cost in needs.costs]
+    headings = ("", "held", "in a step", "on the host", "sent a step", "why")
+    made = table(f"Each device: {head}", ("", "why"), headings, rows)
     made.add_section()
-    held, peak, host = (f"{size / _GIB:,.2f}" for size in (needs.held, needs.peak, needs.host))
-    made.add_row("all", held, f"peak {peak}", host, f"{needs.sent / 1e9:,.2f}", "the peak is a bound")
+    made.add_row("all", shown(needs.held), f"at most {shown(needs.peak)}", *map(shown, (needs.host, needs.sent)), "")
     return made
 
 
@@ -219,7 +220,7 @@ def explain(asked: ExplainOptions) -> None:
     }  # fmt: skip
     shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     shown |= _explained(read, asked.model, run, options)
-    print_report(shown, _lines(shown), as_json=asked.as_json, width=110)
+    print_report(shown, _lines(shown), as_json=asked.as_json)
     if shown["conflicts"]:
         raise typer.Exit(1)
 
@@ -238,7 +239,7 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
             raise
         model, inputs = build(name, values=True)
         explained = explanation.explain(recipe, model, **options)
-    techniques, measured = {}, explanation.measured_costs()
+    techniques = {}
     for key in recipe:
         touched, ability = explained.touched.get(key), explained.abilities[key]
         matched = {} if touched is None else dataclasses.asdict(touched) | {"elements": sum(touched.tensors.values())}
@@ -248,7 +249,7 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
             "coverage": reach and reach.to_dict(),
             "here": dataclasses.asdict(ability),
             "checkpoint": explained.checkpoint[key],
-            "measured": measured.get(key, []),
+            "estimates": explanation.estimates(key, matched["elements"]) if matched else [],
         }
     told: dict[str, Any] = {
         "conflicts": explained.conflicts, "remarks": explained.remarks, "timeline": explained.timeline,
@@ -309,52 +310,69 @@ def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | 
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
-    def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str) -> Table:
-        return table(title, [heading for heading in headings if not heading.endswith("iB")], headings, rows)
+    def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str, numbers: tuple[str, ...] = ()) -> Table:
+        return table(title, [heading for heading in headings if heading not in numbers], headings, rows)
 
     total = told["steps"]["total"]
-    title = "when" if total is None else f"when, of {total:,} optimizer steps"
+    title = "When" if total is None else f"When, of {counted(total, 'optimizer step')}"
     told_of = [(event["at"], event["technique"], event["what"]) for event in told["timeline"]]
     yield drawn(title, told_of, "at", "technique", "what")
+    yield drawn(
+        "What", [(key, _matched(entry)) for key, entry in told["techniques"].items()], "technique", "applies to"
+    )
     rows = []
     for key, entry in told["techniques"].items():
-        here = f"{entry['here']['level']} {entry['here']['why']}".strip()
-        rows.append((key, _matched(entry), here, "; ".join(entry["checkpoint"])))
-    yield drawn("what", rows, "technique", "on", "here", "saved")
-    costs = [(key, line) for key, entry in told["techniques"].items() for line in entry["measured"]]
+        here = f"{entry['here']['level']}: {entry['here']['why']}".strip(" :")
+        rows.append((key, here, "; ".join(entry["checkpoint"])))
+    yield drawn("Here and in checkpoints", rows, "technique", "on this machine", "saved")
+    peak = sum(cost["held"] + cost["during"] for cost in told["memory"] or ())
+    costs = [
+        (key, entry["what"], _cost(entry, peak))
+        for key, one in told["techniques"].items()
+        for entry in one["estimates"]
+    ]
     if costs:
-        yield drawn("measured on one thread of a CPU (docs/cost.md)", costs, "technique", "cost")
+        title = "Estimates for this model, from measurements on one thread of a CPU (docs/cost.md)"
+        yield drawn(title, costs, "technique", "cost", "about", numbers=("about",))
+    elif told["model"] is None:
+        yield "Add --model for estimates of time and memory."
     if told["memory"] is not None:
         held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
-        unit, size = ("GiB", 2**30) if held + during > 2**30 else ("MiB", 2**20)
         figures = [
-            (cost["what"], f"{cost['held'] / size:,.2f}", f"{cost['during'] / size:,.2f}", cost["why"])
+            (cost["what"], *(size_text(cost[name]) if cost[name] else "" for name in ("held", "during")), cost["why"])
             for cost in told["memory"]
         ]
-        figures.append(("all", f"{held / size:,.2f}", f"peak {(held + during) / size:,.2f}", "the peak is a bound"))
+        figures.append(("all", size_text(held), f"at most {size_text(held + during)}", ""))
         model = told["model"]
-        title = f"memory of one device: {model['parameters']:,} parameters, {model['trained']:,} of them trained"
-        yield drawn(title, figures, "", f"held {unit}", f"in a step {unit}", "why")
+        trained = share_text(model["trained"] / max(model["parameters"], 1))
+        title = f"Memory of one device: {counted(model['parameters'], 'parameter')}, {trained} of them trained"
+        yield drawn(title, figures, "", "held", "in a step", "why", numbers=("held", "in a step"))
     yield from (f"note: {line}" for line in told["remarks"])
     yield from (f"conflict: {line}" for line in told["conflicts"])
 
 
+def _cost(entry: dict[str, Any], peak: int) -> str:
+    """Return an estimate in a unit of time or memory."""
+    if "seconds" in entry:
+        return duration(entry["seconds"])
+    share = f", {share_text(entry['bytes'] / peak)} of the memory" if peak else ""
+    return f"{size_text(entry['bytes'])}{share}"
+
+
 def _matched(entry: dict[str, Any]) -> str:
-    if "what" not in entry:
-        return ""
+    if "tensors" not in entry:
+        return "needs --model"
     if not entry["tensors"]:
         return str(entry["what"])
     names = list(entry["tensors"])
-    more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    text = f"{len(names)} {entry['what']}, {entry['elements']:,} elements: {', '.join(names[:_SHOWN])}{more}"
+    elements = counted(entry["elements"], "element")
+    text = f"{len(names)} {entry['what']} with {elements}: {listed(names, _SHOWN)}"
     if entry["coverage"] is not None:
         from shared_core.engine.checks.coverage import percent
 
-        text = (
-            f"{percent(entry['coverage']['share'])} of the weights that multiply activations are within reach\n{text}"
-        )
+        text = f"{percent(entry['coverage']['share'])} of the weights in matrix products\n{text}"
     for reason, count in Counter(entry["left_out"].values()).most_common():
-        text += f"\nleft out: {count}, {reason}"
+        text += f"\n{count:,} left out: {reason}"
     return text
 
 

@@ -13,7 +13,7 @@ import typer
 from shared_core.cli.arguments import describe_flags, print_report
 from shared_core.errors import nearest, require
 from shared_core.front_ends.finding import front_ends
-from shared_core.printing import echo, table
+from shared_core.printing import echo, table, width_of_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,8 +88,18 @@ def formats(
         echo(formats_markdown(), nl=False)
         return
     found = format_rows()
-    shown = [[_text(column, cell) for column, cell in row.items()] for row in found]
-    print_report(found, [table("", ("format",), [*found[0]], shown)], as_json=as_json, width=150)
+    left_out = _DETAILS if width_of_output() < _WIDE else ()
+    columns = [column for column in found[0] if column not in left_out]
+    shown: list[str | Table] = [
+        table("", ("format",), columns, [[_text(column, row[column]) for column in columns] for row in found])
+    ]
+    if left_out:
+        shown.append(f"Not shown in a narrow terminal: {', '.join(left_out)}. --json prints them.")
+    print_report(found, shown, as_json=as_json)
+
+
+_WIDE = 116
+_DETAILS = ("exponent bits", "mantissa bits", "bias", "smallest subnormal")
 
 
 def compat(
@@ -211,7 +221,7 @@ def doctor(
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
         "usable": not any(library.state in _UNUSABLE for library in found),
     }
-    print_report(told, _lines(told), as_json=as_json, width=100)
+    print_report(told, _lines(told), as_json=as_json)
     if not told["usable"]:
         raise typer.Exit(1)
 
@@ -227,10 +237,16 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
     yield _table(f"devices (Python {told['python']}; trains on {told['trains_on']})", rows)
     yield _table(f"formats on {told['trains_on']}", list(told["formats"].items()))
     yield _table("tools", [*told["tools"].items(), ("trainers", ", ".join(told["trainers"]) or "none")])
-    columns = ("name", "found", "wanted", "state", "install")
-    yield _table(
-        "libraries", [tuple(each[name] or "none" * (name == "found") for name in columns) for each in told["libraries"]]
-    )
+    libraries = [
+        (
+            each["name"],
+            each["found"] or "none",
+            each["wanted"],
+            f"{each['state']}: {each['install']}".removesuffix(": "),
+        )
+        for each in told["libraries"]
+    ]
+    yield _table("libraries", libraries)
     abilities = [(key, each["level"], each["why"]) for key, each in told["techniques"].items()]
     yield _table(f"techniques on {told['trains_on']}", abilities)
     if not told["trainers"]:
@@ -243,5 +259,5 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
     columns = [str(number) for number in range(len(rows[0]))]
     made = table(title, columns, columns, rows)
-    made.show_header = False
+    made.show_header, made.columns[0].no_wrap = False, True
     return made

@@ -470,7 +470,6 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job:
     if options.as_json:
         echo(json_text(found.to_dict()))
     else:
-        # rich would cut the last columns off, where a terminal breaks the line
-        Console(width=max(Console().width, 120)).print(diagnosis_table(found))
+        Console().print(diagnosis_table(found))
     for warning in found.warnings:
         _aside(warning)
