@@ -8,8 +8,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -130,6 +130,35 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(found[:most]) + more
 
 
+def most_telling(
+    entries: Sequence[_Entry], key: Callable[[_Entry], float], noun: str, every: bool, more: str = "--layers lists all"
+) -> tuple[str, list[_Entry]]:
+    """Return a title and the ten entries with the largest key, or all of them in their order if asked for.
+
+    Example:
+        >>> title, found = most_telling(range(12), float, "layer", every=False)
+        >>> title, found[0], len(found)
+        ('10 of 12 layers (--layers lists all)', 11, 10)
+    """
+    if every or len(entries) <= _FEW:
+        return counted(len(entries), noun), list(entries)
+    title = f"{_FEW} of {counted(len(entries), noun)} ({more})"
+    return title, sorted(entries, key=key, reverse=True)[:_FEW]
+
+
+def by_reason(left_out: Mapping[str, str], verb: str) -> Iterator[str]:
+    """Yield a line for each reason of what was left out, with the names.
+
+    Example:
+        >>> list(by_reason({"a": "too small", "b": "too small"}, "Left dense"))
+        ['Left dense: a, b (too small)']
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(str(reason), []).append(name)
+    yield from (f"{verb}: {listed(found)} ({reason})" for reason, found in names.items())
+
+
 def _scaled(number: float, step: int, units: Sequence[str]) -> str:
     for unit in units[:-1]:
         if number < step:
@@ -151,6 +180,8 @@ def width_of_output() -> int:
     return UNBOUNDED if is_pipe() else shutil.get_terminal_size().columns
 
 
+_FEW = 10
+_Entry = TypeVar("_Entry")
 UNBOUNDED = 1000
 """The columns of a line that is not wrapped."""
 

@@ -79,7 +79,9 @@ class CommandOptions(Options):
         """Return the options for a report, by their flags' names, without those that say where results go."""
         names = {field.name: self.named(field.name)[1].lstrip("-") for field in dataclasses.fields(self)}
         values = {names[name].replace("-", "_").lower(): getattr(self, name) for name in names}
-        kept = {name: value for name, value in values.items() if name not in ("json", "out", "report")}
+        kept = {
+            name: value for name, value in values.items() if name not in ("json", "out", "report", "layers", "force")
+        }
         return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
 
 
@@ -113,6 +115,7 @@ class JudgedOptions(ModelOptions):
     """The same, of a command that tells the quality before and after."""
 
     evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
+    every_layer: bool = option(False, "List every layer, instead of the ten that stand out.", flag="--layers")
     allow_partial: bool = option(
         False, "Go on where less than half of the weights that multiply activations are within reach."
     )

@@ -122,9 +122,9 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     if asked.as_json:
         echo(json_text(values))
         return
-    print_study(asked.out, values)
+    print_study(asked.out, values, every_layer=asked.every_layer)
     if asked.report is not None:
-        echo(f"wrote {asked.report} and {asked.report.with_suffix('.md')}")
+        echo(f"Wrote {asked.report} and {asked.report.with_suffix('.md')}.")
 
 
 def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_folder: bool) -> None:

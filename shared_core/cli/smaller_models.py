@@ -14,7 +14,7 @@ from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_w
 from shared_core.cli.loading import check_new, copy_beside, function, made_up_inputs, save_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
-from shared_core.printing import table
+from shared_core.printing import amount, by_reason, counted, duration, most_telling, share_text, size_text, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,7 +98,7 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     saved = result.model if result else network
     # a shrunk folder must load with the same outputs
     save_folder(asked.out, saved, folder, {PRUNING_FILE: values}, asked.key, example if result else None)
-    print_report(values, _pruning_lines(asked.out, values), as_json=asked.as_json)
+    print_report(values, _pruning_lines(asked.out, values, asked.every_layer), as_json=asked.as_json)
 
 
 def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
@@ -112,36 +112,37 @@ def _applied(config: PruneConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in _during_training()}
 
 
-def _pruning_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
+def _pruning_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[str | Table]:
     from shared_core.engine.checks import coverage
     from shared_core.pruning.config import UNITS
 
-    rows = [(entry["name"], entry["numel"], entry["pruned"], f"{entry['sparsity']:.1%}") for entry in values["tensors"]]
-    yield table(f"pruned: {out}", ("tensor",), ("tensor", "weights", "zero", "sparsity"), rows)
     lost, units = (sum(entry[key] for entry in values["units"]) for key in ("pruned", "units"))
-    of_units = f"; {lost} of {units} units" if units else ""
-    seen = f", from {values['examples']} examples" if values["examples"] else ""
-    yield (
-        f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
-        f"{values['criterion']}{seen}, scope {values['scope']}, {values['seconds']:.1f} s"
-    )
-    share, granularity = coverage.percent(values["coverage"]["share"]), values["granularity"]
-    of = f" of granularity {granularity}" if granularity in UNITS else ""
-    yield f"{share} of the weights that multiply activations are within reach{of}"
+    of_units = f", {lost:,} of {counted(units, 'unit')}" if units else ""
+    share = f"{share_text(values['sparsity'])} of {amount(values['numel'])} weights"
+    yield f"Pruned {share} in {counted(len(values['tensors']), 'layer')}{of_units}, in {duration(values['seconds'])}."
+    seen = f" on {counted(values['examples'], 'example')}" if values["examples"] else ""
+    yield f"Criterion: {values['criterion']}{seen}. Scope: {values['scope']}."
+    yield from _quality(values)
+    title, tensors = most_telling(values["tensors"], lambda entry: float(entry["sparsity"]), "layer", every)
+    rows = [(entry["name"], entry["numel"], entry["pruned"], share_text(entry["sparsity"])) for entry in tensors]
+    yield table(f"The sparsest layers, {title}", ("tensor",), ("tensor", "weights", "zero", "sparsity"), rows)
+    found, granularity = coverage.percent(values["coverage"]["share"]), values["granularity"]
+    of = f" with granularity {granularity}" if granularity in UNITS else ""
+    yield f"{found} of the weights in matrix products could be pruned{of}."
     yield from (f"note: {note}" for note in values["notes"])
-    yield from (f"left dense: {name}: {reason}" for name, reason in values["left_out"].items())
+    yield from by_reason(values["left_out"], "Left dense")
     if values["shrink"]:
-        removed, bytes_ = values["shrink"]["removed"], values["shrink"]["bytes"]
-        yield f"shrunk: {sum(removed.values())} units removed, {bytes_[0]} -> {bytes_[1]} bytes"
-        yield from (f"kept: {name}: {reason}" for name, reason in values["shrink"]["kept"].items())
+        removed, bytes_ = sum(values["shrink"]["removed"].values()), values["shrink"]["bytes"]
+        yield f"Removed {counted(removed, 'unit')}: {size_text(bytes_[1])} instead of {size_text(bytes_[0])}."
+        yield from by_reason(values["shrink"]["kept"], "Kept")
     else:
         yield values["note"]
-    yield from _quality(values)
+    yield f"Wrote {out}."
 
 
 def _quality(values: dict[str, Any]) -> Iterator[str]:
     if values.get("quality"):
-        yield "quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items())
+        yield f"Quality: {', '.join(f'{name} {value:.4g}' for name, value in values['quality'].items())}."
 
 
 LOW_RANK_FILE = "eff_low_rank.json"
@@ -210,31 +211,43 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
 
     source, file = (folder, "model.safetensors") if asked.merged else (None, WEIGHTS_FILE)
     save_folder(asked.out, network, source, {LOW_RANK_FILE: values}, asked.key, add=add, file=file)
-    print_report(values, _low_rank_lines(asked.out, values), as_json=asked.as_json)
+    print_report(values, _low_rank_lines(asked.out, values, asked.every_layer), as_json=asked.as_json)
 
 
-def _low_rank_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
+def _low_rank_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[str | Table]:
     from shared_core.engine.checks import coverage
 
-    headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
-    yield table(f"factorised: {out}", headings[:2], headings, map(_row, values["layers"]))
-    share = coverage.percent(values["coverage"]["share"])
-    yield f"{share} of the weights that multiply activations are within reach"
-    yield from (f"left alone: {name}: {reason}" for name, reason in values["left_out"].items())
-    for name, unit in (("parameters", ""), ("bytes", ""), ("flops", ""), ("milliseconds", " (median of a forward)")):
+    yield f"Factorized {counted(len(values['layers']), 'layer')}."
+    for what, name, shown in (
+        ("Parameters", "parameters", amount),
+        ("Size", "bytes", size_text),
+        ("FLOPs of a forward pass", "flops", amount),
+        ("Time of a forward pass", "milliseconds", lambda time: duration(time / 1e3)),
+    ):  # fmt: skip
         if name in values:
             before, after = values[name]["before"], values[name]["after"]
-            yield f"{name}: {before:,} -> {after:,} ({after / before:.2f}x){unit}"
+            yield f"{what}: {shown(after)} instead of {shown(before)} ({after / before:.2f} times)."
     if "output_difference" in values:
-        yield f"largest difference of the outputs: {values['output_difference']:.1e}"
+        yield f"Largest difference of the outputs: {values['output_difference']:.1e}."
     yield from _quality(values)
+    headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
+    title, layers = most_telling(values["layers"], _error, "layer", every)
+    yield table(f"The largest errors, {title}", headings[:2], headings, map(_row, layers))
+    yield f"{coverage.percent(values['coverage']['share'])} of the weights in matrix products could be factorized."
+    yield from by_reason(values["left_out"], "Left whole")
+    yield f"Wrote {out}."
+
+
+def _error(entry: Mapping[str, Any]) -> float:
+    output = entry.get("output_error")
+    return float(entry["weight_error"] if output is None else output)
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     output = entry.get("output_error")
     return (
         entry["name"], entry["scheme"], f"{entry['rank']} of {entry['full_rank']}",
-        f"{entry['parameters_before']:,} -> {entry['parameters_after']:,}", f"{entry['energy']:.1%}",
+        f"{amount(entry['parameters_before'])} → {amount(entry['parameters_after'])}", share_text(entry["energy"]),
         f"{entry['weight_error']:.3g}", "–" if output is None else f"{output:.3g}",
     )  # fmt: skip
 
@@ -322,11 +335,15 @@ def _shrink_values(result: ShrinkResult) -> dict[str, Any]:
 
 
 def _shrink_lines(out: Path, result: ShrinkResult) -> Iterator[str | Table]:
-    if result.removed:
-        rows = [(name, result.units[name], count) for name, count in result.removed.items()]
-        yield table(f"shrunk: {out}", ("group",), ("group", "units", "removed"), rows)
-    yield from (f"kept: {name}: {reason}" for name, reason in result.kept.items())
-    yield from (f"config: {name}: {before} -> {after}" for name, (before, after) in result.config.items())
-    yield from (f"note: {note}" for note in result.notes)
     yield str(result)
-    yield f"largest difference of the outputs: {result.largest_difference:.1e}"
+    yield f"Largest difference of the outputs: {result.largest_difference:.1e}."
+    if result.removed:
+        title, groups = most_telling(
+            [*result.removed.items()], lambda group: float(group[1]), "group", False, f"{SHRINK_FILE} has all"
+        )
+        rows = [(name, result.units[name], count) for name, count in groups]
+        yield table(f"Units removed, {title}", ("group",), ("group", "units", "removed"), rows)
+    yield from by_reason(result.kept, "Kept")
+    yield from (f"Config: {name} is {after}, was {before}." for name, (before, after) in result.config.items())
+    yield from (f"note: {note}" for note in result.notes)
+    yield f"Wrote {out}."
