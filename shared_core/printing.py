@@ -242,4 +242,6 @@ _WRAPPED = 14  # the least width of a column of words
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

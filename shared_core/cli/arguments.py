@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 BESIDE = "shared_core.cli.beside"
 """Where a command finds options that are no fields of its dataclass, which it gets as another argument."""
+_WRITTEN = ("eff_*.json", "*.eff.json", "*soup_path.json", "model.safetensors")
+"""What folders that commands write hold, one of them each."""
 _Options = TypeVar("_Options", bound="CommandOptions")
 
 
@@ -75,6 +77,27 @@ class CommandOptions(Options):
                 error.where, error.rule = self.key, error.rule.replace(error.option, known[error.option], 1)
             raise
 
+    @contextlib.contextmanager
+    def replacing_out(self) -> Iterator[None]:
+        """Allow that ``--out`` is replaced, with ``--force``: what a command wrote, and never what it reads."""
+        out = getattr(self, "out", None)
+        if not getattr(self, "force", False) or out is None or not out.exists():
+            yield
+            return
+        from shared_core.files.atomic import replacing
+
+        real = out.resolve()
+        read = [getattr(self, name, None) for name in ("model", "file", "weights", "base")]
+        paths = [Path(one) for one in (*read, *getattr(self, "paths", ())) if one is not None]
+        told = f"--force must not replace what the command reads, got {out}"
+        self.require(not any(one.exists() and one.resolve().is_relative_to(real) for one in paths), told)
+        self.require(not Path.cwd().is_relative_to(real), f"--force must not replace the working folder, got {out}")
+        is_ours = not out.is_dir() or any(any(out.glob(name)) for name in _WRITTEN)
+        told = f"--force must replace what eff wrote, got {out}, a folder without {' or '.join(_WRITTEN)}"
+        self.require(is_ours, told, "remove it yourself")
+        with replacing(out):
+            yield
+
     def asked(self) -> dict[str, Any]:
         """Return the options for a report, by their flags' names, without those that say where results go."""
         names = {field.name: self.named(field.name)[1].lstrip("-") for field in dataclasses.fields(self)}
@@ -85,6 +108,11 @@ class CommandOptions(Options):
         return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
 
 
+def force() -> Any:
+    """Return the field of ``--force``."""
+    return option(False, "Replace what lies at --out, if it was written by eff.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(CommandOptions):
     """Options of a command that makes a new model of a trained one."""
@@ -92,7 +120,8 @@ class ModelOptions(CommandOptions):
     model: str = option(
         help="A Hugging Face folder, or module:function that returns the model or (model, inputs).", argument=True
     )
-    out: Path = option(help="The folder to write; it must not exist or be empty.")
+    out: Path = option(help="The folder to write.")
+    force: bool = force()
     weights: Path | None = option(None, "With module:function, a folder or file with the trained weights.")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
@@ -202,6 +231,7 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
             with (
                 results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext(),
                 asked.telling(beside or ()),
+                asked.replacing_out(),
             ):
                 command(asked) if beside is None else command(asked, beside)
 
@@ -226,10 +256,27 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
         info = typer.Argument(help=told)
     else:
         flags = f"{flag}/--no-{flag[2:]}" if field.default is True else flag
-        info = typer.Option(flags, help=told, metavar=metavar)
+        info = typer.Option(flags, help=told, metavar=metavar, rich_help_panel=_panel(field))
     default = {MISSING: inspect.Parameter.empty, (): None}.get(field.default, field.default)
     annotation: Any = Annotated[kind | None if is_optional else kind, info]  # type: ignore[valid-type]
     return _keyword(field.name, default, annotation)
+
+
+_BASIC = frozenset({
+    "as_json", "evaluate", "every_layer", "force", "gpus", "goal", "kind", "memory", "merged", "method", "model", "out",
+    "recipe", "report", "rounds", "params", "scheme", "shrink", "steps", "students", "teacher", "weights",
+})  # fmt: skip
+_DATA = frozenset({
+    "attack", "batch_size", "batches", "calibration", "data", "epochs", "examples", "fields", "inputs", "length",
+    "loss", "max_length", "metric", "micro_batch", "mode", "seq_len", "task", "text", "tokenizer",
+})  # fmt: skip
+
+
+def _panel(field: dataclasses.Field[Any]) -> str | None:
+    """Return the group of an option in ``--help``; None is the first one."""
+    if field.default is MISSING or field.name in _BASIC:
+        return None
+    return "Data" if field.name in _DATA else "Advanced"
 
 
 def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
@@ -277,7 +324,10 @@ def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
         if name in left_out:
             continue
         shown = False if is_required else row["default"] or False
-        info = typer.Option(f"--{name.replace('_', '-')}", help=row["help"], metavar=row["type"], show_default=shown)
+        info = typer.Option(
+            f"--{name.replace('_', '-')}", help=row["help"], metavar=row["type"], show_default=shown,
+            rich_help_panel=None if is_required else "Advanced",
+        )  # fmt: skip
         text: Any = list[str] if row["type"] == "list" else str  # a list may be given more than once
         kind = Annotated[text, info] if is_required else Annotated[text | None, info]
         made.append(_keyword(name, inspect.Parameter.empty if is_required else None, kind))

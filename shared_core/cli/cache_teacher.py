@@ -11,6 +11,7 @@ from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, require
+from shared_core.printing import counted, share_text, size_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -56,12 +57,13 @@ class CacheOptions(CommandOptions):
 
 @takes(CacheOptions)
 def cache_teacher(asked: CacheOptions) -> None:
-    """Write a teacher's top-k log-probabilities and the mass of the rest, for every example, at one temperature.
+    """Run a teacher once and store its outputs, so that students train without it.
 
-    Training finds them by what the example is, whatever the order, padding and size of batches: no index column, no
-    teacher in memory. Another temperature, vocabulary, tokenizer, template or data set is refused there.
+    The cache holds the top log-probabilities of every example and the probability of the rest, at one temperature.
+    Training finds an example by its content, whatever the order, padding and batch size. It refuses another
+    temperature, vocabulary, tokenizer, template or data set.
 
-    Under torchrun each process runs the teacher for some of the shards; the files are those of one process.
+    Under torchrun, each process runs the teacher on a part of the data.
     """
     import torch
 
@@ -136,15 +138,13 @@ def _tokenizer(name: str) -> Any:
 
 
 def _summary(values: dict[str, Any]) -> Iterator[str]:
-    kind = "examples" if values["per_example"] else "positions"
-    yield (
-        f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "
-        f"{values['top_k']} of {values['vocabulary']:,} classes at T = {values['temperature']:g}, "
-        f"{values['bytes'] / 1e6:,.1f} MB"
-    )
+    rows = counted(values["rows"], "example" if values["per_example"] else "position")
+    examples = counted(values["examples"], "different example")
+    yield f"Wrote {values['out']}: {size_text(values['bytes'])}, {examples}, {rows}."
+    classes = counted(values["vocabulary"], "class", "classes")
+    kept = "all" if values["top_k"] >= values["vocabulary"] else f"the top {values['top_k']:,}"
+    yield f"Stored {kept} of {classes} at temperature {values['temperature']:g}."
     if values["top_k"] < values["vocabulary"]:
-        yield (
-            f"outside the top {values['top_k']}: {values['tail_mass_mean']:.2%} of the probability on average, "
-            f"{values['tail_mass_max']:.2%} at most; kept as one class"
-        )
-    yield f"to learn from it: distill.teacher: cache:{values['out']}"
+        mean, most = share_text(values["tail_mass_mean"]), share_text(values["tail_mass_max"])
+        yield f"The other classes count as one, with {mean} of the probability on average and {most} at most."
+    yield f"Train a student with --distill_teacher cache:{values['out']}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
+from shared_core.cli.arguments import CommandOptions, bar, force, print_report, takes
 from shared_core.cli.loading import check_new, keep_report
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, require
@@ -37,7 +37,8 @@ class CompressOptions(CommandOptions):
     key: ClassVar[str] = "eff compress"
 
     model: Path = option(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True)
-    out: Path = option(help="The file to write, such as model.eff; it must not exist.")
+    out: Path = option(help="The file to write, such as model.eff.")
+    force: bool = force()
     bits: int = option(5, "Bits of a code: 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
     bits_of: tuple[str, ...] = option((), "PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact.")
     min_size: int = option(256, "Store tensors with fewer elements exactly.", low=0)
@@ -57,20 +58,19 @@ class CompressOptions(CommandOptions):
 
 @takes(CompressOptions)
 def compress(asked: CompressOptions) -> None:
-    """Compress a model by weight sharing, sparse indices and entropy coding; config and tokenizer go along.
+    """Compress a model into one small file, with its config and tokenizer.
 
-    The weights of a tensor come to share a few values, so quality must be looked at: decompress and evaluate. Weights
-    that were trained with --cluster_bits have so few values already and are stored without loss. The ratio counts every
-    byte of the file.
+    Weights of a tensor come to share a few values, so decompress and evaluate. Weights trained with --cluster_bits
+    share few values already and are stored without loss. The ratio counts every byte of the file.
     """
-    from shared_core.files.atomic import check_writable, make_folder
+    from shared_core.files.atomic import check_writable, is_free, make_folder
     from shared_core.tools.compressed_file import FREE_BYTES, FREE_RATIO
     from shared_core.tools.compression import CompressedFile
     from shared_core.tools.compression import compress as write
 
     out = asked.out
     rule = f"--out must not exist yet, got {out}"
-    require(not out.exists(), asked.key, rule, "remove it or choose another", CheckpointError)
+    require(is_free(out) and not out.is_dir(), asked.key, rule, "choose another, or add --force", CheckpointError)
     check_writable(out, "eff compress: --out")
     make_folder(out.parent)
     files, widths = _files(asked.model), asked.widths()
@@ -98,17 +98,18 @@ class DecompressOptions(CommandOptions):
     key: ClassVar[str] = "eff decompress"
 
     file: Path = option(help="A file that eff compress wrote.", argument=True)
-    out: Path = option(help="The folder to write; it must not exist or be empty.")
+    out: Path = option(help="The folder to write.")
+    force: bool = force()
     max_bytes: int | None = option(None, "Refuse a file that restores to more; default 64 MiB and 1000 times its size.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
 
 
 @takes(DecompressOptions)
 def decompress(asked: DecompressOptions) -> None:
-    """Write the weights in a compressed file as model.safetensors, with the config and tokenizer that went along.
+    """Restore the weights of a compressed file as model.safetensors.
 
-    The folder loads without this library: by from_pretrained if a Hugging Face folder was compressed, else by
-    safetensors.torch.load_model. Every bit is as it was stored, and compared with a CRC.
+    The folder loads without efftrain: with from_pretrained if a Hugging Face folder was compressed, else with
+    safetensors.torch.load_model. Every tensor is compared with its checksum.
     """
     from safetensors.torch import save_file
 
@@ -172,7 +173,7 @@ def _stays_inside(file: Path, folder: Path) -> bool:
 def _lines(done: Compression, seconds: float, every: bool) -> Iterator[str | Table]:
     sizes = f"{size_text(done.original_bytes)} to {size_text(done.file_bytes)}"
     other = f", with {size_text(done.other_bytes)} of config and tokenizer" if done.other_bytes else ""
-    yield f"Compressed {sizes}: {done.ratio:.1f} times smaller. That is the whole file{other}."
+    yield f"Compressed {sizes}: {done.ratio:.1f} times smaller. The whole file counts{other}."
     yield f"Compressing took {duration(done.seconds)}, decompressing and comparing {duration(seconds)}."
     headings = ("tensor", "shape", "coding", "values", "weights", "size", "before", "RMS change")
     title, tensors = most_telling(done.tensors, lambda line: line.stored_bytes, "tensor", every)

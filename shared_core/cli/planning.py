@@ -35,7 +35,7 @@ class RunOptions(CommandOptions):
     precision: str = option("mixed", "fp32, mixed (weights in fp32) or 16-true.")
     optimizer: str = option("adamw", "adamw, adamw_8bit, sgd_momentum or sgd.")
     micro_batch: int = option(1, "Examples a device and forward.")
-    seq_len: int = option(2048, "Tokens an example, of a language model.")
+    seq_len: int = option(2048, "Tokens an example, of a language model.", flag="--length")
     teacher_params: float = option(0.0, "Parameters of distillation's teacher.", low=0)
 
     def run(self, **others: Any) -> PlannedRun:
@@ -53,17 +53,17 @@ class PlanOptions(RunOptions):
 
     key: ClassVar[str] = "eff plan"
 
+    recipe: Path | None = option(None, "A recipe, YAML. None: a run without techniques.", argument=True)
     params: float | None = option(None, "Parameters of the model, such as 70e9.")
-    config: Path | None = option(None, "A model's config.json, or its folder, in place.")
+    model: Path | None = option(None, "A model's folder or its config.json, instead of --params.")
     layers: int | None = option(None, "With --params: blocks; else the usual number.")
     hidden: int | None = option(None, "With --params: width; else the usual one.")
     vocab: int = option(32_000, "With --params: tokens of the vocabulary.")
     gpus: int = option(1, "Devices, one process each.")
     strategy: str | None = option(None, "single, ddp or fsdp2; by default fsdp2 with several.")
     accumulate: int = option(1, "Micro-batches an optimizer step.")
-    recipe: Path | None = option(None, "A YAML file with the techniques that are on.")
     attention: str | None = option(
-        None, "fused, or eager: scores are kept. By default the class's own with --config, else fused."
+        None, "fused, or eager: scores are kept. By default the class's own with --model, else fused."
     )
     memory: float | None = option(None, "GiB a device has: exit code 1 if it is not enough.", above=0)
     bandwidth: float | None = option(None, "GB/s a device sends: tells the least time for it.", above=0)
@@ -72,15 +72,15 @@ class PlanOptions(RunOptions):
     def validate(self) -> None:
         """Refuse a model that is told twice, or not at all."""
         got = "neither" if self.params is None else "both"
-        is_one = (self.params is None) != (self.config is None)
-        self.require(is_one, f"either --params or --config must be given, got {got}")
+        is_one = (self.params is None) != (self.model is None)
+        self.require(is_one, f"either --params or --model must be given, got {got}")
 
 
 @takes(PlanOptions)
 def plan(asked: PlanOptions) -> None:
-    """Tell the memory and traffic of a run on each device, by formula, for every technique of a recipe.
+    """Estimate the memory and traffic of a run on each device.
 
-    Example: eff plan --params 70e9 --gpus 64 --seq-len 4096 --recipe recipe.yaml --memory 80
+    Every technique of the recipe counts. With --memory, the exit code is 1 if the run does not fit.
     """
     from shared_core.config.conflicts import RUN_ENVIRONMENTS
     from shared_core.contrib.planning import ModelShape
@@ -88,7 +88,7 @@ def plan(asked: PlanOptions) -> None:
     from shared_core.engine.checks import compatibility
     from shared_core.engine.recipe import Recipe
 
-    config, memory, bandwidth = asked.config, asked.memory, asked.bandwidth
+    config, memory, bandwidth = asked.model, asked.memory, asked.bandwidth
     shape = (
         ModelShape.of_config(config)
         if config is not None
@@ -103,7 +103,7 @@ def plan(asked: PlanOptions) -> None:
     )  # fmt: skip
     techniques = Recipe({}) if asked.recipe is None else Recipe.from_yaml(asked.recipe)
     told = f"{asked.recipe} must switch on at least one technique"
-    asked.require(asked.recipe is None or techniques, told, "leave --recipe out for a run without any")
+    asked.require(asked.recipe is None or techniques, told, "leave it out for a run without any")
     compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
     needs = plan_run(shape, run, techniques)
     fits = memory is None or needs.peak <= memory * _GIB
@@ -204,9 +204,10 @@ class ExplainOptions(RunOptions):
 
 @takes(ExplainOptions)
 def explain(asked: ExplainOptions) -> None:
-    """Tell what a recipe will do: when, to which modules, conflicts, memory, what is saved. Nothing is trained.
+    """Show what a recipe will do, before you train.
 
-    Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
+    It lists steps, layers, conflicts, estimates of time and memory, and what is saved. Nothing is trained. The exit
+    code is 1 if the run would be refused.
     """
     from shared_core.engine.recipe import Recipe
 
@@ -415,7 +416,10 @@ class PrivacyOptions(CommandOptions):
 
 @takes(PrivacyOptions)
 def privacy(asked: PrivacyOptions) -> None:
-    """Count the epsilon of DP-SGD with Poisson sampling by every accountant, or solve for the noise multiplier."""
+    """Compute the epsilon of DP-SGD with Poisson sampling, or the noise for an epsilon.
+
+    Every accountant is listed.
+    """
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
 
     sample_rate, steps = asked.sampling()

@@ -79,14 +79,14 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
 
 @takes(QuantizeOptions)
 def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
-    """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
+    """Quantize a trained model without training, and report what it costs.
 
-    The folder holds model.safetensors, whose weights have the values of their codes and load into the plain model (with
-    --equalize or --correct-bias, into the plain model without batch norms that were fused);
-    eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; plan.yaml,
-    with --largest-loss; and eff_quantization.json, the report. A folder's model comes out as a folder that
-    from_pretrained loads and eff export takes, its tokenizer beside it; weights of 16 bits, in which codes have no
-    exact values, become float32. Under torchrun the processes share the calibration batches.
+    The folder holds model.safetensors, eff_deployment.json for `eff export`, eff_quantization.json with the report and,
+    with --largest-loss, plan.yaml. The weights are floats, already rounded to the grid, and load into the plain model.
+    --equalize and --correct-bias fuse batch norms, so their weights load into the model without these. A Hugging Face
+    folder stays one. Its 16-bit weights become float32, which holds the rounded values exactly.
+
+    Under torchrun, the processes share the calibration batches.
     """
     from shared_core.distributed.job import Job
     from shared_core.tools.measuring import state_bytes

@@ -35,7 +35,10 @@ def flags(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/flags.md.")] = False,
 ) -> None:
-    """List the flags of techniques with type, default and meaning."""
+    """List the techniques and their flags.
+
+    Name techniques for all flags of each, with default and meaning.
+    """
     from shared_core.engine.registry import registration
 
     keys = [registration(key).key for key in techniques or ()]
@@ -43,12 +46,23 @@ def flags(
     if as_markdown:
         echo(flags_markdown(), nl=False)
         return
-    from rich import box
+    if keys or as_json:
+        headings = ("flag", "type", "default", "meaning")
+        print_report(rows, [table("", headings, headings, [[*row.values()] for row in rows])], as_json=as_json)
+    else:
+        print_report(rows, _techniques(), as_json=False)
 
-    headings = ("flag", "type", "default", "meaning")
-    made = table("", headings, headings, [[*row.values()] for row in rows])
-    made.box, made.pad_edge, made.columns[0].no_wrap = box.SIMPLE, False, True
-    print_report(rows, [made], as_json=as_json)
+
+def _techniques() -> list[str | Table]:
+    """Return a row for each technique, with the flag that switches it on."""
+    from shared_core.engine.registry import REGISTRY
+
+    rows = []
+    for key, one in REGISTRY.items():
+        config = one.config_class
+        rows.append((f"--{key}_{config.switch}", config.about))
+    made = table("", ("flag", "what it does"), ("flag", "what it does"), rows)
+    return [made, "eff flags prune lists the options of prune."]
 
 
 Cell = str | int | float | None
@@ -83,7 +97,7 @@ def formats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every digit, instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/formats.md.")] = False,
 ) -> None:
-    """Show every number format: bits, bias, range, error, and what its codes are spent on."""
+    """Show every number format: bits, range and error."""
     if as_markdown:
         echo(formats_markdown(), nl=False)
         return
@@ -109,7 +123,10 @@ def compat(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show which techniques combine with which, and with which run environments; with names, the reasons."""
+    """Show which techniques combine, with each other and with DDP, FSDP and others.
+
+    Name one or several for the reasons.
+    """
     from shared_core.engine.checks.compatibility import matrix
     from shared_core.reports.page import Console
 
@@ -201,7 +218,10 @@ _UNUSABLE = ("out of range", "known bad")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show devices, formats, kernels, libraries, how each technique runs here; exit code 1 if a version is wrong."""
+    """Show devices, formats and libraries, and how each technique runs here.
+
+    The exit code is 1 if the version of a library is not supported.
+    """
     from shared_core.hardware import default_device
     from shared_core.libraries import libraries
     from shared_core.tools.machine import abilities, devices, formats, tools

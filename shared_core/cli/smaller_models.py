@@ -51,11 +51,11 @@ class PruneOptions(JudgedOptions, LossOptions):
 
 @takes(PruneOptions)
 def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
-    """Prune a trained model at once and save plain weights, which load without this library, and a report.
+    """Prune a trained model without training, and save plain weights.
 
-    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; another model as
-    model.safetensors. With --shrink units are gone from tensors and configuration. eff_pruning.json tells what was
-    pruned, what was left dense, and how quality changed.
+    A Hugging Face folder stays one, with its tokenizer. Another model becomes model.safetensors. With --shrink, pruned
+    units are removed from tensors and config. eff_pruning.json reports what was pruned, what stayed dense and how the
+    quality changed.
     """
     from shared_core.pruning.config import GATHERED
     from shared_core.pruning.post_training import as_config
@@ -163,10 +163,10 @@ class LowRankOptions(JudgedOptions, LossOptions):
 
 @takes(LowRankOptions)
 def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
-    """Factorise a trained model and save it, with a report of what that saves and loses.
+    """Factorize the layers of a trained model, and report what that saves and loses.
 
-    The folder holds low_rank.safetensors, which shared_core.low_rank.load puts into a model of the same class and
-    configuration, and eff_low_rank.json, which a training run takes for its rank: --low_rank_rank eff_low_rank.json.
+    The folder holds low_rank.safetensors, which shared_core.low_rank.load loads into a model of the same class and
+    config. A training run can take the ranks from the report: --low_rank_rank eff_low_rank.json.
     """
     from shared_core.low_rank import LowRankConfig, factorize, merge
     from shared_core.low_rank.config import MEASURED
@@ -294,13 +294,13 @@ class ShrinkOptions(LossOptions):
 
 @takes(ShrinkOptions)
 def shrink(asked: ShrinkOptions) -> None:
-    """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
+    """Remove units that are zero: channels, neurons, attention heads, residual width.
 
-    With sizes, such as --layers 8 --hidden-size 512, and --calibration: cut a trained decoder to them, the layers,
-    channels, neurons and heads gone that do least on the batches (Minitron); then train it, with --distill_teacher.
+    With sizes, such as --layers 8 --hidden-size 512, and --calibration, it cuts a trained decoder to them. The layers
+    and units that matter least on the batches go (Minitron). Train the result with --distill_teacher afterwards.
 
-    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
-    same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
+    A Hugging Face folder stays one, with its tokenizer, and is checked to load with the same outputs. Another model
+    becomes model.safetensors, in the shapes that eff_shrink.json lists.
     """
     from shared_core.tools.shrink import shrink as remove
     from shared_core.tools.shrink import shrink_to

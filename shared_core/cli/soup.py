@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from shared_core.cli.arguments import CommandOptions, bar, takes
+from shared_core.cli.arguments import CommandOptions, bar, force, takes
 from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, MissingExtraError, require
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
-from shared_core.printing import echo
+from shared_core.printing import counted, echo, share_text
 
 if TYPE_CHECKING:
     from shared_core.distributed.job import Job
@@ -115,7 +115,8 @@ class SoupOptions(CommandOptions):
     needs: ClassVar = {"task": ("data",)}
     conditions: ClassVar = {"draws": f"--order random, or --kind {' or '.join(_DARE)}"}
     without: ClassVar = {
-        "diagnose": ("out", "kind", "rank", "seed", *_SEARCH), "rank_by": ("order",), "jobs": ("rank_by", "order")
+        "diagnose": ("out", "force", "kind", "rank", "seed", *_SEARCH), "rank_by": ("order",),
+        "jobs": ("rank_by", "order"),
     }  # fmt: skip
 
     paths: tuple[Path, ...] = option(
@@ -143,6 +144,7 @@ class SoupOptions(CommandOptions):
     max_length: int | None = option(None, "Tokens of an example; default what model and tokenizer allow.", low=2)
     device: str = option("auto", "Where --task runs the model: auto, cpu, cuda, cuda:1, ...")
     out: Path | None = option(None, "Where to write, in the first ingredient's format.")
+    force: bool = force()
     kind: Literal["greedy", "uniform", "weighted", "ties", "dare_linear", "dare_ties", "slerp"] | None = option(
         None,
         "How to average: greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a "
@@ -306,9 +308,10 @@ class Checkpoints:
 
 @takes(SoupOptions)
 def soup(options: SoupOptions) -> None:
-    """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall.
+    """Average checkpoints of one model, as long as a metric does not get worse.
 
-    Under torchrun the processes share the evaluations of single checkpoints.
+    Other kinds average or merge all checkpoints. Under torchrun, the processes share the evaluations of single
+    checkpoints.
     """
     from shared_core.distributed.job import Job
 
@@ -376,7 +379,7 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
     else:
         Console().print(path_table(result))
         _say_rank_errors(result.state_dict)
-        echo(f"wrote {out}")
+        echo(f"Wrote {out}.")
 
 
 def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float]]:
@@ -401,8 +404,8 @@ def _say_rank_errors(state_dict: Any) -> None:
     if lost:
         worst = max(lost["rank_errors"], key=lost["rank_errors"].get)
         echo(
-            f"cut to the rank asked for: relative error {lost['rank_error']:.3g} in all, at most "
-            f"{lost['rank_errors'][worst]:.3g} ({worst})"
+            f"Cutting to the rank changes the adapter by {share_text(lost['rank_error'])}, and {worst} the most, by "
+            f"{share_text(lost['rank_errors'][worst])}."
         )
 
 
@@ -431,7 +434,8 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
         _aside(f"{name} is {reason}")
     if not options.as_json:
         _say_rank_errors(found.state_dict)
-    told = f"{options.kind} {'merge' if about else 'average'} of {len(found.ingredients)} ingredients\nwrote {out}"
+    what, members = "Merged" if about else "Averaged", counted(len(found.ingredients), "checkpoint")
+    told = f"{what} {members} ({options.kind}).\nWrote {out}."
     echo(path if options.as_json else told)
 
 

@@ -416,7 +416,7 @@ def report(
         return
     for text in receipts:
         echo(text)
-    echo(f"wrote {out!s}, and .md with the same words beside it")
+    echo(f"Wrote {out!s}, and the same as .md beside it.")
 
 
 def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:

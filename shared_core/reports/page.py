@@ -33,7 +33,16 @@ class Console(console.Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print objects; a table that is too wide becomes a list of headings and values."""
-        super().print(*(fitted(one, self.width) if isinstance(one, table.Table) else one for one in objects), **options)
+        for one in objects or ("",):
+            if isinstance(one, table.Table):
+                shown, title = fitted(one, self.width), one.title
+                if title:
+                    super().print(Text(printable(str(title)), style="bold"), soft_wrap=self.width >= UNBOUNDED)
+                shown.title = None  # rich would wrap it to the width of the columns
+                super().print(shown, **options)
+                one.title = title
+            else:
+                super().print(one, **options)
 
     def blocks(self, blocks: Iterable[str | table.Table]) -> None:
         """Print lines and tables, with an empty line around a table."""
