@@ -54,7 +54,9 @@ def _be_quiet(context: typer.Context, wanted: bool) -> None:
 def _with_quiet(
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", callback=_be_quiet, expose_value=False, help="No progress, and receipts in a line."),
+        typer.Option(
+            "--quiet", callback=_be_quiet, expose_value=False, help="Hide progress bars and print one-line receipts."
+        ),
     ] = False,
 ) -> None: ...
 

@@ -122,7 +122,7 @@ class ModelOptions(CommandOptions):
     )
     out: Path = option(help="The folder to write.")
     force: bool = force()
-    weights: Path | None = option(None, "With module:function, a folder or file with the trained weights.")
+    weights: Path | None = option(None, "For module:function: a folder or file with the trained weights.")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
     def open(self) -> tuple[nn.Module, Any, Path | None]:
@@ -146,7 +146,7 @@ class JudgedOptions(ModelOptions):
     evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
     every_layer: bool = option(False, "List every layer, instead of the ten that stand out.", flag="--layers")
     allow_partial: bool = option(
-        False, "Go on where less than half of the weights that multiply activations are within reach."
+        False, "Continue even if less than half of the weights in matrix products can be changed."
     )
 
     def judge(self) -> Callable[[nn.Module], float] | None:
@@ -202,9 +202,9 @@ class RunnerOptions(CommandOptions):
         "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
     )
     executor_set: tuple[str, ...] = option(
-        (), "Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated."
+        (), "An option of submitit or Ray, such as timeout_min=600, slurm_partition=gpu or num_gpus=1. Repeatable."
     )
-    as_json: bool = option(False, "Print JSON, and the training's output to stderr.", flag="--json")
+    as_json: bool = option(False, "Print JSON. The output of the training goes to stderr.", flag="--json")
 
 
 def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -236,7 +236,9 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
                 command(asked) if beside is None else command(asked, beside)
 
         context = _keyword("context", inspect.Parameter.empty, typer.Context)
-        return _with_parameters(call, [context, *(_parameter(field, options) for field in dataclasses.fields(options))])
+        # groups of --help come in the order of their first option
+        fields = sorted(dataclasses.fields(options), key=lambda field: _PANELS.index(_panel(field)))
+        return _with_parameters(call, [context, *(_parameter(field, options) for field in fields)])
 
     return decorated
 
@@ -263,13 +265,17 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
 
 
 _BASIC = frozenset({
-    "as_json", "evaluate", "every_layer", "force", "gpus", "goal", "kind", "memory", "merged", "method", "model", "out",
-    "recipe", "report", "rounds", "params", "scheme", "shrink", "steps", "students", "teacher", "weights",
+    "as_json", "delta", "evaluate", "every_layer", "force", "goal", "gpus", "kind", "memory", "merged", "method",
+    "model", "noise_multiplier", "out", "params", "recipe", "report", "rounds", "scheme", "shrink", "steps", "students",
+    "target_epsilon", "teacher", "weights",
 })  # fmt: skip
 _DATA = frozenset({
     "attack", "batch_size", "batches", "calibration", "data", "epochs", "examples", "fields", "inputs", "length",
     "loss", "max_length", "metric", "micro_batch", "mode", "seq_len", "task", "text", "tokenizer",
 })  # fmt: skip
+
+
+_PANELS = (None, "Data", "Advanced")
 
 
 def _panel(field: dataclasses.Field[Any]) -> str | None:

@@ -32,26 +32,20 @@ class CacheOptions(CommandOptions):
         help="module:function that returns batches, a data set or a list of examples, or a pair of one of these two "
         "and its collator; or a .jsonl file with an example a line.",
     )
-    out: Path = option(help="The folder to write; new or empty, but for --resume.")
-    temperature: float = option(2.0, "T, that of the training; another one is refused there.")
-    top_k: int | None = option(
-        None, "Classes to keep of a position; default 64, and all where an example has one output."
-    )
-    dtype: Literal["float16", "float32"] = option("float16", "Of the log-probabilities: float16 or float32.")
-    batch_size: int = option(8, "Examples a batch, for a data set.", low=1)
+    out: Path = option(help="The folder to write. It must be new or empty, except with --resume.")
+    temperature: float = option(2.0, "Temperature of the training. Training refuses another one.")
+    top_k: int | None = option(None, "Classes to keep per position. Default: 64, or all if an example has one output.")
+    dtype: Literal["float16", "float32"] = option("float16", "Format of the log-probabilities.")
+    batch_size: int = option(8, "Examples per batch, for a data set.", low=1)
     labelled: bool = option(False, "Store only positions whose label is not -100.")
-    fields: str | None = option(None, "Inputs that tell examples apart, as input_ids,pixel_values; default all.")
-    vocabulary: int | None = option(
-        None, "Use the first so many classes, where the student's vocabulary is padded less."
-    )
+    fields: str | None = option(None, "Inputs that identify an example, as input_ids,pixel_values. Default: all.")
+    vocabulary: int | None = option(None, "Number of classes to use, if the student's vocabulary is smaller.")
     logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
-    tokenizer: str | None = option(
-        None, "A folder or module:function; its vocabulary and template are noted; default TEACHER's own."
-    )
-    trust_remote_code: bool = option(False, "Run the code that lies beside TEACHER's weights.")
+    tokenizer: str | None = option(None, "A folder or module:function. Default: the tokenizer of the teacher.")
+    trust_remote_code: bool = option(False, "Run the code in the teacher's folder.")
     device: str = option("auto", "Where the teacher runs: auto, cpu, cuda, cuda:1, ...")
-    shard_mb: int = option(128, "Size of a shard; about three times that is held in memory.", low=1)
-    resume: bool = option(False, "Go on where a writer was interrupted, or add examples.")
+    shard_mb: int = option(128, "Size of a file in MB. Writing needs about three times that in memory.", low=1)
+    resume: bool = option(False, "Continue an interrupted cache, or add examples.")
     as_json: bool = option(False, "Print the manifest as JSON.", flag="--json")
 
 

@@ -39,8 +39,10 @@ class CompressOptions(CommandOptions):
     model: Path = option(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True)
     out: Path = option(help="The file to write, such as model.eff.")
     force: bool = force()
-    bits: int = option(5, "Bits of a code: 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
-    bits_of: tuple[str, ...] = option((), "PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact.")
+    bits: int = option(5, "Bits per weight: 2**bits values per tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
+    bits_of: tuple[str, ...] = option(
+        (), "PATTERN=BITS for tensors or modules whose name matches (glob), or PATTERN=exact. Repeatable."
+    )
     min_size: int = option(256, "Store tensors with fewer elements exactly.", low=0)
     every_layer: bool = option(False, "List every tensor, instead of the ten largest.", flag="--layers")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
@@ -100,7 +102,9 @@ class DecompressOptions(CommandOptions):
     file: Path = option(help="A file that eff compress wrote.", argument=True)
     out: Path = option(help="The folder to write.")
     force: bool = force()
-    max_bytes: int | None = option(None, "Refuse a file that restores to more; default 64 MiB and 1000 times its size.")
+    max_bytes: int | None = option(
+        None, "Refuse a file that restores to more bytes. Default: 64 MiB and 1,000 times its size."
+    )
     as_json: bool = option(False, "Print JSON.", flag="--json")
 
 

@@ -34,9 +34,9 @@ class RunOptions(CommandOptions):
 
     precision: str = option("mixed", "fp32, mixed (weights in fp32) or 16-true.")
     optimizer: str = option("adamw", "adamw, adamw_8bit, sgd_momentum or sgd.")
-    micro_batch: int = option(1, "Examples a device and forward.")
-    seq_len: int = option(2048, "Tokens an example, of a language model.", flag="--length")
-    teacher_params: float = option(0.0, "Parameters of distillation's teacher.", low=0)
+    micro_batch: int = option(1, "Examples per device and forward pass.")
+    seq_len: int = option(2048, "Tokens per example, for a language model.", flag="--length")
+    teacher_params: float = option(0.0, "Parameters of the teacher, with distillation.", low=0)
 
     def run(self, **others: Any) -> PlannedRun:
         """Return the run with these settings and others."""
@@ -56,17 +56,17 @@ class PlanOptions(RunOptions):
     recipe: Path | None = option(None, "A recipe, YAML. None: a run without techniques.", argument=True)
     params: float | None = option(None, "Parameters of the model, such as 70e9.")
     model: Path | None = option(None, "A model's folder or its config.json, instead of --params.")
-    layers: int | None = option(None, "With --params: blocks; else the usual number.")
-    hidden: int | None = option(None, "With --params: width; else the usual one.")
-    vocab: int = option(32_000, "With --params: tokens of the vocabulary.")
-    gpus: int = option(1, "Devices, one process each.")
-    strategy: str | None = option(None, "single, ddp or fsdp2; by default fsdp2 with several.")
-    accumulate: int = option(1, "Micro-batches an optimizer step.")
+    layers: int | None = option(None, "With --params: number of blocks. Default: the usual number for this size.")
+    hidden: int | None = option(None, "With --params: width. Default: the usual one for this size.")
+    vocab: int = option(32_000, "With --params: size of the vocabulary.")
+    gpus: int = option(1, "Number of devices, with one process each.")
+    strategy: str | None = option(None, "single, ddp or fsdp2. Default: fsdp2 on several devices.")
+    accumulate: int = option(1, "Micro-batches per optimizer step.")
     attention: str | None = option(
         None, "fused, or eager: scores are kept. By default the class's own with --model, else fused."
     )
-    memory: float | None = option(None, "GiB a device has: exit code 1 if it is not enough.", above=0)
-    bandwidth: float | None = option(None, "GB/s a device sends: tells the least time for it.", above=0)
+    memory: float | None = option(None, "GiB per device. The exit code is 1 if that is not enough.", above=0)
+    bandwidth: float | None = option(None, "GB/s that a device can send, for the time of the traffic.", above=0)
     as_json: bool = option(False, "Print JSON, in bytes, instead of a table.", flag="--json")
 
     def validate(self) -> None:
@@ -170,12 +170,12 @@ class ExplainOptions(RunOptions):
         None, "A Hugging Face folder, or module:function that returns the model or (model, inputs)."
     )
     steps: int | None = option(None, "Optimizer steps of the run.", above=0)
-    epochs: float | None = option(None, "In place of --steps, with the next two: epochs.", above=0)
-    examples: int | None = option(None, "Examples of an epoch.", above=0)
-    batch_size: int | None = option(None, "Examples of an optimizer step, over all devices.", above=0)
+    epochs: float | None = option(None, "Epochs, instead of --steps. Needs --examples and --batch-size.", above=0)
+    examples: int | None = option(None, "Examples per epoch.", above=0)
+    batch_size: int | None = option(None, "Examples per optimizer step, over all devices.", above=0)
     trainer: Literal["hf", "lightning"] = option("hf", "The trainer of the run.")
     surrounding: tuple[str, ...] = option(
-        (), "What else holds, such as fp16 or fsdp2 (eff compat lists all); repeat it."
+        (), "The environment of the run, such as fp16 or fsdp2 (`eff compat` lists them). Repeatable."
     )
     as_json: bool = option(False, "Print JSON, in bytes, instead of tables.", flag="--json")
 
@@ -386,11 +386,11 @@ class PrivacyOptions(CommandOptions):
     delta: float = option(1e-5, "Delta, below one over the number of examples.")
     noise_multiplier: float | None = option(None, "Print the epsilon of this noise multiplier.", above=0)
     target_epsilon: float | None = option(None, "Print the noise multiplier of this epsilon.", above=0)
-    sample_rate: float | None = option(None, "Share of the examples that a step expects.", above=0, high=1)
-    examples: int | None = option(None, "With --batch-size, in place of --sample-rate.", low=1)
-    batch_size: int | None = option(None, "Examples of a step, over all processes.", low=1)
+    sample_rate: float | None = option(None, "Expected share of the examples in a step.", above=0, high=1)
+    examples: int | None = option(None, "Number of examples, with --batch-size, instead of --sample-rate.", low=1)
+    batch_size: int | None = option(None, "Examples per step, over all processes.", low=1)
     steps: int | None = option(None, "Optimizer steps.", low=1)
-    epochs: float | None = option(None, "In place of --steps: passes over the data.", above=0)
+    epochs: float | None = option(None, "Passes over the data, instead of --steps.", above=0)
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
 
     def validate(self) -> None:
@@ -434,7 +434,7 @@ def privacy(asked: PrivacyOptions) -> None:
         rows.append(("classic", noise_multiplier, classic_epsilon(noise_multiplier, sample_rate, steps, delta)))
     told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
     found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
-    title = f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
+    title = f"{counted(steps, 'step')}, Poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
     figures = [(name, f"{noise:.4g}", f"{spent:.4g}") for name, noise, spent in rows]
     shown = table(title, ("accountant",), ("accountant", "noise multiplier", "epsilon"), figures)
     print_report({**told, "accountants": found}, [shown], as_json=asked.as_json)

@@ -56,17 +56,17 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "As --qat_scheme: int8 (the default), int8_weight, int8_dynamic, int4_weight, ...; with --method the "
         "method's own by default.",
     )
-    method: str | None = option(None, "gptq, in place of rounding.")
+    method: str | None = option(None, "gptq, instead of rounding.")
     set_options: tuple[str, ...] = option(
-        (), "An option of --method, such as damping=0.05, or of qat; may be repeated.", flag="--set"
+        (), "An option of --method, such as damping=0.05, or of qat. Repeatable.", flag="--set"
     )
-    plan: Path | None = option(None, "A bit plan that was saved as YAML; its scheme holds unless --scheme is given.")
-    qat: Path | None = option(None, "What qat saved of the same model, to be judged beside it: a folder or .ckpt.")
+    plan: Path | None = option(None, "A bit plan (YAML). It sets the scheme unless --scheme is given.")
+    qat: Path | None = option(None, "The same model trained with qat, to compare: a folder or .ckpt.")
     attack: str | None = option(
         None, "module:function that returns batches (images, classes): accuracy under FGSM and PGD."
     )
-    latency: bool = option(False, "Time one forward in float, bf16 and quantised; a function gives the inputs.")
-    report: Path | None = option(None, "Write a page with tables and plots: an .html file, and a .md beside it.")
+    latency: bool = option(False, "Time a forward pass in float, bf16 and quantized.")
+    report: Path | None = option(None, "Write a page with tables and plots: an .html file, with an .md beside it.")
 
     def validate(self) -> None:
         """Refuse what no table of pairs tells."""

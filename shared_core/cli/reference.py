@@ -48,7 +48,9 @@ def flags(
         return
     if keys or as_json:
         headings = ("flag", "type", "default", "meaning")
-        print_report(rows, [table("", headings, headings, [[*row.values()] for row in rows])], as_json=as_json)
+        made = table("", headings, headings, [[*row.values()] for row in rows])
+        made.columns[0].no_wrap = True
+        print_report(rows, [made], as_json=as_json)
     else:
         print_report(rows, _techniques(), as_json=False)
 
@@ -62,6 +64,7 @@ def _techniques() -> list[str | Table]:
         config = one.config_class
         rows.append((f"--{key}_{config.switch}", config.about))
     made = table("", ("flag", "what it does"), ("flag", "what it does"), rows)
+    made.columns[0].no_wrap = True
     return [made, "eff flags prune lists the options of prune."]
 
 

@@ -44,9 +44,9 @@ class PruneOptions(JudgedOptions, LossOptions):
     key: ClassVar[str] = "eff prune"
     technique: ClassVar[str] = "prune"
 
-    batches: int = option(100, "Calibration batches to run, at most.", low=1)
-    seed: int = option(0, "Of the draws of random and shapley.")
-    shrink: bool = option(False, "Also remove the pruned neurons, channels or heads: a smaller model.")
+    batches: int = option(100, "Number of calibration batches.", low=1)
+    seed: int = option(0, "Seed of the criteria random and shapley.")
+    shrink: bool = option(False, "Also remove the pruned neurons, channels or heads, for a smaller model.")
 
 
 @takes(PruneOptions)
@@ -157,8 +157,8 @@ class LowRankOptions(JudgedOptions, LossOptions):
     key: ClassVar[str] = "eff low-rank"
     technique: ClassVar[str] = "low_rank"
 
-    merged: bool = option(False, "Write whole weights of low rank, which load as before, and save nothing.")
-    repeats: int = option(10, "Forwards that are timed, before and after.", low=1)
+    merged: bool = option(False, "Multiply the factors again: the weights load as before, but are not smaller.")
+    repeats: int = option(10, "Number of timed forward passes, before and after.", low=1)
 
 
 @takes(LowRankOptions)
@@ -277,7 +277,7 @@ class ShrinkOptions(LossOptions):
     intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")
     attention_heads: int | None = option(None, "Query heads of each layer, of a model cut to sizes.")
     key_value_heads: int | None = option(None, "Key-value heads of each layer, of a model cut to sizes.")
-    batches: int = option(100, "Calibration batches to run, at most.", low=1)
+    batches: int = option(100, "Number of calibration batches.", low=1)
     criterion: str = option("activations", "What units of given sizes are kept by: activations, magnitude or random.")
     layer_criterion: str = option("block_influence", "What layers are kept by: block_influence, loss or random.")
     seed: int = option(0, "Of random choices.")

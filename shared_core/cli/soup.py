@@ -127,11 +127,11 @@ class SoupOptions(CommandOptions):
     )
     evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
     model: str | None = option(
-        None, "module:function that builds --eval's model; default the one in a Hugging Face folder."
+        None, "module:function that builds the model for --eval. Default: the model of a Hugging Face folder."
     )
     task: str | None = option(
         None,
-        "In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
+        "A metric instead of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
         "pearson or spearman.",
     )
     data: Path | None = option(
@@ -139,11 +139,11 @@ class SoupOptions(CommandOptions):
         "A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a folder "
         "of images a class.",
     )
-    text: str | None = option(None, "Columns of text, one or two as a,b; default all of text.")
-    batch_size: int = option(32, "Examples at a time.", low=1)
+    text: str | None = option(None, "One or two columns of text, as a,b. Default: all.")
+    batch_size: int = option(32, "Examples per batch.", low=1)
     max_length: int | None = option(None, "Tokens of an example; default what model and tokenizer allow.", low=2)
     device: str = option("auto", "Where --task runs the model: auto, cpu, cuda, cuda:1, ...")
-    out: Path | None = option(None, "Where to write, in the first ingredient's format.")
+    out: Path | None = option(None, "Where to write the soup, in the format of the first checkpoint.")
     force: bool = force()
     kind: Literal["greedy", "uniform", "weighted", "ties", "dare_linear", "dare_ties", "slerp"] | None = option(
         None,
@@ -175,9 +175,7 @@ class SoupOptions(CommandOptions):
         flag_type=str,
         only_with={"kind": ("weighted", *_TASK_VECTORS)},
     )
-    diagnose: bool = option(
-        False, "Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
-    )
+    diagnose: bool = option(False, "Write no soup. Print metrics, distances and barriers of the checkpoints.")
     mode: Literal["max", "min"] | None = option(
         None, "Whether --eval's metric is better when larger (max, the default) or min."
     )
@@ -191,11 +189,11 @@ class SoupOptions(CommandOptions):
         "Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
         "tell; only the first is evaluated alone.",
     )
-    seed: int = option(0, "Of what is drawn.", only_with={"draws": (True,)})
-    repeat: bool = option(True, "Evaluate the first member twice, to notice an evaluation with noise.")
-    max_ingredients: int | None = option(None, "Stop when the soup has so many members.")
-    jobs: int = option(1, "Evaluate ingredients alone in so many processes.", low=1)
-    journal: Path | None = option(None, "Keep scores here; a killed search goes on from it.")
+    seed: int = option(0, "Seed of random choices.", only_with={"draws": (True,)})
+    repeat: bool = option(True, "Evaluate the first checkpoint twice, to detect a noisy metric.")
+    max_ingredients: int | None = option(None, "Largest number of checkpoints in the soup.")
+    jobs: int = option(1, "Number of processes that evaluate single checkpoints.", low=1)
+    journal: Path | None = option(None, "A file for the scores. A killed search continues from it.")
     rank: int | None = option(None, "Cut averages of adapters to this rank (SVD).")
     unpruned: bool = option(False, "Also take checkpoints from before their pruning schedule ended.")
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")

@@ -137,8 +137,8 @@ def test_the_folder_holds_plain_weights_and_a_report(run, tmp_path):
 
 def test_a_table_tells_what_was_pruned(run):
     out = run("prune_task:model", "--out", "out", "--sparsity", "0.5", "--eval", "prune_task:zeros").stdout
-    assert "537 of 1074 weights are zero (50.0%); magnitude, scope global" in " ".join(out.split())
-    assert "quality: dense 14, pruned 551" in out
+    for told in ("50.0 % of 1,074 weights", "magnitude", "global", "dense 14, pruned 551"):
+        assert told in out
     assert "not get faster" in " ".join(out.split())
 
 
