@@ -16,8 +16,8 @@ INTRODUCTION = """\
 Plan a run before you start it:
 
 ```
-eff plan --params 70e9 --gpus 64 --seq-len 4096 --micro-batch 1 --recipe recipe.yaml --memory 80 --bandwidth 50
-eff plan --config path/to/config.json --gpus 8 --strategy ddp --precision 16-true --json
+eff plan recipe.yaml --params 70e9 --gpus 64 --length 4096 --micro-batch 1 --memory 80 --bandwidth 50
+eff plan --model path/to/config.json --gpus 8 --strategy ddp --precision 16-true --json
 ```
 
 It prints the memory of each device, its peak, and the bytes that are sent per optimizer step. The exit code is 1 if the
@@ -134,16 +134,23 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*parts, PLAN])
 
 
-def figures(result: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what `eff explain` tells of a result: technique → a line for each curve that is not for comparison."""
-    lines: dict[str, list[str]] = {}
+def figures(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return what `eff explain` estimates by: per technique the curves over parameters, as ``a + c·n^k``.
+
+    Curves for comparison are left out. So are those over other sizes, which do not follow from a model alone.
+    """
+    laws: dict[str, list[dict[str, Any]]] = {}
     for curve in result["curves"]:
-        if "for comparison" not in curve["quantity"]:
-            largest = curve["sizes"][-1]
-            each = f"{_each(curve['values'][-1] / largest, curve['unit'])} each at {_size(largest)}"
-            told = f"{curve['quantity']}: {fit_text(curve)} with {curve['axis']}, {each}"
-            lines.setdefault(curve["technique"], []).append(told)
-    return lines
+        if curve["axis"] == "parameters" and "for comparison" not in curve["quantity"]:
+            if curve["law"] == "power":
+                a, (c, k) = 0.0, power_law(curve["sizes"], curve["values"])
+            else:
+                (a, c), k = line(curve["sizes"], curve["values"]), 1.0
+            law = {name: float(f"{value:.4g}") for name, value in (("a", a), ("c", c), ("k", k))}
+            laws.setdefault(curve["technique"], []).append(
+                {"what": curve["quantity"], "unit": curve["unit"], **law, "largest": curve["sizes"][-1]}
+            )
+    return laws
 
 
 def plot(result: Mapping[str, Any], file: Path) -> None:

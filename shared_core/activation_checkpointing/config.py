@@ -28,6 +28,7 @@ class CheckpointingConfig(TechniqueConfig):
         3
     """
 
+    about: ClassVar[str] = "Recomputes activations in the backward pass."
     key: ClassVar[str] = "checkpointing"
     switch: ClassVar[str] = "policy"
 

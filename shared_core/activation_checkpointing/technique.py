@@ -18,6 +18,7 @@ from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
+from shared_core.printing import counted, listed, size_text
 
 
 class ActivationCheckpointing(Technique):
@@ -201,3 +202,20 @@ class ActivationCheckpointing(Technique):
             **budget,
             **({"compiled": tally.compiled} if tally.compiled or tally.uncompiled else {}),
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        told = []
+        if "recomputations" in report:
+            blocks = counted(report["blocks"], "block")
+            times = counted(round(report["recomputations_per_step"]), "recomputation")
+            saved = report["saved_bytes"]
+            kept = f", which freed {size_text(saved)} of activations" if saved else ""
+            told.append(f"Recomputed {blocks} in the backward pass, {times} a step{kept}.")
+        if report.get("planned"):
+            peak, whole = report["predicted_peak_bytes"], report["peak_bytes_without"]
+            told.append(f"The plan needs at most {size_text(peak)} of activations, without it {size_text(whole)}.")
+        if missed := report.get("never_recomputed"):
+            told.append(f"Never recomputed: {listed(missed, 3)}.")
+        return told or ["Nothing was recomputed yet."]

@@ -25,6 +25,7 @@ class ActivationsConfig(TechniqueConfig):
         (False, True)
     """
 
+    about: ClassVar[str] = "Saves activations in fewer bytes."
     key: ClassVar[str] = "activations"
     switch: ClassVar[str] = "pack"
 

@@ -14,6 +14,7 @@ from shared_core.distributed.collectives import rank
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.printing import counted, share_text, size_text
 
 
 class ActivationCompression(Technique):
@@ -125,6 +126,19 @@ class ActivationCompression(Technique):
     def report(self) -> dict[str, Any]:
         """Return bytes of a forward before and after, the share saved, and tensors by kind."""
         return self.counts.report()
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        if not report["forwards"]:
+            return ["Compressed nothing: no forward pass was seen in training."]
+        sizes = f"{size_text(report['bytes_after'])} instead of {size_text(report['bytes_before'])}"
+        shared = report["saved_again"]
+        return [
+            f"Saved activations took {sizes} a forward pass ({share_text(report['share_saved'])} less), "
+            f"over {counted(report['forwards'], 'forward pass', 'forward passes')}.",
+            *([f"{counted(shared, 'tensor')} had been saved before and were shared."] if shared else []),
+        ]
 
 
 def _check_offload(is_possible: bool, found: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -53,7 +54,9 @@ def _be_quiet(context: typer.Context, wanted: bool) -> None:
 def _with_quiet(
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", callback=_be_quiet, expose_value=False, help="No progress, and receipts in a line."),
+        typer.Option(
+            "--quiet", callback=_be_quiet, expose_value=False, help="Hide progress bars and print one-line receipts."
+        ),
     ] = False,
 ) -> None: ...
 
@@ -104,15 +107,56 @@ _CLASSES: dict[Any, type[TyperCommand]] = {
     quantize: QuantizeCommand,
     chain: ChainCommand,
 }
-for _command in (
-    cache_teacher, chain, compat, compress, decompress, doctor, explain, export, flags, formats, init, lottery,
-    low_rank, plan, privacy, prune, quantize, report,
-):  # fmt: skip
-    app.command(cls=_CLASSES.get(_command))(_command)
-app.command(options_metavar="", context_settings=_SCRIPT)(run)
-app.command()(shrink)
-app.command()(soup)
-app.command("try", context_settings={**_SCRIPT, "ignore_unknown_options": False})(try_out)
+# the panels of `eff --help`: command -> an example, which its own help opens with
+_PANELS: dict[str, dict[Any, str]] = {
+    "Train": {
+        init: "eff init --goal smaller",
+        run: "eff run train.py --output_dir runs/small --prune_sparsity 0.8",
+        try_out: "eff try train.py --output_dir {out} --prune_sparsity 0.8 --qat_scheme int8",
+        cache_teacher: "eff cache-teacher runs/teacher --data train.jsonl --out teacher_cache",
+        chain: "eff chain --teacher runs/big --students medium small --out chain -- python train.py --model {student}",
+        lottery: "eff lottery --rounds 5 --out tickets -- python train.py --output_dir {round}",
+    },
+    "After training": {
+        report: "eff report runs/small",
+        export: "eff export runs/small --out model.onnx",
+        quantize: "eff quantize runs/small --calibration data:batches --out runs/int8",
+        prune: "eff prune runs/dense --sparsity 0.5 --out runs/pruned",
+        shrink: "eff shrink runs/pruned --out runs/shrunk",
+        low_rank: "eff low-rank runs/dense --rank 16 --out runs/low_rank",
+        soup: "eff soup runs/small/checkpoint-* --task accuracy --data test.jsonl --out runs/soup",
+        compress: "eff compress runs/small --out model.eff",
+        decompress: "eff decompress model.eff --out runs/restored",
+    },
+    "Look up": {
+        explain: "eff explain recipe.yaml --model my_models:build --steps 1000",
+        plan: "eff plan recipe.yaml --params 70e9 --gpus 64 --length 4096 --memory 80",
+        privacy: "eff privacy --target-epsilon 8 --examples 60000 --batch-size 256 --epochs 10",
+        flags: "eff flags prune",
+        compat: "eff compat prune fsdp2",
+        formats: "eff formats",
+        doctor: "eff doctor",
+    },
+}
+_OPTIONS: dict[Any, dict[str, Any]] = {
+    run: {"options_metavar": "", "context_settings": _SCRIPT},
+    try_out: {"name": "try", "context_settings": {**_SCRIPT, "ignore_unknown_options": False}},
+}
+
+
+def _help(command: Any, example: str) -> tuple[str, str]:
+    """Return a command's help, an example first, and its first sentence; paragraphs wrap as the terminal does."""
+    paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(command.__doc__).split("\n\n")]
+    return "\n\n".join([f"Example: {example}", *paragraphs]), paragraphs[0]
+
+
+for _panel, _commands in _PANELS.items():
+    for _command, _example in _commands.items():
+        _text, _first = _help(_command, _example)
+        app.command(
+            cls=_CLASSES.get(_command), help=_text, short_help=_first, rich_help_panel=_panel,
+            **_OPTIONS.get(_command, {}),
+        )(_command)  # fmt: skip
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 BESIDE = "shared_core.cli.beside"
 """Where a command finds options that are no fields of its dataclass, which it gets as another argument."""
+_WRITTEN = ("eff_*.json", "*.eff.json", "*soup_path.json", "model.safetensors")
+"""What folders that commands write hold, one of them each."""
 _Options = TypeVar("_Options", bound="CommandOptions")
 
 
@@ -75,12 +77,40 @@ class CommandOptions(Options):
                 error.where, error.rule = self.key, error.rule.replace(error.option, known[error.option], 1)
             raise
 
+    @contextlib.contextmanager
+    def replacing_out(self) -> Iterator[None]:
+        """Allow that ``--out`` is replaced, with ``--force``: what a command wrote, and never what it reads."""
+        out = getattr(self, "out", None)
+        if not getattr(self, "force", False) or out is None or not out.exists():
+            yield
+            return
+        from shared_core.files.atomic import replacing
+
+        real = out.resolve()
+        read = [getattr(self, name, None) for name in ("model", "file", "weights", "base")]
+        paths = [Path(one) for one in (*read, *getattr(self, "paths", ())) if one is not None]
+        told = f"--force must not replace what the command reads, got {out}"
+        self.require(not any(one.exists() and one.resolve().is_relative_to(real) for one in paths), told)
+        self.require(not Path.cwd().is_relative_to(real), f"--force must not replace the working folder, got {out}")
+        is_ours = not out.is_dir() or any(any(out.glob(name)) for name in _WRITTEN)
+        told = f"--force must replace what eff wrote, got {out}, a folder without {' or '.join(_WRITTEN)}"
+        self.require(is_ours, told, "remove it yourself")
+        with replacing(out):
+            yield
+
     def asked(self) -> dict[str, Any]:
         """Return the options for a report, by their flags' names, without those that say where results go."""
         names = {field.name: self.named(field.name)[1].lstrip("-") for field in dataclasses.fields(self)}
         values = {names[name].replace("-", "_").lower(): getattr(self, name) for name in names}
-        kept = {name: value for name, value in values.items() if name not in ("json", "out", "report")}
+        kept = {
+            name: value for name, value in values.items() if name not in ("json", "out", "report", "layers", "force")
+        }
         return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
+
+
+def force() -> Any:
+    """Return the field of ``--force``."""
+    return option(False, "Replace what lies at --out, if it was written by eff.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +120,9 @@ class ModelOptions(CommandOptions):
     model: str = option(
         help="A Hugging Face folder, or module:function that returns the model or (model, inputs).", argument=True
     )
-    out: Path = option(help="The folder to write; it must not exist or be empty.")
-    weights: Path | None = option(None, "With module:function, a folder or file with the trained weights.")
+    out: Path = option(help="The folder to write.")
+    force: bool = force()
+    weights: Path | None = option(None, "For module:function: a folder or file with the trained weights.")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
     def open(self) -> tuple[nn.Module, Any, Path | None]:
@@ -113,8 +144,9 @@ class JudgedOptions(ModelOptions):
     """The same, of a command that tells the quality before and after."""
 
     evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
+    every_layer: bool = option(False, "List every layer, instead of the ten that stand out.", flag="--layers")
     allow_partial: bool = option(
-        False, "Go on where less than half of the weights that multiply activations are within reach."
+        False, "Continue even if less than half of the weights in matrix products can be changed."
     )
 
     def judge(self) -> Callable[[nn.Module], float] | None:
@@ -170,9 +202,9 @@ class RunnerOptions(CommandOptions):
         "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
     )
     executor_set: tuple[str, ...] = option(
-        (), "Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated."
+        (), "An option of submitit or Ray, such as timeout_min=600, slurm_partition=gpu or num_gpus=1. Repeatable."
     )
-    as_json: bool = option(False, "Print JSON, and the training's output to stderr.", flag="--json")
+    as_json: bool = option(False, "Print JSON. The output of the training goes to stderr.", flag="--json")
 
 
 def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -199,11 +231,14 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
             with (
                 results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext(),
                 asked.telling(beside or ()),
+                asked.replacing_out(),
             ):
                 command(asked) if beside is None else command(asked, beside)
 
         context = _keyword("context", inspect.Parameter.empty, typer.Context)
-        return _with_parameters(call, [context, *(_parameter(field, options) for field in dataclasses.fields(options))])
+        # groups of --help come in the order of their first option
+        fields = sorted(dataclasses.fields(options), key=lambda field: _PANELS.index(_panel(field)))
+        return _with_parameters(call, [context, *(_parameter(field, options) for field in fields)])
 
     return decorated
 
@@ -223,10 +258,31 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
         info = typer.Argument(help=told)
     else:
         flags = f"{flag}/--no-{flag[2:]}" if field.default is True else flag
-        info = typer.Option(flags, help=told, metavar=metavar)
+        info = typer.Option(flags, help=told, metavar=metavar, rich_help_panel=_panel(field))
     default = {MISSING: inspect.Parameter.empty, (): None}.get(field.default, field.default)
     annotation: Any = Annotated[kind | None if is_optional else kind, info]  # type: ignore[valid-type]
     return _keyword(field.name, default, annotation)
+
+
+_BASIC = frozenset({
+    "as_json", "delta", "evaluate", "every_layer", "force", "goal", "gpus", "kind", "memory", "merged", "method",
+    "model", "noise_multiplier", "out", "params", "recipe", "report", "rounds", "scheme", "shrink", "steps", "students",
+    "target_epsilon", "teacher", "weights",
+})  # fmt: skip
+_DATA = frozenset({
+    "attack", "batch_size", "batches", "calibration", "data", "epochs", "examples", "fields", "inputs", "length",
+    "loss", "max_length", "metric", "micro_batch", "mode", "seq_len", "task", "text", "tokenizer",
+})  # fmt: skip
+
+
+_PANELS = (None, "Data", "Advanced")
+
+
+def _panel(field: dataclasses.Field[Any]) -> str | None:
+    """Return the group of an option in ``--help``; None is the first one."""
+    if field.default is MISSING or field.name in _BASIC:
+        return None
+    return "Data" if field.name in _DATA else "Advanced"
 
 
 def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
@@ -274,7 +330,10 @@ def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
         if name in left_out:
             continue
         shown = False if is_required else row["default"] or False
-        info = typer.Option(f"--{name.replace('_', '-')}", help=row["help"], metavar=row["type"], show_default=shown)
+        info = typer.Option(
+            f"--{name.replace('_', '-')}", help=row["help"], metavar=row["type"], show_default=shown,
+            rich_help_panel=None if is_required else "Advanced",
+        )  # fmt: skip
         text: Any = list[str] if row["type"] == "list" else str  # a list may be given more than once
         kind = Annotated[text, info] if is_required else Annotated[text | None, info]
         made.append(_keyword(name, inspect.Parameter.empty if is_required else None, kind))
@@ -336,8 +395,8 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, width: int = 0) -> None:
-    """Print a report as JSON, or what is shown of it, which is not made otherwise, at least so wide."""
+def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool) -> None:
+    """Print a report as JSON, or what is shown of it, which is not made otherwise."""
     if as_json:
         from shared_core.files.json_yaml import json_text
 
@@ -345,7 +404,4 @@ def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, wi
         return
     from shared_core.reports.page import Console
 
-    console = Console()
-    console.width = max(console.width, width)
-    for each in shown:
-        console.print(each, soft_wrap=isinstance(each, str))
+    Console().blocks(shown)

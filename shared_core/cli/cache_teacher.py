@@ -11,6 +11,7 @@ from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, require
+from shared_core.printing import counted, share_text, size_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -31,37 +32,32 @@ class CacheOptions(CommandOptions):
         help="module:function that returns batches, a data set or a list of examples, or a pair of one of these two "
         "and its collator; or a .jsonl file with an example a line.",
     )
-    out: Path = option(help="The folder to write; new or empty, but for --resume.")
-    temperature: float = option(2.0, "T, that of the training; another one is refused there.")
-    top_k: int | None = option(
-        None, "Classes to keep of a position; default 64, and all where an example has one output."
-    )
-    dtype: Literal["float16", "float32"] = option("float16", "Of the log-probabilities: float16 or float32.")
-    batch_size: int = option(8, "Examples a batch, for a data set.", low=1)
+    out: Path = option(help="The folder to write. It must be new or empty, except with --resume.")
+    temperature: float = option(2.0, "Temperature of the training. Training refuses another one.")
+    top_k: int | None = option(None, "Classes to keep per position. Default: 64, or all if an example has one output.")
+    dtype: Literal["float16", "float32"] = option("float16", "Format of the log-probabilities.")
+    batch_size: int = option(8, "Examples per batch, for a data set.", low=1)
     labelled: bool = option(False, "Store only positions whose label is not -100.")
-    fields: str | None = option(None, "Inputs that tell examples apart, as input_ids,pixel_values; default all.")
-    vocabulary: int | None = option(
-        None, "Use the first so many classes, where the student's vocabulary is padded less."
-    )
+    fields: str | None = option(None, "Inputs that identify an example, as input_ids,pixel_values. Default: all.")
+    vocabulary: int | None = option(None, "Number of classes to use, if the student's vocabulary is smaller.")
     logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
-    tokenizer: str | None = option(
-        None, "A folder or module:function; its vocabulary and template are noted; default TEACHER's own."
-    )
-    trust_remote_code: bool = option(False, "Run the code that lies beside TEACHER's weights.")
+    tokenizer: str | None = option(None, "A folder or module:function. Default: the tokenizer of the teacher.")
+    trust_remote_code: bool = option(False, "Run the code in the teacher's folder.")
     device: str = option("auto", "Where the teacher runs: auto, cpu, cuda, cuda:1, ...")
-    shard_mb: int = option(128, "Size of a shard; about three times that is held in memory.", low=1)
-    resume: bool = option(False, "Go on where a writer was interrupted, or add examples.")
+    shard_mb: int = option(128, "Size of a file in MB. Writing needs about three times that in memory.", low=1)
+    resume: bool = option(False, "Continue an interrupted cache, or add examples.")
     as_json: bool = option(False, "Print the manifest as JSON.", flag="--json")
 
 
 @takes(CacheOptions)
 def cache_teacher(asked: CacheOptions) -> None:
-    """Write a teacher's top-k log-probabilities and the mass of the rest, for every example, at one temperature.
+    """Run a teacher once and store its outputs, so that students train without it.
 
-    Training finds them by what the example is, whatever the order, padding and size of batches: no index column, no
-    teacher in memory. Another temperature, vocabulary, tokenizer, template or data set is refused there.
+    The cache holds the top log-probabilities of every example and the probability of the rest, at one temperature.
+    Training finds an example by its content, whatever the order, padding and batch size. It refuses another
+    temperature, vocabulary, tokenizer, template or data set.
 
-    Under torchrun each process runs the teacher for some of the shards; the files are those of one process.
+    Under torchrun, each process runs the teacher on a part of the data.
     """
     import torch
 
@@ -136,15 +132,13 @@ def _tokenizer(name: str) -> Any:
 
 
 def _summary(values: dict[str, Any]) -> Iterator[str]:
-    kind = "examples" if values["per_example"] else "positions"
-    yield (
-        f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "
-        f"{values['top_k']} of {values['vocabulary']:,} classes at T = {values['temperature']:g}, "
-        f"{values['bytes'] / 1e6:,.1f} MB"
-    )
+    rows = counted(values["rows"], "example" if values["per_example"] else "position")
+    examples = counted(values["examples"], "different example")
+    yield f"Wrote {values['out']}: {size_text(values['bytes'])}, {examples}, {rows}."
+    classes = counted(values["vocabulary"], "class", "classes")
+    kept = "all" if values["top_k"] >= values["vocabulary"] else f"the top {values['top_k']:,}"
+    yield f"Stored {kept} of {classes} at temperature {values['temperature']:g}."
     if values["top_k"] < values["vocabulary"]:
-        yield (
-            f"outside the top {values['top_k']}: {values['tail_mass_mean']:.2%} of the probability on average, "
-            f"{values['tail_mass_max']:.2%} at most; kept as one class"
-        )
-    yield f"to learn from it: distill.teacher: cache:{values['out']}"
+        mean, most = share_text(values["tail_mass_mean"]), share_text(values["tail_mass_max"])
+        yield f"The other classes count as one, with {mean} of the probability on average and {most} at most."
+    yield f"Train a student with --distill_teacher cache:{values['out']}"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
+from shared_core.cli.arguments import CommandOptions, bar, force, print_report, takes
 from shared_core.cli.loading import check_new, keep_report
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, require
-from shared_core.printing import echo, table
+from shared_core.printing import counted, duration, echo, most_telling, size_text, table
 from shared_core.weight_clustering.config import MAX_BITS, MIN_BITS
 
 if TYPE_CHECKING:
@@ -37,10 +37,14 @@ class CompressOptions(CommandOptions):
     key: ClassVar[str] = "eff compress"
 
     model: Path = option(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True)
-    out: Path = option(help="The file to write, such as model.eff; it must not exist.")
-    bits: int = option(5, "Bits of a code: 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
-    bits_of: tuple[str, ...] = option((), "PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact.")
+    out: Path = option(help="The file to write, such as model.eff.")
+    force: bool = force()
+    bits: int = option(5, "Bits per weight: 2**bits values per tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
+    bits_of: tuple[str, ...] = option(
+        (), "PATTERN=BITS for tensors or modules whose name matches (glob), or PATTERN=exact. Repeatable."
+    )
     min_size: int = option(256, "Store tensors with fewer elements exactly.", low=0)
+    every_layer: bool = option(False, "List every tensor, instead of the ten largest.", flag="--layers")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
     def widths(self) -> dict[str, int | None]:
@@ -56,20 +60,19 @@ class CompressOptions(CommandOptions):
 
 @takes(CompressOptions)
 def compress(asked: CompressOptions) -> None:
-    """Compress a model by weight sharing, sparse indices and entropy coding; config and tokenizer go along.
+    """Compress a model into one small file, with its config and tokenizer.
 
-    The weights of a tensor come to share a few values, so quality must be looked at: decompress and evaluate. Weights
-    that were trained with --cluster_bits have so few values already and are stored without loss. The ratio counts every
-    byte of the file.
+    Weights of a tensor come to share a few values, so decompress and evaluate. Weights trained with --cluster_bits
+    share few values already and are stored without loss. The ratio counts every byte of the file.
     """
-    from shared_core.files.atomic import check_writable, make_folder
+    from shared_core.files.atomic import check_writable, is_free, make_folder
     from shared_core.tools.compressed_file import FREE_BYTES, FREE_RATIO
     from shared_core.tools.compression import CompressedFile
     from shared_core.tools.compression import compress as write
 
     out = asked.out
     rule = f"--out must not exist yet, got {out}"
-    require(not out.exists(), asked.key, rule, "remove it or choose another", CheckpointError)
+    require(is_free(out) and not out.is_dir(), asked.key, rule, "choose another, or add --force", CheckpointError)
     check_writable(out, "eff compress: --out")
     make_folder(out.parent)
     files, widths = _files(asked.model), asked.widths()
@@ -84,10 +87,10 @@ def compress(asked: CompressOptions) -> None:
     seconds = time.perf_counter() - started
     size = done.original_bytes + sum(len(content) for content in files.values())
     if size > FREE_BYTES + FREE_RATIO * done.file_bytes:
-        echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
+        echo(f"The ratio is above what eff decompress accepts by default. Give it --max-bytes {size}.", err=True)
     told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
     keep_report(out, told)
-    print_report(told, _lines(done, seconds), as_json=asked.as_json)
+    print_report(told, _lines(done, seconds, asked.every_layer), as_json=asked.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +100,20 @@ class DecompressOptions(CommandOptions):
     key: ClassVar[str] = "eff decompress"
 
     file: Path = option(help="A file that eff compress wrote.", argument=True)
-    out: Path = option(help="The folder to write; it must not exist or be empty.")
-    max_bytes: int | None = option(None, "Refuse a file that restores to more; default 64 MiB and 1000 times its size.")
+    out: Path = option(help="The folder to write.")
+    force: bool = force()
+    max_bytes: int | None = option(
+        None, "Refuse a file that restores to more bytes. Default: 64 MiB and 1,000 times its size."
+    )
     as_json: bool = option(False, "Print JSON.", flag="--json")
 
 
 @takes(DecompressOptions)
 def decompress(asked: DecompressOptions) -> None:
-    """Write the weights in a compressed file as model.safetensors, with the config and tokenizer that went along.
+    """Restore the weights of a compressed file as model.safetensors.
 
-    The folder loads without this library: by from_pretrained if a Hugging Face folder was compressed, else by
-    safetensors.torch.load_model. Every bit is as it was stored, and compared with a CRC.
+    The folder loads without efftrain: with from_pretrained if a Hugging Face folder was compressed, else with
+    safetensors.torch.load_model. Every tensor is compared with its checksum.
     """
     from safetensors.torch import save_file
 
@@ -127,8 +133,8 @@ def decompress(asked: DecompressOptions) -> None:
             (folder / name).write_bytes(content)
     num_bytes = sum(entry.num_bytes for entry in compressed.index.tensors)
     told = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
-    shown = f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s"
-    print_report(told, [shown, f"wrote {asked.out}"], as_json=asked.as_json)
+    shown = f"Decompressed {counted(len(tensors), 'tensor')} ({size_text(num_bytes)}) in {duration(seconds)}."
+    print_report(told, [shown, f"Wrote {asked.out}."], as_json=asked.as_json)
 
 
 def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +164,7 @@ def _files(model: Path) -> dict[str, bytes]:
             if _stays_inside(file.resolve(), model.resolve()):
                 found[file.name] = file.read_bytes()
             else:
-                echo(f"left out {file.name}: it is a link to {file.resolve()}, outside the folder", err=True)
+                echo(f"Left out {file.name}: it links to {file.resolve()}, outside the folder.", err=True)
     return found
 
 
@@ -168,19 +174,20 @@ def _stays_inside(file: Path, folder: Path) -> bool:
     return file.is_relative_to(folder) or file.is_relative_to(home)
 
 
-def _lines(done: Compression, seconds: float) -> Iterator[str | Table]:
-    headings = ("tensor", "shape", "coding", "values", "weights", "bytes", "of", "RMS change")
-    yield table(f"compressed: {done.path}", headings[:3], headings, map(_cells, done.tensors))
-    sizes = f"{done.original_bytes:,} bytes in {done.file_bytes:,}: {done.ratio:.1f}x"
-    other = f" ({done.other_bytes:,} of them config and tokenizer)" if done.other_bytes else ""
-    yield f"{sizes}, every byte of the file counted{other}"
-    yield f"compressed in {done.seconds:.2f} s, decompressed and compared in {seconds:.2f} s"
-    yield f"wrote {done.path}"
+def _lines(done: Compression, seconds: float, every: bool) -> Iterator[str | Table]:
+    sizes = f"{size_text(done.original_bytes)} to {size_text(done.file_bytes)}"
+    other = f", with {size_text(done.other_bytes)} of config and tokenizer" if done.other_bytes else ""
+    yield f"Compressed {sizes}: {done.ratio:.1f} times smaller. The whole file counts{other}."
+    yield f"Compressing took {duration(done.seconds)}, decompressing and comparing {duration(seconds)}."
+    headings = ("tensor", "shape", "coding", "values", "weights", "size", "before", "RMS change")
+    title, tensors = most_telling(done.tensors, lambda line: line.stored_bytes, "tensor", every)
+    yield table(f"What takes the most room, {title}", headings[:3], headings, map(_cells, tensors))
+    yield f"Wrote {done.path}."
 
 
 def _cells(line: Any) -> tuple[str, ...]:
     values = str(line.clusters) if line.clusters else "all"
     change = f"{line.rms_error:.2g}" if line.rms_error else "0"
     shape = "x".join(map(str, line.shape)) or "scalar"
-    stored, original = f"{line.stored_bytes:,}", f"{line.original_bytes:,}"
+    stored, original = size_text(line.stored_bytes), size_text(line.original_bytes)
     return line.name, shape, line.coding, values, f"{line.weights:,}", stored, original, change

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.cli.arguments import ModelOptions, bar, takes
+from shared_core.cli.arguments import ModelOptions, bar, print_report, takes
 from shared_core.cli.loading import (
     check_new,
     copy_beside,
@@ -22,9 +22,9 @@ from shared_core.cli.loading import (
 )
 from shared_core.config.options import option
 from shared_core.errors import require
-from shared_core.files.atomic import check_writable
+from shared_core.files.atomic import check_writable, is_free
 from shared_core.files.json_yaml import json_text
-from shared_core.printing import echo
+from shared_core.printing import counted, echo, listed, size_text
 from shared_core.reports.quantization_page import cache_line
 
 if TYPE_CHECKING:
@@ -95,10 +95,11 @@ class ExportOptions(ModelOptions):
 
 @takes(ExportOptions)
 def export(asked: ExportOptions) -> None:
-    """Write a model for another runtime, quantised layers as codes, and check what was written.
+    """Write a model for another runtime, with integer weights if it was quantized.
 
-    A folder that training with qat saved has its ranges beside the weights. A function builds the plain model, and
-    --weights loads these; without --weights it returns a model that is quantised already, or stays in float.
+    The file is loaded and compared with the model. A folder that was trained with qat has its ranges beside the
+    weights. A module:function builds the plain model, and --weights loads trained weights into it. Without --weights,
+    the model is exported as the function returns it.
     """
     kind, model, weights, verify = asked.kind, asked.model, asked.weights, not asked.no_verify
     target = asked.out
@@ -151,10 +152,8 @@ def export(asked: ExportOptions) -> None:
     if asked.as_json:
         echo(json_text(values))
         return
-    for line in _lines(kind, report):
-        echo(line)
-    if asked.kv_cache is not None:
-        echo(cache_line(values["calibrated_kv_cache"]))
+    of_cache = [] if asked.kv_cache is None else [cache_line(values["calibrated_kv_cache"])]
+    print_report(values, [*_lines(kind, report), *of_cache], as_json=False)
 
 
 def _check_out(asked: ExportOptions) -> None:
@@ -166,7 +165,7 @@ def _check_out(asked: ExportOptions) -> None:
     asked.require(out.parent.is_dir(), f"--out must lie in a folder that exists, got {out}", "make it first")
     told = f"--out must be a new file, or a {suffix} file to write anew, got {out}, which exists"
     # one of another kind may be the weights that are to be exported
-    asked.require(out.suffix == suffix or not out.exists(), told, "name another")
+    asked.require(out.suffix == suffix or is_free(out), told, "name another")
     check_writable(out, "eff export: --out")
 
 
@@ -261,13 +260,13 @@ def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> N
 
 def _lines(kind: str, report: Any) -> Iterator[str]:
     """Yield lines on what was written."""
-    how = f"{len(report.quantized)} layers quantised" if report.quantized else "all of it in float"
-    yield f"wrote {report.path}: {report.bytes} bytes, {how}"
+    layers = f"{counted(len(report.quantized), 'layer')} quantized" if report.quantized else "all layers in float"
+    yield f"Wrote {report.path}: {size_text(report.bytes)}, {layers}."
     if report.quantized and report.float_layers:
-        yield f"left in float: {', '.join(report.float_layers)}"
+        yield f"Left in float: {listed(report.float_layers)}."
     if report.cache_scales_left_out:
-        count = len(report.cache_scales_left_out)
-        yield f"left out: scales of the cache of {count} attention layers, which only compressed-tensors holds"
+        scales = counted(len(report.cache_scales_left_out), "attention layer")
+        yield f"Left out the cache scales of {scales}. Only compressed-tensors holds them."
     yield from {
         "onnx": _onnx,
         "executorch": _program,
@@ -277,63 +276,70 @@ def _lines(kind: str, report: Any) -> Iterator[str]:
     }[kind](report)
 
 
+_NOT_COMPARED = "The file was not compared with the model."
+
+
 def _onnx(report: Any) -> Iterator[str]:
     taken = (f"{name} ({', '.join(map(str, shape))})" for name, shape in report.inputs.items())
-    yield f"it takes {', '.join(taken)}"
+    yield f"Inputs: {', '.join(taken)}."
     if report.largest_difference is None:
-        yield "not compared with the model"
+        yield _NOT_COMPARED
     else:
-        yield f"largest difference to the model: {report.largest_difference:.2g}"
+        yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}."
     if report.relative_change is not None:
-        yield f"codes between layers change the outputs by {report.relative_change:.2%}"
+        yield f"Integers between layers change the outputs by {report.relative_change:.2%}."
     if report.float_activations:
         yield (
-            f"{len(report.float_activations)} outputs and sums of convolutions stay in float, with the convolutions "
-            "before them: slower than the float model; --calibration gives them codes"
+            f"{counted(len(report.float_activations), 'tensor')} between convolutions stay in float, and so do the "
+            "convolutions before them. That is slower than the float model. --calibration makes them integers."
+            if len(report.float_activations) > 1
+            else "One tensor between convolutions stays in float, and so does the convolution before it. That is "
+            "slower than the float model. --calibration makes it an integer tensor."
         )
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
-    yield f"integer kernels of onnxruntime here: {nodes or 'none'}"
+    yield f"Integer kernels that onnxruntime uses here: {nodes or 'none'}."
     if report.unsigned_weights and nodes:
-        yield "weights as unsigned codes: exact without VNNI; --weight-codes signed is faster with it"
+        yield "Weights are unsigned integers, exact without VNNI. With VNNI, --weight-codes signed is faster."
 
 
 def _program(report: Any) -> Iterator[str]:
-    yield f"integer kernels of XNNPACK: {', '.join(report.integer) or 'none'}"
+    yield f"Integer kernels of XNNPACK: {', '.join(report.integer) or 'none'}."
     others = ", ".join(f"{count} {name}" for name, count in report.other_operators.items())
-    yield f"portable kernels: {others or 'none'}"
+    yield f"Portable kernels: {others or 'none'}."
     change = report.relative_change
-    yield "not compared with the model" if change is None else f"outputs change by {change:.2%} of the largest"
+    yield _NOT_COMPARED if change is None else f"The outputs change by {change:.2%} of the largest."
 
 
 def _served(report: Any) -> Iterator[str]:
-    yield f"format: {report.format}"
+    yield f"Format: {report.format}."
     if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
-        yield "vLLM runs it on GPUs alone; all other weights are bfloat16"
+        yield "vLLM runs it on GPUs only. All other weights are bfloat16."
     if report.kv_cache:
-        yield f"keys and values of {len(report.kv_cache)} attention layers have scales: vLLM keeps its cache in FP8"
+        yield f"{counted(len(report.kv_cache), 'attention layer')} with cache scales: vLLM keeps their cache in FP8."
     if report.values:
-        yield f"values of their codes, in float: {', '.join(report.values)}"
+        yield f"Stored as float, already rounded to the grid: {listed(report.values)}."
     if report.unrounded_inputs:
-        yield f"inputs that training rounded and engines do not: {', '.join(report.unrounded_inputs)}"
+        yield f"Inputs that training rounded, but engines don't: {listed(report.unrounded_inputs)}."
     if report.equal_layers is None:
-        yield "not compared with the model"
+        yield _NOT_COMPARED
         return
-    yield f"dequantised, the weights of {report.equal_layers} layers are the model's, to the bit"
+    yield f"Dequantized weights equal the model's, bit for bit, in {counted(report.equal_layers, 'layer')}."
     if report.largest_difference is None:
         yield (
-            "outputs not compared: transformers loads neither float experts, nor those in W8A8 or with zero points, "
-            "nor other zero points beside other schemes"
+            "Outputs were not compared, because transformers cannot load this model: it reads no float experts, no "
+            "experts in W8A8 or with zero points, and no mix of schemes with other zero points."
         )
         return
-    yield f"largest difference in transformers, with inputs of layers in float: {report.largest_difference:.2g}"
-    yield f"inputs as transformers rounds them change the outputs by {report.relative_change:.2%}"
+    yield f"Largest difference in transformers, with float inputs: {report.largest_difference:.2g}."
+    yield f"Rounding the inputs as transformers does changes the outputs by {report.relative_change:.2%}."
 
 
 def _llama(report: Any) -> Iterator[str]:
-    yield f"types: {report.format}"
+    yield f"Types: {report.format}."
     if report.equal_layers is None:
-        yield "not compared with the model"
+        yield _NOT_COMPARED
         return
-    yield f"the codes of {report.equal_layers} layers are the model's; float16 scales change {report.scale_error:.2g}"
+    layers = counted(report.equal_layers, "layer")
+    yield f"The integers of {layers} equal the model's. Float16 scales change values by {report.scale_error:.2g}."
     if report.largest_difference is not None:
-        yield f"largest difference in transformers, in float: {report.largest_difference:.2g}"
+        yield f"Largest difference in transformers, in float: {report.largest_difference:.2g}."

@@ -41,7 +41,10 @@ class InitOptions(CommandOptions):
 
 @takes(InitOptions)
 def init(asked: InitOptions) -> None:
-    """Write a recipe for a goal, every line with its reason and its flag; with a model, one that fits it."""
+    """Write a recipe for a goal, with a reason and the flag on every line.
+
+    With --model, the recipe is checked on that model.
+    """
     from shared_core.engine.recipe import Recipe
     from shared_core.engine.registry import REGISTRY
     from shared_core.files.atomic import atomic_write
@@ -60,11 +63,12 @@ def init(asked: InitOptions) -> None:
         _check(recipe, name, trainer)
     with atomic_write(out) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    echo(f"{out}: {', '.join(recipe)}; next: eff explain {out}" + (f" --model {name}" if name else ""))
+    echo(f"Wrote {out}: {', '.join(recipe)}.")
+    echo(f"Next: eff explain {out}" + (f" --model {name}" if name else ""))
     for key in recipe:
         ability = REGISTRY[key].config_class.ability(default_device())
         if ability.level == "refused":
-            echo(f"not on this machine: {ability.why}")
+            echo(f"{key} does not run on this machine: {ability.why}.")
 
 
 def _answered(asked: InitOptions) -> InitOptions:

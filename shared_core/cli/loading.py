@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest, require
-from shared_core.files.atomic import atomic_folder, atomic_write, check_writable
+from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, is_free
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
 
@@ -174,8 +174,8 @@ _LEFT_BEHIND = frozenset({
 
 def check_new(folder: Path, where: str) -> None:
     """Refuse a folder to write that holds something, or that cannot be written."""
-    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    require(is_free, where, f"--out must be a new or empty folder, got {folder}", error=CheckpointError)
+    told = f"--out must be a new or empty folder, got {folder}"
+    require(is_free(folder), where, told, "choose another, or add --force", CheckpointError)
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 

@@ -15,7 +15,7 @@ import typer
 from shared_core.cli.arguments import CommandOptions, print_report, takes
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, EffError
-from shared_core.printing import table
+from shared_core.printing import counted, duration, listed, share_text, size_text, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,9 +34,9 @@ class RunOptions(CommandOptions):
 
     precision: str = option("mixed", "fp32, mixed (weights in fp32) or 16-true.")
     optimizer: str = option("adamw", "adamw, adamw_8bit, sgd_momentum or sgd.")
-    micro_batch: int = option(1, "Examples a device and forward.")
-    seq_len: int = option(2048, "Tokens an example, of a language model.")
-    teacher_params: float = option(0.0, "Parameters of distillation's teacher.", low=0)
+    micro_batch: int = option(1, "Examples per device and forward pass.")
+    seq_len: int = option(2048, "Tokens per example, for a language model.", flag="--length")
+    teacher_params: float = option(0.0, "Parameters of the teacher, with distillation.", low=0)
 
     def run(self, **others: Any) -> PlannedRun:
         """Return the run with these settings and others."""
@@ -53,34 +53,34 @@ class PlanOptions(RunOptions):
 
     key: ClassVar[str] = "eff plan"
 
+    recipe: Path | None = option(None, "A recipe, YAML. None: a run without techniques.", argument=True)
     params: float | None = option(None, "Parameters of the model, such as 70e9.")
-    config: Path | None = option(None, "A model's config.json, or its folder, in place.")
-    layers: int | None = option(None, "With --params: blocks; else the usual number.")
-    hidden: int | None = option(None, "With --params: width; else the usual one.")
-    vocab: int = option(32_000, "With --params: tokens of the vocabulary.")
-    gpus: int = option(1, "Devices, one process each.")
-    strategy: str | None = option(None, "single, ddp or fsdp2; by default fsdp2 with several.")
-    accumulate: int = option(1, "Micro-batches an optimizer step.")
-    recipe: Path | None = option(None, "A YAML file with the techniques that are on.")
+    model: Path | None = option(None, "A model's folder or its config.json, instead of --params.")
+    layers: int | None = option(None, "With --params: number of blocks. Default: the usual number for this size.")
+    hidden: int | None = option(None, "With --params: width. Default: the usual one for this size.")
+    vocab: int = option(32_000, "With --params: size of the vocabulary.")
+    gpus: int = option(1, "Number of devices, with one process each.")
+    strategy: str | None = option(None, "single, ddp or fsdp2. Default: fsdp2 on several devices.")
+    accumulate: int = option(1, "Micro-batches per optimizer step.")
     attention: str | None = option(
-        None, "fused, or eager: scores are kept. By default the class's own with --config, else fused."
+        None, "fused, or eager: scores are kept. By default the class's own with --model, else fused."
     )
-    memory: float | None = option(None, "GiB a device has: exit code 1 if it is not enough.", above=0)
-    bandwidth: float | None = option(None, "GB/s a device sends: tells the least time for it.", above=0)
+    memory: float | None = option(None, "GiB per device. The exit code is 1 if that is not enough.", above=0)
+    bandwidth: float | None = option(None, "GB/s that a device can send, for the time of the traffic.", above=0)
     as_json: bool = option(False, "Print JSON, in bytes, instead of a table.", flag="--json")
 
     def validate(self) -> None:
         """Refuse a model that is told twice, or not at all."""
         got = "neither" if self.params is None else "both"
-        is_one = (self.params is None) != (self.config is None)
-        self.require(is_one, f"either --params or --config must be given, got {got}")
+        is_one = (self.params is None) != (self.model is None)
+        self.require(is_one, f"either --params or --model must be given, got {got}")
 
 
 @takes(PlanOptions)
 def plan(asked: PlanOptions) -> None:
-    """Tell the memory and traffic of a run on each device, by formula, for every technique of a recipe.
+    """Estimate the memory and traffic of a run on each device.
 
-    Example: eff plan --params 70e9 --gpus 64 --seq-len 4096 --recipe recipe.yaml --memory 80
+    Every technique of the recipe counts. With --memory, the exit code is 1 if the run does not fit.
     """
     from shared_core.config.conflicts import RUN_ENVIRONMENTS
     from shared_core.contrib.planning import ModelShape
@@ -88,37 +88,39 @@ def plan(asked: PlanOptions) -> None:
     from shared_core.engine.checks import compatibility
     from shared_core.engine.recipe import Recipe
 
-    config, memory, bandwidth = asked.config, asked.memory, asked.bandwidth
+    config, memory, bandwidth = asked.model, asked.memory, asked.bandwidth
     shape = (
         ModelShape.of_config(config)
         if config is not None
         else ModelShape.of_params(asked.params or 0, layers=asked.layers, hidden=asked.hidden, vocab=asked.vocab)
     )
-    counted, own_attention = (None, "fused") if config is None else _counted(config)
-    if counted is not None:
-        shape = dataclasses.replace(shape, params=counted)
+    exact, own_attention = (None, "fused") if config is None else _counted(config)
+    if exact is not None:
+        shape = dataclasses.replace(shape, params=exact)
     run = asked.run(
         ranks=asked.gpus, strategy=asked.strategy or ("fsdp2" if asked.gpus > 1 else "single"),
         accumulate=asked.accumulate, attention=asked.attention or own_attention,
     )  # fmt: skip
     techniques = Recipe({}) if asked.recipe is None else Recipe.from_yaml(asked.recipe)
     told = f"{asked.recipe} must switch on at least one technique"
-    asked.require(asked.recipe is None or techniques, told, "leave --recipe out for a run without any")
+    asked.require(asked.recipe is None or techniques, told, "leave it out for a run without any")
     compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
     needs = plan_run(shape, run, techniques)
     fits = memory is None or needs.peak <= memory * _GIB
     figures = {name: getattr(needs, name) for name in ("held", "peak", "host", "sent")}
     figures["fits"] = None if memory is None else fits
     parts = {"shape": dataclasses.asdict(shape), "run": dataclasses.asdict(run)}
-    how = "" if config is None else " (by formula)" if counted is None else " (counted)"
-    head = f"{shape.params:,} parameters{how}, {shape.layers} blocks of width {shape.hidden}"
-    shown: list[str | Table] = [_table(needs, f"{head}; {run.ranks} x {run.strategy}")]
+    how = "" if config is None else " (by formula)" if exact is None else " (counted)"
+    head = f"{shape.params:,} parameters{how}, {counted(shape.layers, 'block')} of width {shape.hidden}"
+    shown: list[str | Table] = [_table(needs, f"{head}, {counted(run.ranks, 'device')} ({run.strategy})")]
     if bandwidth is not None:
-        shown.append(f"sending takes {needs.sent / bandwidth / 1e9:.3g} s a step at least, at {bandwidth:g} GB/s")
+        time = duration(needs.sent / bandwidth / 1e9)
+        shown.append(f"At {bandwidth:g} GB/s, sending takes at least {time} a step.")
     if memory is not None:
-        shown.append(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
+        size = size_text(memory * _GIB)
+        shown.append(f"The run {'fits' if fits else 'does not fit'} in {memory:g} GiB ({size}).")
     costs = [dataclasses.asdict(cost) for cost in needs.costs]
-    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json, width=120)
+    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json)
     if not fits:
         raise typer.Exit(1)
 
@@ -139,15 +141,14 @@ def _counted(config: Path) -> tuple[int | None, str]:
 
 
 def _table(needs: Plan, head: str) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for cost in needs.costs:
-        figures = (cost.held / _GIB, cost.during / _GIB, cost.host / _GIB, cost.sent / 1e9)
-        rows.append((cost.what, *(f"{value:,.2f}" if value else "" for value in figures), cost.why))
-    headings = ("", "held GiB", "in a step GiB", "host GiB", "sent GB a step", "why")
-    made = table(f"each device: {head}", ("", "why"), headings, rows)
+    def shown(size: float) -> str:
+        return size_text(size) if size else ""
+
+    rows = [(cost.what, *map(shown, (cost.held, cost.during, cost.host, cost.sent)), cost.why) for cost in needs.costs]
+    headings = ("", "held", "in a step", "on the host", "sent a step", "why")
+    made = table(f"Each device: {head}", ("", "why"), headings, rows)
     made.add_section()
-    held, peak, host = (f"{size / _GIB:,.2f}" for size in (needs.held, needs.peak, needs.host))
-    made.add_row("all", held, f"peak {peak}", host, f"{needs.sent / 1e9:,.2f}", "the peak is a bound")
+    made.add_row("all", shown(needs.held), f"at most {shown(needs.peak)}", *map(shown, (needs.host, needs.sent)), "")
     return made
 
 
@@ -169,12 +170,12 @@ class ExplainOptions(RunOptions):
         None, "A Hugging Face folder, or module:function that returns the model or (model, inputs)."
     )
     steps: int | None = option(None, "Optimizer steps of the run.", above=0)
-    epochs: float | None = option(None, "In place of --steps, with the next two: epochs.", above=0)
-    examples: int | None = option(None, "Examples of an epoch.", above=0)
-    batch_size: int | None = option(None, "Examples of an optimizer step, over all devices.", above=0)
+    epochs: float | None = option(None, "Epochs, instead of --steps. Needs --examples and --batch-size.", above=0)
+    examples: int | None = option(None, "Examples per epoch.", above=0)
+    batch_size: int | None = option(None, "Examples per optimizer step, over all devices.", above=0)
     trainer: Literal["hf", "lightning"] = option("hf", "The trainer of the run.")
     surrounding: tuple[str, ...] = option(
-        (), "What else holds, such as fp16 or fsdp2 (eff compat lists all); repeat it."
+        (), "The environment of the run, such as fp16 or fsdp2 (`eff compat` lists them). Repeatable."
     )
     as_json: bool = option(False, "Print JSON, in bytes, instead of tables.", flag="--json")
 
@@ -203,9 +204,10 @@ class ExplainOptions(RunOptions):
 
 @takes(ExplainOptions)
 def explain(asked: ExplainOptions) -> None:
-    """Tell what a recipe will do: when, to which modules, conflicts, memory, what is saved. Nothing is trained.
+    """Show what a recipe will do, before you train.
 
-    Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
+    It lists steps, layers, conflicts, estimates of time and memory, and what is saved. Nothing is trained. The exit
+    code is 1 if the run would be refused.
     """
     from shared_core.engine.recipe import Recipe
 
@@ -219,7 +221,7 @@ def explain(asked: ExplainOptions) -> None:
     }  # fmt: skip
     shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     shown |= _explained(read, asked.model, run, options)
-    print_report(shown, _lines(shown), as_json=asked.as_json, width=110)
+    print_report(shown, _lines(shown), as_json=asked.as_json)
     if shown["conflicts"]:
         raise typer.Exit(1)
 
@@ -238,7 +240,7 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
             raise
         model, inputs = build(name, values=True)
         explained = explanation.explain(recipe, model, **options)
-    techniques, measured = {}, explanation.measured_costs()
+    techniques = {}
     for key in recipe:
         touched, ability = explained.touched.get(key), explained.abilities[key]
         matched = {} if touched is None else dataclasses.asdict(touched) | {"elements": sum(touched.tensors.values())}
@@ -248,7 +250,7 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
             "coverage": reach and reach.to_dict(),
             "here": dataclasses.asdict(ability),
             "checkpoint": explained.checkpoint[key],
-            "measured": measured.get(key, []),
+            "estimates": explanation.estimates(key, matched["elements"]) if matched else [],
         }
     told: dict[str, Any] = {
         "conflicts": explained.conflicts, "remarks": explained.remarks, "timeline": explained.timeline,
@@ -309,52 +311,69 @@ def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | 
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
-    def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str) -> Table:
-        return table(title, [heading for heading in headings if not heading.endswith("iB")], headings, rows)
+    def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str, numbers: tuple[str, ...] = ()) -> Table:
+        return table(title, [heading for heading in headings if heading not in numbers], headings, rows)
 
     total = told["steps"]["total"]
-    title = "when" if total is None else f"when, of {total:,} optimizer steps"
+    title = "When" if total is None else f"When, of {counted(total, 'optimizer step')}"
     told_of = [(event["at"], event["technique"], event["what"]) for event in told["timeline"]]
     yield drawn(title, told_of, "at", "technique", "what")
+    yield drawn(
+        "What", [(key, _matched(entry)) for key, entry in told["techniques"].items()], "technique", "applies to"
+    )
     rows = []
     for key, entry in told["techniques"].items():
-        here = f"{entry['here']['level']} {entry['here']['why']}".strip()
-        rows.append((key, _matched(entry), here, "; ".join(entry["checkpoint"])))
-    yield drawn("what", rows, "technique", "on", "here", "saved")
-    costs = [(key, line) for key, entry in told["techniques"].items() for line in entry["measured"]]
+        here = f"{entry['here']['level']}: {entry['here']['why']}".strip(" :")
+        rows.append((key, here, "; ".join(entry["checkpoint"])))
+    yield drawn("Here and in checkpoints", rows, "technique", "on this machine", "saved")
+    peak = sum(cost["held"] + cost["during"] for cost in told["memory"] or ())
+    costs = [
+        (key, entry["what"], _cost(entry, peak))
+        for key, one in told["techniques"].items()
+        for entry in one["estimates"]
+    ]
     if costs:
-        yield drawn("measured on one thread of a CPU (docs/cost.md)", costs, "technique", "cost")
+        title = "Estimates for this model, from measurements on one thread of a CPU (docs/cost.md)"
+        yield drawn(title, costs, "technique", "cost", "about", numbers=("about",))
+    elif told["model"] is None:
+        yield "Add --model for estimates of time and memory."
     if told["memory"] is not None:
         held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
-        unit, size = ("GiB", 2**30) if held + during > 2**30 else ("MiB", 2**20)
         figures = [
-            (cost["what"], f"{cost['held'] / size:,.2f}", f"{cost['during'] / size:,.2f}", cost["why"])
+            (cost["what"], *(size_text(cost[name]) if cost[name] else "" for name in ("held", "during")), cost["why"])
             for cost in told["memory"]
         ]
-        figures.append(("all", f"{held / size:,.2f}", f"peak {(held + during) / size:,.2f}", "the peak is a bound"))
+        figures.append(("all", size_text(held), f"at most {size_text(held + during)}", ""))
         model = told["model"]
-        title = f"memory of one device: {model['parameters']:,} parameters, {model['trained']:,} of them trained"
-        yield drawn(title, figures, "", f"held {unit}", f"in a step {unit}", "why")
+        trained = share_text(model["trained"] / max(model["parameters"], 1))
+        title = f"Memory of one device: {counted(model['parameters'], 'parameter')}, {trained} of them trained"
+        yield drawn(title, figures, "", "held", "in a step", "why", numbers=("held", "in a step"))
     yield from (f"note: {line}" for line in told["remarks"])
     yield from (f"conflict: {line}" for line in told["conflicts"])
 
 
+def _cost(entry: dict[str, Any], peak: int) -> str:
+    """Return an estimate in a unit of time or memory."""
+    if "seconds" in entry:
+        return duration(entry["seconds"])
+    share = f", {share_text(entry['bytes'] / peak)} of the memory" if peak else ""
+    return f"{size_text(entry['bytes'])}{share}"
+
+
 def _matched(entry: dict[str, Any]) -> str:
-    if "what" not in entry:
-        return ""
+    if "tensors" not in entry:
+        return "needs --model"
     if not entry["tensors"]:
         return str(entry["what"])
     names = list(entry["tensors"])
-    more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    text = f"{len(names)} {entry['what']}, {entry['elements']:,} elements: {', '.join(names[:_SHOWN])}{more}"
+    elements = counted(entry["elements"], "element")
+    text = f"{len(names)} {entry['what']} with {elements}: {listed(names, _SHOWN)}"
     if entry["coverage"] is not None:
         from shared_core.engine.checks.coverage import percent
 
-        text = (
-            f"{percent(entry['coverage']['share'])} of the weights that multiply activations are within reach\n{text}"
-        )
+        text = f"{percent(entry['coverage']['share'])} of the weights in matrix products\n{text}"
     for reason, count in Counter(entry["left_out"].values()).most_common():
-        text += f"\nleft out: {count}, {reason}"
+        text += f"\n{count:,} left out: {reason}"
     return text
 
 
@@ -367,11 +386,11 @@ class PrivacyOptions(CommandOptions):
     delta: float = option(1e-5, "Delta, below one over the number of examples.")
     noise_multiplier: float | None = option(None, "Print the epsilon of this noise multiplier.", above=0)
     target_epsilon: float | None = option(None, "Print the noise multiplier of this epsilon.", above=0)
-    sample_rate: float | None = option(None, "Share of the examples that a step expects.", above=0, high=1)
-    examples: int | None = option(None, "With --batch-size, in place of --sample-rate.", low=1)
-    batch_size: int | None = option(None, "Examples of a step, over all processes.", low=1)
+    sample_rate: float | None = option(None, "Expected share of the examples in a step.", above=0, high=1)
+    examples: int | None = option(None, "Number of examples, with --batch-size, instead of --sample-rate.", low=1)
+    batch_size: int | None = option(None, "Examples per step, over all processes.", low=1)
     steps: int | None = option(None, "Optimizer steps.", low=1)
-    epochs: float | None = option(None, "In place of --steps: passes over the data.", above=0)
+    epochs: float | None = option(None, "Passes over the data, instead of --steps.", above=0)
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
 
     def validate(self) -> None:
@@ -397,7 +416,10 @@ class PrivacyOptions(CommandOptions):
 
 @takes(PrivacyOptions)
 def privacy(asked: PrivacyOptions) -> None:
-    """Count the epsilon of DP-SGD with Poisson sampling by every accountant, or solve for the noise multiplier."""
+    """Compute the epsilon of DP-SGD with Poisson sampling, or the noise for an epsilon.
+
+    Every accountant is listed.
+    """
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
 
     sample_rate, steps = asked.sampling()
@@ -412,7 +434,7 @@ def privacy(asked: PrivacyOptions) -> None:
         rows.append(("classic", noise_multiplier, classic_epsilon(noise_multiplier, sample_rate, steps, delta)))
     told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
     found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
-    title = f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
+    title = f"{counted(steps, 'step')}, Poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
     figures = [(name, f"{noise:.4g}", f"{spent:.4g}") for name, noise, spent in rows]
     shown = table(title, ("accountant",), ("accountant", "noise multiplier", "epsilon"), figures)
     print_report({**told, "accountants": found}, [shown], as_json=asked.as_json)

@@ -56,17 +56,17 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "As --qat_scheme: int8 (the default), int8_weight, int8_dynamic, int4_weight, ...; with --method the "
         "method's own by default.",
     )
-    method: str | None = option(None, "gptq, in place of rounding.")
+    method: str | None = option(None, "gptq, instead of rounding.")
     set_options: tuple[str, ...] = option(
-        (), "An option of --method, such as damping=0.05, or of qat; may be repeated.", flag="--set"
+        (), "An option of --method, such as damping=0.05, or of qat. Repeatable.", flag="--set"
     )
-    plan: Path | None = option(None, "A bit plan that was saved as YAML; its scheme holds unless --scheme is given.")
-    qat: Path | None = option(None, "What qat saved of the same model, to be judged beside it: a folder or .ckpt.")
+    plan: Path | None = option(None, "A bit plan (YAML). It sets the scheme unless --scheme is given.")
+    qat: Path | None = option(None, "The same model trained with qat, to compare: a folder or .ckpt.")
     attack: str | None = option(
         None, "module:function that returns batches (images, classes): accuracy under FGSM and PGD."
     )
-    latency: bool = option(False, "Time one forward in float, bf16 and quantised; a function gives the inputs.")
-    report: Path | None = option(None, "Write a page with tables and plots: an .html file, and a .md beside it.")
+    latency: bool = option(False, "Time a forward pass in float, bf16 and quantized.")
+    report: Path | None = option(None, "Write a page with tables and plots: an .html file, with an .md beside it.")
 
     def validate(self) -> None:
         """Refuse what no table of pairs tells."""
@@ -79,14 +79,14 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
 
 @takes(QuantizeOptions)
 def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
-    """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
+    """Quantize a trained model without training, and report what it costs.
 
-    The folder holds model.safetensors, whose weights have the values of their codes and load into the plain model (with
-    --equalize or --correct-bias, into the plain model without batch norms that were fused);
-    eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; plan.yaml,
-    with --largest-loss; and eff_quantization.json, the report. A folder's model comes out as a folder that
-    from_pretrained loads and eff export takes, its tokenizer beside it; weights of 16 bits, in which codes have no
-    exact values, become float32. Under torchrun the processes share the calibration batches.
+    The folder holds model.safetensors, eff_deployment.json for `eff export`, eff_quantization.json with the report and,
+    with --largest-loss, plan.yaml. The weights are floats, already rounded to the grid, and load into the plain model.
+    --equalize and --correct-bias fuse batch norms, so their weights load into the model without these. A Hugging Face
+    folder stays one. Its 16-bit weights become float32, which holds the rounded values exactly.
+
+    Under torchrun, the processes share the calibration batches.
     """
     from shared_core.distributed.job import Job
     from shared_core.tools.measuring import state_bytes
@@ -122,9 +122,9 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     if asked.as_json:
         echo(json_text(values))
         return
-    print_study(asked.out, values)
+    print_study(asked.out, values, every_layer=asked.every_layer)
     if asked.report is not None:
-        echo(f"wrote {asked.report} and {asked.report.with_suffix('.md')}")
+        echo(f"Wrote {asked.report} and {asked.report.with_suffix('.md')}.")
 
 
 def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_folder: bool) -> None:

@@ -13,7 +13,7 @@ import typer
 from shared_core.cli.arguments import describe_flags, print_report
 from shared_core.errors import nearest, require
 from shared_core.front_ends.finding import front_ends
-from shared_core.printing import echo, table
+from shared_core.printing import echo, table, width_of_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +46,10 @@ def flags(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/flags.md.")] = False,
 ) -> None:
-    """List the flags of techniques with type, default and meaning."""
+    """List the techniques and their flags.
+
+    Name techniques for all flags of each, with default and meaning.
+    """
     from shared_core.engine.registry import registration
 
     keys = [registration(key).key for key in techniques or ()]
@@ -54,12 +57,26 @@ def flags(
     if as_markdown:
         echo(flags_markdown(), nl=False)
         return
-    from rich import box
+    if keys or as_json:
+        headings = ("flag", "type", "default", "meaning")
+        made = table("", headings, headings, [[*row.values()] for row in rows])
+        made.columns[0].no_wrap = True
+        print_report(rows, [made], as_json=as_json)
+    else:
+        print_report(rows, _techniques(), as_json=False)
 
-    headings = ("flag", "type", "default", "meaning")
-    made = table("", headings, headings, [[*row.values()] for row in rows])
-    made.box, made.pad_edge, made.columns[0].no_wrap = box.SIMPLE, False, True
-    print_report(rows, [made], as_json=as_json)
+
+def _techniques() -> list[str | Table]:
+    """Return a row for each technique, with the flag that switches it on."""
+    from shared_core.engine.registry import REGISTRY
+
+    rows = []
+    for key, one in REGISTRY.items():
+        config = one.config_class
+        rows.append((f"--{key}_{config.switch}", config.about))
+    made = table("", ("flag", "what it does"), ("flag", "what it does"), rows)
+    made.columns[0].no_wrap = True
+    return [made, "eff flags prune lists the options of prune."]
 
 
 Cell = str | int | float | None
@@ -94,13 +111,23 @@ def formats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every digit, instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/formats.md.")] = False,
 ) -> None:
-    """Show every number format: bits, bias, range, error, and what its codes are spent on."""
+    """Show every number format: bits, range and error."""
     if as_markdown:
         echo(formats_markdown(), nl=False)
         return
     found = format_rows()
-    shown = [[_text(column, cell) for column, cell in row.items()] for row in found]
-    print_report(found, [table("", ("format",), [*found[0]], shown)], as_json=as_json, width=150)
+    left_out = _DETAILS if width_of_output() < _WIDE else ()
+    columns = [column for column in found[0] if column not in left_out]
+    shown: list[str | Table] = [
+        table("", ("format",), columns, [[_text(column, row[column]) for column in columns] for row in found])
+    ]
+    if left_out:
+        shown.append(f"Not shown in a narrow terminal: {', '.join(left_out)}. --json prints them.")
+    print_report(found, shown, as_json=as_json)
+
+
+_WIDE = 116
+_DETAILS = ("exponent bits", "mantissa bits", "bias", "smallest subnormal")
 
 
 def compat(
@@ -110,7 +137,10 @@ def compat(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show which techniques combine with which, and with which run environments; with names, the reasons."""
+    """Show which techniques combine, with each other and with DDP, FSDP and others.
+
+    Name one or several for the reasons.
+    """
     from shared_core.engine.checks.compatibility import matrix
     from shared_core.reports.page import Console
 
@@ -212,7 +242,10 @@ _UNUSABLE = ("out of range", "known bad")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show devices, formats, kernels, libraries, how each technique runs here; exit code 1 if a version is wrong."""
+    """Show devices, formats and libraries, and how each technique runs here.
+
+    The exit code is 1 if the version of a library is not supported.
+    """
     from shared_core.hardware import default_device
     from shared_core.libraries import libraries
     from shared_core.tools.machine import abilities, devices, formats, tools
@@ -232,7 +265,7 @@ def doctor(
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
         "usable": not any(library.state in _UNUSABLE for library in found),
     }
-    print_report(told, _lines(told), as_json=as_json, width=100)
+    print_report(told, _lines(told), as_json=as_json)
     if not told["usable"]:
         raise typer.Exit(1)
 
@@ -248,10 +281,16 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
     yield _table(f"devices (Python {told['python']}; trains on {told['trains_on']})", rows)
     yield _table(f"formats on {told['trains_on']}", list(told["formats"].items()))
     yield _table("tools", [*told["tools"].items(), ("trainers", ", ".join(told["trainers"]) or "none")])
-    columns = ("name", "found", "wanted", "state", "install")
-    yield _table(
-        "libraries", [tuple(each[name] or "none" * (name == "found") for name in columns) for each in told["libraries"]]
-    )
+    libraries = [
+        (
+            each["name"],
+            each["found"] or "none",
+            each["wanted"],
+            f"{each['state']}: {each['install']}".removesuffix(": "),
+        )
+        for each in told["libraries"]
+    ]
+    yield _table("libraries", libraries)
     abilities = [(key, each["level"], each["why"]) for key, each in told["techniques"].items()]
     yield _table(f"techniques on {told['trains_on']}", abilities)
     if not told["trainers"]:
@@ -264,5 +303,5 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
     columns = [str(number) for number in range(len(rows[0]))]
     made = table(title, columns, columns, rows)
-    made.show_header = False
+    made.show_header, made.columns[0].no_wrap = False, True
     return made

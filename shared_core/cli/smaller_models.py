@@ -14,7 +14,7 @@ from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_w
 from shared_core.cli.loading import check_new, copy_beside, function, made_up_inputs, save_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
-from shared_core.printing import table
+from shared_core.printing import amount, by_reason, counted, duration, most_telling, share_text, size_text, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,18 +44,18 @@ class PruneOptions(JudgedOptions, LossOptions):
     key: ClassVar[str] = "eff prune"
     technique: ClassVar[str] = "prune"
 
-    batches: int = option(100, "Calibration batches to run, at most.", low=1)
-    seed: int = option(0, "Of the draws of random and shapley.")
-    shrink: bool = option(False, "Also remove the pruned neurons, channels or heads: a smaller model.")
+    batches: int = option(100, "Number of calibration batches.", low=1)
+    seed: int = option(0, "Seed of the criteria random and shapley.")
+    shrink: bool = option(False, "Also remove the pruned neurons, channels or heads, for a smaller model.")
 
 
 @takes(PruneOptions)
 def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
-    """Prune a trained model at once and save plain weights, which load without this library, and a report.
+    """Prune a trained model without training, and save plain weights.
 
-    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; another model as
-    model.safetensors. With --shrink units are gone from tensors and configuration. eff_pruning.json tells what was
-    pruned, what was left dense, and how quality changed.
+    A Hugging Face folder stays one, with its tokenizer. Another model becomes model.safetensors. With --shrink, pruned
+    units are removed from tensors and config. eff_pruning.json reports what was pruned, what stayed dense and how the
+    quality changed.
     """
     from shared_core.pruning.config import GATHERED
     from shared_core.pruning.post_training import as_config
@@ -98,7 +98,7 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     saved = result.model if result else network
     # a shrunk folder must load with the same outputs
     save_folder(asked.out, saved, folder, {PRUNING_FILE: values}, asked.key, example if result else None)
-    print_report(values, _pruning_lines(asked.out, values), as_json=asked.as_json)
+    print_report(values, _pruning_lines(asked.out, values, asked.every_layer), as_json=asked.as_json)
 
 
 def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
@@ -112,36 +112,37 @@ def _applied(config: PruneConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in _during_training()}
 
 
-def _pruning_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
+def _pruning_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[str | Table]:
     from shared_core.engine.checks import coverage
     from shared_core.pruning.config import UNITS
 
-    rows = [(entry["name"], entry["numel"], entry["pruned"], f"{entry['sparsity']:.1%}") for entry in values["tensors"]]
-    yield table(f"pruned: {out}", ("tensor",), ("tensor", "weights", "zero", "sparsity"), rows)
     lost, units = (sum(entry[key] for entry in values["units"]) for key in ("pruned", "units"))
-    of_units = f"; {lost} of {units} units" if units else ""
-    seen = f", from {values['examples']} examples" if values["examples"] else ""
-    yield (
-        f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
-        f"{values['criterion']}{seen}, scope {values['scope']}, {values['seconds']:.1f} s"
-    )
-    share, granularity = coverage.percent(values["coverage"]["share"]), values["granularity"]
-    of = f" of granularity {granularity}" if granularity in UNITS else ""
-    yield f"{share} of the weights that multiply activations are within reach{of}"
+    of_units = f", {lost:,} of {counted(units, 'unit')}" if units else ""
+    share = f"{share_text(values['sparsity'])} of {amount(values['numel'])} weights"
+    yield f"Pruned {share} in {counted(len(values['tensors']), 'layer')}{of_units}, in {duration(values['seconds'])}."
+    seen = f" on {counted(values['examples'], 'example')}" if values["examples"] else ""
+    yield f"Criterion: {values['criterion']}{seen}. Scope: {values['scope']}."
+    yield from _quality(values)
+    title, tensors = most_telling(values["tensors"], lambda entry: float(entry["sparsity"]), "layer", every)
+    rows = [(entry["name"], entry["numel"], entry["pruned"], share_text(entry["sparsity"])) for entry in tensors]
+    yield table(f"The sparsest layers, {title}", ("tensor",), ("tensor", "weights", "zero", "sparsity"), rows)
+    found, granularity = coverage.percent(values["coverage"]["share"]), values["granularity"]
+    of = f" with granularity {granularity}" if granularity in UNITS else ""
+    yield f"{found} of the weights in matrix products could be pruned{of}."
     yield from (f"note: {note}" for note in values["notes"])
-    yield from (f"left dense: {name}: {reason}" for name, reason in values["left_out"].items())
+    yield from by_reason(values["left_out"], "Left dense")
     if values["shrink"]:
-        removed, bytes_ = values["shrink"]["removed"], values["shrink"]["bytes"]
-        yield f"shrunk: {sum(removed.values())} units removed, {bytes_[0]} -> {bytes_[1]} bytes"
-        yield from (f"kept: {name}: {reason}" for name, reason in values["shrink"]["kept"].items())
+        removed, bytes_ = sum(values["shrink"]["removed"].values()), values["shrink"]["bytes"]
+        yield f"Removed {counted(removed, 'unit')}: {size_text(bytes_[1])} instead of {size_text(bytes_[0])}."
+        yield from by_reason(values["shrink"]["kept"], "Kept")
     else:
         yield values["note"]
-    yield from _quality(values)
+    yield f"Wrote {out}."
 
 
 def _quality(values: dict[str, Any]) -> Iterator[str]:
     if values.get("quality"):
-        yield "quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items())
+        yield f"Quality: {', '.join(f'{name} {value:.4g}' for name, value in values['quality'].items())}."
 
 
 LOW_RANK_FILE = "eff_low_rank.json"
@@ -156,16 +157,16 @@ class LowRankOptions(JudgedOptions, LossOptions):
     key: ClassVar[str] = "eff low-rank"
     technique: ClassVar[str] = "low_rank"
 
-    merged: bool = option(False, "Write whole weights of low rank, which load as before, and save nothing.")
-    repeats: int = option(10, "Forwards that are timed, before and after.", low=1)
+    merged: bool = option(False, "Multiply the factors again: the weights load as before, but are not smaller.")
+    repeats: int = option(10, "Number of timed forward passes, before and after.", low=1)
 
 
 @takes(LowRankOptions)
 def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
-    """Factorise a trained model and save it, with a report of what that saves and loses.
+    """Factorize the layers of a trained model, and report what that saves and loses.
 
-    The folder holds low_rank.safetensors, which shared_core.low_rank.load puts into a model of the same class and
-    configuration, and eff_low_rank.json, which a training run takes for its rank: --low_rank_rank eff_low_rank.json.
+    The folder holds low_rank.safetensors, which shared_core.low_rank.load loads into a model of the same class and
+    config. A training run can take the ranks from the report: --low_rank_rank eff_low_rank.json.
     """
     from shared_core.low_rank import LowRankConfig, factorize, merge
     from shared_core.low_rank.config import MEASURED
@@ -210,31 +211,43 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
 
     source, file = (folder, "model.safetensors") if asked.merged else (None, WEIGHTS_FILE)
     save_folder(asked.out, network, source, {LOW_RANK_FILE: values}, asked.key, add=add, file=file)
-    print_report(values, _low_rank_lines(asked.out, values), as_json=asked.as_json)
+    print_report(values, _low_rank_lines(asked.out, values, asked.every_layer), as_json=asked.as_json)
 
 
-def _low_rank_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
+def _low_rank_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[str | Table]:
     from shared_core.engine.checks import coverage
 
-    headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
-    yield table(f"factorised: {out}", headings[:2], headings, map(_row, values["layers"]))
-    share = coverage.percent(values["coverage"]["share"])
-    yield f"{share} of the weights that multiply activations are within reach"
-    yield from (f"left alone: {name}: {reason}" for name, reason in values["left_out"].items())
-    for name, unit in (("parameters", ""), ("bytes", ""), ("flops", ""), ("milliseconds", " (median of a forward)")):
+    yield f"Factorized {counted(len(values['layers']), 'layer')}."
+    for what, name, shown in (
+        ("Parameters", "parameters", amount),
+        ("Size", "bytes", size_text),
+        ("FLOPs of a forward pass", "flops", amount),
+        ("Time of a forward pass", "milliseconds", lambda time: duration(time / 1e3)),
+    ):  # fmt: skip
         if name in values:
             before, after = values[name]["before"], values[name]["after"]
-            yield f"{name}: {before:,} -> {after:,} ({after / before:.2f}x){unit}"
+            yield f"{what}: {shown(after)} instead of {shown(before)} ({after / before:.2f} times)."
     if "output_difference" in values:
-        yield f"largest difference of the outputs: {values['output_difference']:.1e}"
+        yield f"Largest difference of the outputs: {values['output_difference']:.1e}."
     yield from _quality(values)
+    headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
+    title, layers = most_telling(values["layers"], _error, "layer", every)
+    yield table(f"The largest errors, {title}", headings[:2], headings, map(_row, layers))
+    yield f"{coverage.percent(values['coverage']['share'])} of the weights in matrix products could be factorized."
+    yield from by_reason(values["left_out"], "Left whole")
+    yield f"Wrote {out}."
+
+
+def _error(entry: Mapping[str, Any]) -> float:
+    output = entry.get("output_error")
+    return float(entry["weight_error"] if output is None else output)
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     output = entry.get("output_error")
     return (
         entry["name"], entry["scheme"], f"{entry['rank']} of {entry['full_rank']}",
-        f"{entry['parameters_before']:,} -> {entry['parameters_after']:,}", f"{entry['energy']:.1%}",
+        f"{amount(entry['parameters_before'])} → {amount(entry['parameters_after'])}", share_text(entry["energy"]),
         f"{entry['weight_error']:.3g}", "–" if output is None else f"{output:.3g}",
     )  # fmt: skip
 
@@ -264,7 +277,7 @@ class ShrinkOptions(LossOptions):
     intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")
     attention_heads: int | None = option(None, "Query heads of each layer, of a model cut to sizes.")
     key_value_heads: int | None = option(None, "Key-value heads of each layer, of a model cut to sizes.")
-    batches: int = option(100, "Calibration batches to run, at most.", low=1)
+    batches: int = option(100, "Number of calibration batches.", low=1)
     criterion: str = option("activations", "What units of given sizes are kept by: activations, magnitude or random.")
     layer_criterion: str = option("block_influence", "What layers are kept by: block_influence, loss or random.")
     seed: int = option(0, "Of random choices.")
@@ -281,13 +294,13 @@ class ShrinkOptions(LossOptions):
 
 @takes(ShrinkOptions)
 def shrink(asked: ShrinkOptions) -> None:
-    """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
+    """Remove units that are zero: channels, neurons, attention heads, residual width.
 
-    With sizes, such as --layers 8 --hidden-size 512, and --calibration: cut a trained decoder to them, the layers,
-    channels, neurons and heads gone that do least on the batches (Minitron); then train it, with --distill_teacher.
+    With sizes, such as --layers 8 --hidden-size 512, and --calibration, it cuts a trained decoder to them. The layers
+    and units that matter least on the batches go (Minitron). Train the result with --distill_teacher afterwards.
 
-    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
-    same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
+    A Hugging Face folder stays one, with its tokenizer, and is checked to load with the same outputs. Another model
+    becomes model.safetensors, in the shapes that eff_shrink.json lists.
     """
     from shared_core.tools.shrink import shrink as remove
     from shared_core.tools.shrink import shrink_to
@@ -322,11 +335,15 @@ def _shrink_values(result: ShrinkResult) -> dict[str, Any]:
 
 
 def _shrink_lines(out: Path, result: ShrinkResult) -> Iterator[str | Table]:
-    if result.removed:
-        rows = [(name, result.units[name], count) for name, count in result.removed.items()]
-        yield table(f"shrunk: {out}", ("group",), ("group", "units", "removed"), rows)
-    yield from (f"kept: {name}: {reason}" for name, reason in result.kept.items())
-    yield from (f"config: {name}: {before} -> {after}" for name, (before, after) in result.config.items())
-    yield from (f"note: {note}" for note in result.notes)
     yield str(result)
-    yield f"largest difference of the outputs: {result.largest_difference:.1e}"
+    yield f"Largest difference of the outputs: {result.largest_difference:.1e}."
+    if result.removed:
+        title, groups = most_telling(
+            [*result.removed.items()], lambda group: float(group[1]), "group", False, f"{SHRINK_FILE} has all"
+        )
+        rows = [(name, result.units[name], count) for name, count in groups]
+        yield table(f"Units removed, {title}", ("group",), ("group", "units", "removed"), rows)
+    yield from by_reason(result.kept, "Kept")
+    yield from (f"Config: {name} is {after}, was {before}." for name, (before, after) in result.config.items())
+    yield from (f"note: {note}" for note in result.notes)
+    yield f"Wrote {out}."

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from shared_core.cli.arguments import CommandOptions, bar, takes
+from shared_core.cli.arguments import CommandOptions, bar, force, takes
 from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, MissingExtraError, require
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
-from shared_core.printing import echo
+from shared_core.printing import counted, echo, share_text
 
 if TYPE_CHECKING:
     from shared_core.distributed.job import Job
@@ -115,7 +115,8 @@ class SoupOptions(CommandOptions):
     needs: ClassVar = {"task": ("data",)}
     conditions: ClassVar = {"draws": f"--order random, or --kind {' or '.join(_DARE)}"}
     without: ClassVar = {
-        "diagnose": ("out", "kind", "rank", "seed", *_SEARCH), "rank_by": ("order",), "jobs": ("rank_by", "order")
+        "diagnose": ("out", "force", "kind", "rank", "seed", *_SEARCH), "rank_by": ("order",),
+        "jobs": ("rank_by", "order"),
     }  # fmt: skip
 
     paths: tuple[Path, ...] = option(
@@ -126,11 +127,11 @@ class SoupOptions(CommandOptions):
     )
     evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
     model: str | None = option(
-        None, "module:function that builds --eval's model; default the one in a Hugging Face folder."
+        None, "module:function that builds the model for --eval. Default: the model of a Hugging Face folder."
     )
     task: str | None = option(
         None,
-        "In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
+        "A metric instead of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
         "pearson or spearman.",
     )
     data: Path | None = option(
@@ -139,11 +140,12 @@ class SoupOptions(CommandOptions):
         "of text, input_ids, pixel_values or image (also img, file_name, path); for images also an .npz of images, or "
         "a folder of images per class.",
     )
-    text: str | None = option(None, "Columns of text, one or two as a,b; default all of text.")
-    batch_size: int = option(32, "Examples at a time.", low=1)
+    text: str | None = option(None, "One or two columns of text, as a,b. Default: all.")
+    batch_size: int = option(32, "Examples per batch.", low=1)
     max_length: int | None = option(None, "Tokens of an example; default what model and tokenizer allow.", low=2)
     device: str = option("auto", "Where --task runs the model: auto, cpu, cuda, cuda:1, ...")
-    out: Path | None = option(None, "Where to write, in the first ingredient's format.")
+    out: Path | None = option(None, "Where to write the soup, in the format of the first checkpoint.")
+    force: bool = force()
     kind: Literal["greedy", "uniform", "weighted", "ties", "dare_linear", "dare_ties", "slerp"] | None = option(
         None,
         "How to average: greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a "
@@ -174,9 +176,7 @@ class SoupOptions(CommandOptions):
         flag_type=str,
         only_with={"kind": ("weighted", *_TASK_VECTORS)},
     )
-    diagnose: bool = option(
-        False, "Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
-    )
+    diagnose: bool = option(False, "Write no soup. Print metrics, distances and barriers of the checkpoints.")
     mode: Literal["max", "min"] | None = option(
         None, "Whether --eval's metric is better when larger (max, the default) or min."
     )
@@ -190,11 +190,11 @@ class SoupOptions(CommandOptions):
         "Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
         "tell; only the first is evaluated alone.",
     )
-    seed: int = option(0, "Of what is drawn.", only_with={"draws": (True,)})
-    repeat: bool = option(True, "Evaluate the first member twice, to notice an evaluation with noise.")
-    max_ingredients: int | None = option(None, "Stop when the soup has so many members.")
-    jobs: int = option(1, "Evaluate ingredients alone in so many processes.", low=1)
-    journal: Path | None = option(None, "Keep scores here; a killed search goes on from it.")
+    seed: int = option(0, "Seed of random choices.", only_with={"draws": (True,)})
+    repeat: bool = option(True, "Evaluate the first checkpoint twice, to detect a noisy metric.")
+    max_ingredients: int | None = option(None, "Largest number of checkpoints in the soup.")
+    jobs: int = option(1, "Number of processes that evaluate single checkpoints.", low=1)
+    journal: Path | None = option(None, "A file for the scores. A killed search continues from it.")
     rank: int | None = option(None, "Cut averages of adapters to this rank (SVD).")
     unpruned: bool = option(False, "Also take checkpoints from before their pruning schedule ended.")
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
@@ -307,9 +307,10 @@ class Checkpoints:
 
 @takes(SoupOptions)
 def soup(options: SoupOptions) -> None:
-    """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall.
+    """Average checkpoints of one model, as long as a metric does not get worse.
 
-    Under torchrun the processes share the evaluations of single checkpoints.
+    Other kinds average or merge all checkpoints. Under torchrun, the processes share the evaluations of single
+    checkpoints.
     """
     from shared_core.distributed.job import Job
 
@@ -377,7 +378,7 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
     else:
         Console().print(path_table(result))
         _say_rank_errors(result.state_dict)
-        echo(f"wrote {out}")
+        echo(f"Wrote {out}.")
 
 
 def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float]]:
@@ -402,8 +403,8 @@ def _say_rank_errors(state_dict: Any) -> None:
     if lost:
         worst = max(lost["rank_errors"], key=lost["rank_errors"].get)
         echo(
-            f"cut to the rank asked for: relative error {lost['rank_error']:.3g} in all, at most "
-            f"{lost['rank_errors'][worst]:.3g} ({worst})"
+            f"Cutting to the rank changes the adapter by {share_text(lost['rank_error'])}, and {worst} the most, by "
+            f"{share_text(lost['rank_errors'][worst])}."
         )
 
 
@@ -432,7 +433,8 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
         _aside(f"{name} is {reason}")
     if not options.as_json:
         _say_rank_errors(found.state_dict)
-    told = f"{options.kind} {'merge' if about else 'average'} of {len(found.ingredients)} ingredients\nwrote {out}"
+    what, members = "Merged" if about else "Averaged", counted(len(found.ingredients), "checkpoint")
+    told = f"{what} {members} ({options.kind}).\nWrote {out}."
     echo(path if options.as_json else told)
 
 
@@ -471,7 +473,6 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job:
     if options.as_json:
         echo(json_text(found.to_dict()))
     else:
-        # rich would cut the last columns off, where a terminal breaks the line
-        Console(width=max(Console().width, 120)).print(diagnosis_table(found))
+        Console().print(diagnosis_table(found))
     for warning in found.warnings:
         _aside(warning)

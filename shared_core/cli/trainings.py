@@ -384,9 +384,9 @@ def report(
         bool, typer.Option("--json", help="Print JSON; the page is then written only where --out says.")
     ] = False,
 ) -> None:
-    """Show what runs were asked, what happened, quality and size before and after, and their curves.
+    """Write a page about a run, or about several: results, options, curves and layers.
 
-    The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
+    The page is one file that loads nothing. Plots need matplotlib.
     """
     from shared_core.engine.receipt import Receipt
     from shared_core.files.json_yaml import json_text
@@ -416,7 +416,7 @@ def report(
         return
     for text in receipts:
         echo(text)
-    echo(f"wrote {out!s}, and .md with the same words beside it")
+    echo(f"Wrote {out!s}, and the same as .md beside it.")
 
 
 def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:

@@ -291,6 +291,8 @@ class TechniqueConfig(Options):
     before one is made: order, conflicts, logged figures, memory.
     """
 
+    about: ClassVar[str] = ""
+    """What the technique does, in one sentence."""
     key: ClassVar[str] = ""
     """The name in a recipe and the prefix of the flags."""
     switch: ClassVar[str] = ""

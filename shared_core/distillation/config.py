@@ -50,6 +50,7 @@ class DistillConfig(TechniqueConfig):
         ('runs/a', 'runs/b')
     """
 
+    about: ClassVar[str] = "Trains a student on its teacher's outputs."
     key: ClassVar[str] = "distill"
     switch: ClassVar[str] = "teacher"
 

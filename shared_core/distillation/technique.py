@@ -41,6 +41,7 @@ from shared_core.engine.observers.micro_batches import StepMeans
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
+from shared_core.printing import amount, counted
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
 _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -423,6 +424,20 @@ class Distillation(Technique):
             "positions": int(self._positions),
             **self._examples.report(),
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        size = report.get("teacher_parameters")
+        taught = f"{report['teacher']}{f' ({amount(size)} parameters)' if size else ''}"
+        seen = f"{counted(report['positions'], 'position')} in {counted(report['batches'], 'batch', 'batches')}"
+        unlabelled = report.get("unlabelled_examples")
+        return [
+            f"Learned from a teacher on {seen}. Teacher: {taught}.",
+            f"The soft loss had temperature {report['temperature']:g}, and the task loss weight {report['alpha']:g}.",
+            *([f"{counted(unlabelled, 'example')} had no label."] if unlabelled else []),
+            *([f"The best student is {report['best']}."] if report.get("best") else []),
+        ]
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:

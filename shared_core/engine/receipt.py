@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -20,7 +21,7 @@ from shared_core.engine.registry import REGISTRY
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.json_yaml import json_text, parse_json
 from shared_core.hardware import matmul_environment
-from shared_core.printing import printable
+from shared_core.printing import counted, duration, printable, table, width_of_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,40 +180,39 @@ class Receipt:
         return cls(parse_json((Path(folder) / RECEIPT_FILE).read_text(encoding="utf-8")))
 
     def table(self) -> Table:
-        """Return one row a technique: its headline figures, and the time that its own code took."""
+        """Return one row a technique: what it did, and the time that its own code took."""
         from rich.markup import escape
-        from rich.table import Table
 
-        steps = self.values["steps"]
-        title = f"efftrain receipt: {steps['applied']} steps applied, {steps['skipped']} skipped"
-        table = Table(title=title, title_justify="left")
-        table.add_column("technique")
-        table.add_column("what happened")
-        table.add_column("own time (s)", justify="right")
-        for key, report in self.values["techniques"].items():
-            table.add_row(escape(key), escape(headline(report)), f"{self.values['seconds'].get(key, 0.0):.2f}")
-        return table
+        rows = [
+            (escape(key), escape(" ".join(sentences(key, report))), duration(self.values["seconds"].get(key, 0.0)))
+            for key, report in self.values["techniques"].items()
+        ]
+        headings = ("technique", "what happened", "own time")
+        title = f"efftrain receipt: {_steps(self.values['steps'], ' applied')}"
+        return table(title, headings[:2], headings, rows)
 
-    def text(self, width: int = 110) -> str:
-        """Return the table, the notes under it, and where it was written, as plain text."""
-        return printable(self._printed(width).export_text()).rstrip()
+    def text(self, width: int | None = None) -> str:
+        """Return the table, the notes under it, and where it was written, as plain text.
+
+        Args:
+            width: Columns. None: those of the terminal, 100 at most.
+        """
+        return printable(self._printed(width or min(width_of_output(), _WIDTH)).export_text()).rstrip()
 
     def line(self) -> str:
-        """Return what happened in a line: steps, the first figures of each technique, the number of notes.
+        """Return what happened in a line: steps, the first sentence of each technique, the number of notes.
 
         Example:
             >>> values = {"steps": {"applied": 9, "skipped": 0}, "notes": ["one"]}
-            >>> values["techniques"] = {"prune": {"numel": 64, "pruned": 32, "sparsity": 0.5}}
+            >>> values["techniques"] = {"my_technique": {"layers": 64, "share": 0.5}}
             >>> Receipt(values).line()
-            'efftrain: 9 steps, prune (numel 64, pruned 32, sparsity 0.5), 1 note'
+            'efftrain: 9 steps; my_technique: layers 64, share 0.5; 1 note'
         """
-        told = ((key, headline(report).split(", ")) for key, report in self.values["techniques"].items())
-        parts = [f"{key} ({', '.join(figures[:_FIGURES])})" for key, figures in told]
-        notes = len(self.values["notes"])
-        parts += [f"{notes} note{'s' * (notes > 1)}"] if notes else []
-        return printable(
-            f"efftrain: {', '.join([_steps(self.values['steps']), *parts])}{self._told and '; all of it: '}{self._told}"
-        )
+        parts = [f"{key}: {sentences(key, report)[0].rstrip('.')}" for key, report in self.values["techniques"].items()]
+        if notes := len(self.values["notes"]):
+            parts.append(counted(notes, "note"))
+        parts += [f"all of it: {self._told}"] if self._told else []
+        return printable(f"efftrain: {'; '.join([_steps(self.values['steps']), *parts])}")
 
     def told(self) -> str:
         """Return what a run prints at its end: `text`, or `line` where ``EFF_QUIET`` is set."""
@@ -220,7 +220,7 @@ class Receipt:
 
     def _repr_html_(self) -> str:
         # notebooks show the value of a cell by it
-        return printable(self._printed(110).export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+        return printable(self._printed(_WIDTH).export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
 
     def _printed(self, width: int) -> Console:
         from rich.console import Console
@@ -234,12 +234,12 @@ class Receipt:
         return console
 
 
-_FIGURES = 4  # of a technique, in a line
+_WIDTH = 100
 
 
-def _steps(steps: Mapping[str, Any]) -> str:
+def _steps(steps: Mapping[str, Any], verb: str = "") -> str:
     skipped = f", {steps['skipped']:,} skipped" if steps["skipped"] else ""
-    return f"{steps['applied']:,} step{'s' * (steps['applied'] != 1)}{skipped}"
+    return f"{counted(steps['applied'], 'step')}{verb}{skipped}"
 
 
 def is_quiet() -> bool:
@@ -271,16 +271,32 @@ def _is_figure(name: str, value: Any) -> bool:
     return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 
-def headline(report: Mapping[str, Any]) -> str:
-    """Return the plain figures of a technique's report in one line, and how long lists are that are not empty."""
+def sentences(key: str, report: Mapping[str, Any]) -> list[str]:
+    """Return what a technique's report says in sentences, or its names and figures where it has none.
+
+    Example:
+        >>> sentences("my_technique", {"layers": 2, "left_out": {"head": "too small"}})
+        ['layers 2, left out 1']
+    """
+    told: list[str] = []
+    if key in REGISTRY:
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # a report of another version
+            told = REGISTRY[key].technique_class.summary(report)
+    return told or [_names_and_figures(report) or "Nothing was reported."]
+
+
+def _names_and_figures(report: Mapping[str, Any]) -> str:
     parts = []
-    for name, value in report.items():
-        if isinstance(value, bool | str) or value is None:
+    for key, value in report.items():
+        name = key.replace("_", " ")
+        if value is None or isinstance(value, bool):
+            parts.append(f"{name} {({None: 'none', True: 'yes', False: 'no'})[value]}")
+        elif isinstance(value, str):
             parts.append(f"{name} {value}")
         elif isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
         elif isinstance(value, int):
             parts.append(f"{name} {value:,}")
-        elif isinstance(value, list | tuple | dict) and value and name != "notes" and not name.startswith("per_"):
+        elif isinstance(value, list | tuple | dict) and value and key != "notes" and not key.startswith("per_"):
             parts.append(f"{name} {len(value)}")
     return ", ".join(parts)

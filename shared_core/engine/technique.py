@@ -305,3 +305,11 @@ class Technique:
     def report(self) -> dict[str, Any]:
         """Return what was touched, what ran and what it cost, for the receipt. Count again; don't rely on counters."""
         return {}
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file.
+
+        Without any, a receipt shows the report's own names and figures.
+        """
+        return []

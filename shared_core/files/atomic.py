@@ -55,12 +55,12 @@ def atomic_write(path: Path | str, *, private: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which must not exist or be empty; on success it takes its place.
+    """Yield a temporary folder beside `path`, which must be free (`is_free`); on success it takes its place.
 
     A link stays one, and the folder that it leads to is written: a folder cannot take the place of a link.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if not is_free(path):
         raise CheckpointError("write", f"{path} must not exist or be an empty folder", "choose another one")
     make_folder(path.parent)
     with named_failure(path, "nothing was written"), _aside(path.parent) as folder:
@@ -72,7 +72,36 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
             if inner.is_file():
                 inner.chmod(mode)
             fsync(inner)
-        _replace(temporary, path)
+        old = folder / "old"
+        if path.exists() and any(path.iterdir()):
+            os.replace(path, old)
+        try:
+            _replace(temporary, path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                os.replace(old, path)
+            raise
+
+
+_replaceable: set[Path] = set()
+"""Files and folders that a user allows to replace."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[None]:
+    """Allow that what lies at `path` is replaced while the block runs."""
+    real = Path(os.path.realpath(path))
+    _replaceable.add(real)
+    try:
+        yield
+    finally:
+        _replaceable.discard(real)
+
+
+def is_free(path: Path) -> bool:
+    """Return True if nothing lies at `path`, or an empty folder, or what `replacing` allows to replace."""
+    is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    return is_new or Path(os.path.realpath(path)) in _replaceable
 
 
 @contextlib.contextmanager

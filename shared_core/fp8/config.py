@@ -46,6 +46,7 @@ class Fp8Config(TechniqueConfig):
         torch.float8_e4m3fn
     """
 
+    about: ClassVar[str] = "Multiplies linear layers in 8 bits."
     key: ClassVar[str] = "fp8"
     switch: ClassVar[str] = "recipe"
 

@@ -34,6 +34,7 @@ from shared_core.fp8.recipes import SharedExponentBank, round_update_, round_wei
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.matching import UNHELD
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
+from shared_core.printing import counted, listed
 
 
 def _parameter(module: Any) -> Any:
@@ -325,6 +326,23 @@ class Fp8(Technique):
             "left_out": dict(self.left_out),
             "per_layer": layers,
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        layers, native = report["layers"], report["native_layers"]
+        told = f"{counted(layers, 'layer')} multiplied in {report['forward_format']}"
+        reason = report.get("emulated_because")
+        how = f", {native:,} of them natively" if 0 < native < layers else ""
+        if reason:
+            how = f", emulated in float32 because {reason}"
+        discarded = report["discarded_steps"]
+        return [
+            f"{told}{how}.",
+            *(["Emulation is slower than float32 alone."] if reason else []),
+            *([f"{counted(discarded, 'step')} overflowed and were discarded."] if discarded else []),
+            *([f"Left out: {listed(report['left_out'], 3)}."] if report["left_out"] else []),
+        ]
 
     def _layer_report(self, index: int, name: str, module: nn.Module) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": name, "weights": weight_of(module).numel()}

@@ -23,6 +23,7 @@ class CommConfig(TechniqueConfig):
         1
     """
 
+    about: ClassVar[str] = "Sends gradients in fewer bytes."
     key: ClassVar[str] = "comm"
     switch: ClassVar[str] = "hook"
 

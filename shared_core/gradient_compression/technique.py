@@ -22,6 +22,7 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
+from shared_core.printing import counted, size_text
 
 # torch 2.13 gave it this name, and warns of the one before
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -290,6 +291,19 @@ class GradientCompression(Technique):
                 "error_bytes": sum(value.nbytes for value in self.power_sgd.errors.values()),
             }
         return report
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        step = report["bytes_per_step"]
+        if not step.get("sent"):
+            return [f"Sent nothing over {report['hook']}: {counted(report['processes'], 'process', 'processes')}."]
+        discarded = report.get("discarded_steps")
+        return [
+            f"Each process sent {size_text(step['sent'])} a step instead of {size_text(step['gradients'])} "
+            f"({report['ratio']:g} times less), with {report['hook']}.",
+            *([f"{counted(discarded, 'step')} overflowed and were discarded."] if discarded else []),
+        ]
 
 
 def _value(buffer: Tensor, future: Future[Any]) -> Tensor:

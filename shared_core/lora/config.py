@@ -23,6 +23,7 @@ class LoraConfig(TechniqueConfig):
         ('none', 2.0)
     """
 
+    about: ClassVar[str] = "Trains adapters on a frozen base model."
     key: ClassVar[str] = "lora"
     switch: ClassVar[str] = "rank"
 

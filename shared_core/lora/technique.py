@@ -38,6 +38,7 @@ from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.rounding import relative_error, sqnr
+from shared_core.printing import amount, counted, listed, share_text, size_text
 from shared_core.quantization.fake_quant_layers import is_quantized
 
 
@@ -493,6 +494,23 @@ class Lora(Technique):
             "left_out": dict(self.left_out),
             "per_layer": per_layer,
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        trained, frozen = report["trained_parameters"], report["frozen_parameters"]
+        share = share_text(trained / max(trained + frozen, 1))
+        told = [
+            f"Trained {amount(trained)} parameters ({share}) with adapters on {counted(report['layers'], 'layer')}."
+        ]
+        if report["base"] != "none":
+            worst = report["worst_base_sqnr_db"]
+            noise = "" if worst is None else f", with a signal-to-noise ratio of {worst:.1f} dB or more"
+            sizes = f"{size_text(report['bytes_after'])} instead of {size_text(report['bytes_before'])}"
+            told.append(f"The frozen base takes {sizes} in {report['base']}{noise}.")
+        if report["trained_whole"]:
+            told.append(f"Trained whole: {listed(report['trained_whole'], 3)}.")
+        return told
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

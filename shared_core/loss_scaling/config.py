@@ -23,6 +23,7 @@ class LossScaleConfig(TechniqueConfig):
         65536.0
     """
 
+    about: ClassVar[str] = "Keeps fp16 gradients from underflow."
     key: ClassVar[str] = "loss_scale"
     switch: ClassVar[str] = "kind"
 

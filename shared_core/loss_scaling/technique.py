@@ -15,6 +15,7 @@ from shared_core.loss_scaling.config import LossScaleConfig
 from shared_core.loss_scaling.histograms import HistogramProbe
 from shared_core.loss_scaling.scaler import LossScaler
 from shared_core.loss_scaling.underflow import FlushProbe, UnderflowTelemetry
+from shared_core.printing import counted, share_text
 
 
 class LossScaling(Technique):
@@ -153,6 +154,21 @@ class LossScaling(Technique):
             **self.flush.report(),
             **self.histograms.report(),
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        told = f"Scaled the loss by {report['scale']:,.0f} at the end"
+        low, high = report["lowest_scale"], report["highest_scale"]
+        span = f", between {low:,.0f} and {high:,.0f} before" if low is not None and low != high else ""
+        seen = f"Skipped {report['skipped_steps']:,} of {counted(report['steps'], 'step')}."
+        lost = report.get("underflow")
+        measured = (
+            []
+            if lost is None
+            else [f"{share_text(lost)} of the gradients underflowed at step {report['measured_step']:,}."]
+        )
+        return [f"{told}{span}. {seen}", *measured]
 
 
 def _is_due(every: int, step: int, measured: int | None) -> bool:

@@ -63,6 +63,7 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
         'weights'
     """
 
+    about: ClassVar[str] = "Finds a sparse network that trains from early weights."
     key: ClassVar[str] = "lottery"
     switch: ClassVar[str] = "out"
 

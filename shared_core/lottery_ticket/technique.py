@@ -29,6 +29,7 @@ from shared_core.lottery_ticket.ticket import (
     renamed,
     whole_tensors,
 )
+from shared_core.printing import amount, share_text
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.masks import MaskStore, clear_moments_, naming_nan, zeros_of_sharded
 from shared_core.pruning.selection import at_limit, count_kept, limit_notes
@@ -384,3 +385,17 @@ class LotteryTicket(Technique):
             if not is_sharded(weight)
         }
         return told | {"tensors": [entry | counted.get(entry["name"], {}) for entry in self._result["tensors"]]}
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        if "kept" not in report:
+            return [f"The run has not ended. Its weights are those of step {report['rewind_step']:,}."]
+        share = report["kept"] / max(report["numel"], 1)
+        what = {"random_reinit": "with new random weights", "random_mask": "with a random mask"}
+        how = what.get(report["control"], f"from the weights of step {report['rewind_step']:,}")
+        told = f"Trained {share_text(share)} of {amount(report['numel'])} weights, {how}."
+        found = report.get("found")
+        next_ = f"The next ticket keeps {share_text(found / max(report['numel'], 1))}." if found is not None else ""
+        replay = f"The replay was {report['replay']}." if report["replay"] else ""
+        return [told, *filter(None, (next_, replay))]

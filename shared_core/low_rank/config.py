@@ -70,6 +70,7 @@ class LowRankConfig(TechniqueConfig):
         RankRule(kind='energy', value=0.9)
     """
 
+    about: ClassVar[str] = "Replaces a layer with the product of two smaller ones."
     key: ClassVar[str] = "low_rank"
     switch: ClassVar[str] = "rank"
 

@@ -30,6 +30,7 @@ from shared_core.low_rank.layers import (
 from shared_core.low_rank.rank_selection import select
 from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
+from shared_core.printing import amount, counted, listed, share_text
 
 
 class LowRank(Technique):
@@ -305,3 +306,19 @@ class LowRank(Technique):
             "structure": self._structure,
             "per_layer": self._told,
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        before, after = report["parameters_before"], report["parameters_after"]
+        told = (
+            f"Factorized {counted(report['layers'], 'layer')}: {amount(after)} parameters instead of {amount(before)}"
+        )
+        share = f" ({share_text(after / before)})" if before else ""
+        merged = "The factors were multiplied again, so the weights have their old shapes."
+        left = report["left_out"]
+        return [
+            f"{told}{share}.",
+            *([merged] if report["merged"] else []),
+            *([f"Left whole: {listed(left, 3)}."] if left else []),
+        ]

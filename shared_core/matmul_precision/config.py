@@ -71,6 +71,7 @@ class MatmulPrecisionConfig(TechniqueConfig):
         'high'
     """
 
+    about: ClassVar[str] = "Multiplies float32 in TF32 or bfloat16."
     key: ClassVar[str] = "matmul"
     switch: ClassVar[str] = "precision"
 

@@ -107,3 +107,12 @@ class MatmulPrecision(Technique):
             **({} if self.is_active or self._format is None else {"reason": self._reason()}),
             **self.loss_dtype.report(),
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        if report["active"]:
+            return [f"Multiplied float32 in {report['products_in']} on {report['device']}."]
+        if report["products_in"] is None:
+            return ["Changed nothing: training never began."]
+        return [f"Changed nothing: {report['reason']}."]

@@ -19,6 +19,7 @@ class PrimaryWeightsConfig(TechniqueConfig):
         100
     """
 
+    about: ClassVar[str] = "Keeps small updates of 16-bit weights."
     key: ClassVar[str] = "primary_weights"
     switch: ClassVar[str] = "kind"
 

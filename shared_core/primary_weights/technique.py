@@ -43,6 +43,7 @@ from shared_core.primary_weights.optimizer_swap import (
     trained_in_16_bit,
     updates_each_by_itself,
 )
+from shared_core.printing import amount, share_text, size_text
 
 _OTHER_TENSORS = (
     "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
@@ -544,6 +545,26 @@ class PrimaryWeights(Technique):
             "small_updates": _share(self._small_updates),
             "small_updates_step": self._small_updates.get("step"),
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        weights = f"{amount(report['elements'])} {report['format']} weights".replace("  ", " ")
+        how = {"fp32_copy": "in float32 copies", "stochastic_rounding": "with stochastic rounding"}
+        copies = report["copy_bytes"]
+        size = f", which take {size_text(copies)}" if copies else ""
+        small = report["small_updates"]
+        return [
+            f"Updated {weights} {how.get(report['kind'], report['kind'])}{size}.",
+            *(
+                []
+                if small is None
+                else [
+                    f"At step {report['small_updates_step']:,}, {share_text(small)} of the updates were too small for "
+                    "16 bits."
+                ]
+            ),
+        ]
 
     def _count_small_updates(self, primaries: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Count the elements with a gradient, and those of them whose nearest 16-bit value is the old one."""

@@ -24,6 +24,7 @@ class PrivacyConfig(TechniqueConfig):
         1.0
     """
 
+    about: ClassVar[str] = "Trains with differential privacy (DP-SGD)."
     key: ClassVar[str] = "dp"
     switch: ClassVar[str] = "noise_multiplier"
     other_switch: ClassVar[str] = "target_epsilon"

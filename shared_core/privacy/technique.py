@@ -21,6 +21,7 @@ from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import modes_restored
+from shared_core.printing import counted, share_text
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample_gradients import PerSample, check_model
@@ -393,6 +394,20 @@ class DifferentialPrivacy(Technique):
             "norms_by_example": sorted(name for name, is_ghost in self._ghosts.items() if not is_ghost),
             "seed": "drawn from the system's entropy" if config.seed is None else f"{config.seed}, known to readers",
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        epsilon = report["epsilon"]
+        spent = epsilon if isinstance(epsilon, str) else f"{epsilon:.3g}"
+        steps = counted(report["steps"], "step")
+        told = [f"Spent epsilon {spent} at delta {report['delta']:g} in {steps} ({report['accountant']} accountant)."]
+        if report["sample_rate"] is not None:
+            told.append(
+                f"Each step drew {share_text(report['sample_rate'])} of {counted(report['examples'], 'example')}, "
+                f"clipped to norm {report['max_grad_norm']:g}, with noise multiplier {report['noise_multiplier']:.3g}."
+            )
+        return told
 
 
 def _check_labels(labels: Any) -> None:

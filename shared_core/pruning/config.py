@@ -60,6 +60,7 @@ class PruneConfig(OverridableConfig):
         'cubic'
     """
 
+    about: ClassVar[str] = "Sets weights, blocks, channels or heads to zero."
     key: ClassVar[str] = "prune"
     switch: ClassVar[str] = "sparsity"
 

@@ -258,13 +258,13 @@ def clear_moments_(
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 NOTES = {
-    "unstructured": "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster.",
-    "n_m": "2:4 is faster on GPUs with sparse tensor cores once converted; other patterns make files smaller.",
+    "unstructured": "Unstructured sparsity makes compressed files smaller. Dense matrix products do not get faster.",
+    "n_m": "2:4 is faster on GPUs with sparse tensor cores once converted. Other patterns make files smaller.",
     "layer": "Masked layers cost as much as before, and `eff shrink` keeps them: take them out of the model's code.",
     "block": "Blocks are faster in block-sparse kernels at high sparsity alone; dense matrix products are not.",
 }
 """By granularity; of the others `UNITS_NOTE`."""
-UNITS_NOTE = "Masked units cost as much as before; `eff shrink` removes them, and makes the model smaller and faster."
+UNITS_NOTE = "Masked units cost as much as before. `eff shrink` removes them and makes the model smaller and faster."
 
 
 class MaskPolicy:

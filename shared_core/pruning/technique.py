@@ -19,6 +19,7 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError
 from shared_core.numerics.deferred_checks import read_together
+from shared_core.printing import amount, counted, listed, share_text
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.masks import MaskPolicy, naming_nan, refuse_sparse, weights_report, zeros_of_sharded
@@ -302,6 +303,21 @@ class Pruning(Technique):
             **policy.scorer.report(),
             **policy.report(),
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        asked = f"{share_text(report['sparsity'])} of {amount(report['numel'])} weights"
+        told = f"Pruned {asked} in {counted(len(report['tensors']), 'layer')}"
+        if report["last_update_step"] is None:
+            told = f"Pruned nothing yet: pruning begins at step {report['begin_step']:,}"
+        elif report["begin_step"] != report["end_step"]:
+            told += f", from step {report['begin_step']:,} to step {report['end_step']:,}"
+        lost, units = (sum(entry[name] for entry in report.get("units", ())) for name in ("pruned", "units"))
+        told += f". {lost:,} of {counted(units, 'unit')} are zero" if units else ""
+        left = report["left_out"]
+        dense = [f"Left dense: {listed(left, 3)}."] if left else []
+        return [f"{told}.", *dense, report["note"]]
 
     def _update(self, context: Context) -> None:
         step, own = context.step, self._targets.own

@@ -44,6 +44,7 @@ class QatConfig(OverridableConfig):
         ('head:weight_bits=4',)
     """
 
+    about: ClassVar[str] = "Trains with weights and inputs rounded to few bits."
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
 

@@ -21,6 +21,7 @@ from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import UNHELD, own_class, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import weights_of
+from shared_core.printing import counted, listed
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import find_folds, own_parameters, relative
 from shared_core.quantization.config import QatConfig
@@ -375,6 +376,23 @@ class QuantizationAwareTraining(Technique):
             "batch_norms_beside": dict(self._unfolded),
             "per_layer": layers,
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        layers = counted(report["layers"], "layer")
+        if report["began_at_step"] is None:
+            return [f"Trained no layer in {report['scheme']} yet: the run ended before it began."]
+        told = [f"Trained {layers} in {report['scheme']} since step {report['began_at_step']:,}."]
+        if (worst := report["smallest_sqnr_db"]) is not None:
+            told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
+        if report["left_out"]:
+            told.append(f"Left in float: {listed(report['left_out'], 3)}.")
+        if report["without_range"]:
+            told.append(f"No input was seen by {listed(report['without_range'], 3)}.")
+        if windows := report["non_finite_windows"]:
+            told.append(f"Inputs were not finite in {counted(windows, 'range update')}.")
+        return told
 
     def _layer_reports(self, *, gather: bool = False) -> list[dict[str, Any]]:
         reports = []

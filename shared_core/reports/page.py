@@ -12,21 +12,47 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import console
+from rich import console, table
 from rich.text import Text
 
 from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import atomic_write, check_writable
 from shared_core.libraries import optional
-from shared_core.printing import markdown_text, printable
+from shared_core.printing import UNBOUNDED, fitted, markdown_text, printable, width_of_output
 from shared_core.printing import table as grid
 
 
 class Console(console.Console):
-    """Shows every string as it is: none is markup, and what a terminal would obey is written out."""
+    """Prints to the width of the terminal, and whole lines into a pipe.
+
+    Every string is shown as it is: none is markup, and what a terminal would obey is written out.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"markup": False, "emoji": False, **options})
+        super().__init__(**{"markup": False, "emoji": False, "width": width_of_output(), **options})
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print objects; a table that is too wide becomes a list of headings and values."""
+        for one in objects or ("",):
+            if isinstance(one, table.Table):
+                shown, title = fitted(one, self.width), one.title
+                if title:
+                    super().print(Text(printable(str(title)), style="bold"), soft_wrap=self.width >= UNBOUNDED)
+                shown.title = None  # rich would wrap it to the width of the columns
+                super().print(shown, **options)
+                one.title = title
+            else:
+                super().print(one, **options)
+
+    def blocks(self, blocks: Iterable[str | table.Table]) -> None:
+        """Print lines and tables, with an empty line around a table."""
+        was_table, is_first = False, True
+        for block in blocks:
+            is_table = isinstance(block, table.Table)
+            if (is_table or was_table) and not is_first:
+                self.print()
+            self.print(block, highlight=False, soft_wrap=not is_table and self.width >= UNBOUNDED)
+            was_table, is_first = is_table, False
 
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         """Return a string, of a table's cell too, as it is shown."""
@@ -220,16 +246,15 @@ def _markdown(block: Block) -> str:
 
 
 def show(blocks: Iterable[Block]) -> None:
-    """Print paragraphs and tables on the terminal; a pipe gets long lines whole."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 110
+    """Print paragraphs and tables on the terminal."""
+    shown: list[str | table.Table] = []
     for block in blocks:
         if isinstance(block, Table):
             words = {name for name, is_number in zip(block.headings, block.numeric(), strict=True) if not is_number}
-            console.print(grid("", words, block.headings, block.texts()))
+            shown.append(grid("", words, block.headings, block.texts()))
         elif isinstance(block, str):
-            console.print(block, highlight=False, soft_wrap=True)
+            shown.append(block)
+    Console().blocks(shown)
 
 
 def check_place(path: Path, where: str, made: Path | None = None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_core.printing import by_reason, counted, most_telling, size_text
 from shared_core.reports.page import Block, Columns, Section, Table, bar_plot, line_plot, show, table_of
 
 Values = Mapping[str, Any]
@@ -132,8 +133,9 @@ def cache_line(found: Values) -> str:
     worst = {part: min(each[part] for each in found["sqnr_db"].values()) for part in ("keys", "values")}
     loss = ""
     if found["loss"] is not None:
-        loss = f"; loss of the next token {found['loss']:.4f}, {found['rounded_loss']:.4f} with it"
-    return f"cache in FP8: SQNR at least {worst['keys']:.1f} dB of keys, {worst['values']:.1f} dB of values{loss}"
+        loss = f" The loss of the next token is {found['loss']:.4f}, and {found['rounded_loss']:.4f} with the cache."
+    ratios = f"{worst['keys']:.1f} dB or more for keys and {worst['values']:.1f} dB or more for values"
+    return f"Cache in FP8: a signal-to-noise ratio of {ratios}.{loss}"
 
 
 def _sensitivity(values: Values) -> list[Block]:
@@ -162,8 +164,8 @@ def _plan(values: Values) -> list[Block]:
     steps = [{"search": name, **point} for name, points in curves.items() for point in points]
     searched = {"search": "search", "layers quantised": "quantized", "bits a weight": "average_bits"}
     return [
-        f"The plan quantises {_planned(plan)}, with {plan['conversions']} changes of format; the largest loss asked "
-        f"for is {values['asked']['largest_loss']}.",
+        f"The plan quantizes {_planned(plan)}. It changes the format {counted(plan['conversions'], 'time')}. The "
+        f"largest loss asked for is {values['asked']['largest_loss']}.",
         line_plot(lines, "layers quantised", "quality", "Quality against the number of quantised layers, as searched"),
         table_of(steps, {**searched, "quality": "quality"}),
         Table(
@@ -175,7 +177,7 @@ def _plan(values: Values) -> list[Block]:
 
 def _planned(plan: Values) -> str:
     codes = sum(width <= 8 for width in plan["bits"].values())
-    return f"{codes} of {len(plan['bits'])} layers, {plan['average_bits']:.2f} bits a weight"
+    return f"{codes} of {counted(len(plan['bits']), 'layer')}, with {plan['average_bits']:.2f} bits a weight on average"
 
 
 def _robustness(values: Values) -> list[Block]:
@@ -234,42 +236,50 @@ def _notes(values: Values) -> list[Block]:
     ]  # fmt: skip
 
 
-def print_study(out: Path, values: Values) -> None:
-    """Print what was found: a table of layers, and lines for the rest."""
+def print_study(out: Path, values: Values, *, every_layer: bool = False) -> None:
+    """Print what was found: size and quality, the layers with the most noise, and what was left out."""
     columns: Columns = {
         "layer": "name", "weights": "weights", "bits": "weight_bits", "input": "input",
-        "SQNR of weights": lambda entry: round(entry["sqnr_db"], 1),
-        "of outputs": lambda entry: None if (found := entry.get("output_sqnr_db")) is None else round(found, 1),
+        "weights, dB": lambda entry: round(entry["sqnr_db"], 1),
+        "outputs, dB": lambda entry: None if (found := entry.get("output_sqnr_db")) is None else round(found, 1),
     }  # fmt: skip
+    title, layers = most_telling(values["layers"], lambda entry: -float(entry["sqnr_db"]), "layer", every_layer)
+    size = values["bytes"]
     show([
-        f"quantised with {values['config']['scheme']}: {out}", table_of(values["layers"], columns), *_lines(values)
+        f"Quantized {counted(len(values['layers']), 'layer')} with {values['config']['scheme']}.",
+        f"Size with codes: {size_text(size['quantized'])} instead of {size_text(size['float'])}, "
+        f"{_ratio(values):.2f} times smaller.",
+        *_quality_lines(values),
+        f"Signal-to-noise ratio after rounding, {title}:",
+        table_of(layers, columns),
+        *_lines(values),
+        f"Wrote {out}.",
     ])  # fmt: skip
 
 
-def _lines(values: Values) -> list[str]:
-    size, quality = values["bytes"], values["quality"]
-    lines = ["SQNR of outputs: not measured, as there are no batches; --calibration gives some"]
-    if values["asked"].get("calibration"):
-        lines = [f"SQNR of the model's output: {_decibels(values)} on the calibration batches"]
-    if values.get("kv_cache") is not None:
-        lines.append(cache_line(values["kv_cache"]))
-    lines += [f"left in float: {name}: {reason}" for name, reason in values["left_out"].items()]
-    lines += [f"note: {note}" for note in values["notes"]]
-    lines.append(f"size as codes: {size['quantized']:,} of {size['float']:,} bytes, {_ratio(values):.2f} times smaller")
-    if times := values["milliseconds"]:
-        told = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
-        lines.append(f"one forward, one thread: {told}")
-    if values["plan"] is not None:
-        lines.append(f"plan: {_planned(values['plan'])}")
-    rows = (values["attacks"] or {}).get("rows", [])
-    lines += [
-        f"accuracy under attacks of {eps:.4g}: {name} {before:.4f} → {after:.4f}"
-        for name, before in {row["model"]: row["clean"] for row in rows}.items()
-        for eps, after in _weakest(rows, name)
-    ]
+def _quality_lines(values: Values) -> Iterator[str]:
+    quality = values["quality"]
     for name, verdict in values["verdicts"].items():
-        loss = "" if verdict["loss"] is None else f": a loss of {verdict['loss']:.3%}"
-        what = "quantised" if name == "quantized" else "trained quantised"
+        loss = "" if verdict["loss"] is None else f", a loss of {verdict['loss']:.3%}"
+        what = "quantized" if name == "quantized" else "trained quantized"
         told = f"{quality['float']:.4f} in float, {quality[name]:.4f} {what}"
-        lines.append(f"quality: {told}{loss}, {verdict['judgement']}")
-    return lines
+        yield f"Quality: {told}{loss} ({verdict['judgement']})."
+
+
+def _lines(values: Values) -> Iterator[str]:
+    if values["asked"].get("calibration"):
+        yield f"Signal-to-noise ratio of the model's output: {_decibels(values)} on the calibration batches."
+    else:
+        yield "Signal-to-noise ratio of the outputs: not measured. --calibration names batches for it."
+    if values.get("kv_cache") is not None:
+        yield cache_line(values["kv_cache"])
+    yield from by_reason(values["left_out"], "Left in float")
+    yield from (f"note: {note}" for note in values["notes"])
+    if times := values["milliseconds"]:
+        yield f"One forward pass on one thread: {', '.join(f'{name} {time:.2f} ms' for name, time in times.items())}."
+    if values["plan"] is not None:
+        yield f"The plan quantizes {_planned(values['plan'])}."
+    rows = (values["attacks"] or {}).get("rows", [])
+    for name, before in {row["model"]: row["clean"] for row in rows}.items():
+        for eps, after in _weakest(rows, name):
+            yield f"Accuracy under attacks of {eps:.4g}: {before:.4f} → {after:.4f} ({_NAMES[name]})."

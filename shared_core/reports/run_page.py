@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared_core.engine.receipt import headline
+from shared_core.engine.receipt import sentences
 from shared_core.engine.registry import REGISTRY
+from shared_core.printing import counted, duration
 from shared_core.reports import quantization_page
 from shared_core.reports.page import Block, Columns, Section, Table, bar_plot, can_draw, line_plot, markdown, table_of
 from shared_core.reports.run_folder import Curve, RunFolder, of_ours
@@ -24,27 +25,28 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
     """Return the section of a model card as Markdown: what was asked, what happened, how the model is loaded.
 
     Example:
-        >>> receipt = {"recipe": {"prune": {"sparsity": 0.5}}, "steps": {"applied": 9, "skipped": 0}, "front_end": "hf"}
-        >>> receipt |= {"techniques": {"prune": {"sparsity": 0.25}}, "seconds": {}}
+        >>> receipt = {"recipe": {"matmul": {"precision": "high"}}, "steps": {"applied": 9, "skipped": 0}}
+        >>> receipt["techniques"] = {"matmul": {"active": True, "products_in": "tf32", "device": "cuda"}}
         >>> print(card_section(receipt))
         ## Efficient training
         <BLANKLINE>
-        Trained with efftrain. Options that differ from their defaults:
-        <BLANKLINE>
-        | technique | option | value |
-        |---|---|---:|
-        | prune | sparsity | 0.5 |
-        <BLANKLINE>
-        9 steps applied, 0 skipped.
+        Trained with efftrain for 9 steps.
         <BLANKLINE>
         | technique | what happened |
         |---|---|
-        | prune | sparsity 0.25 |
+        | matmul | Multiplied float32 in tf32 on cuda. |
+        <BLANKLINE>
+        Options that differ from their defaults:
+        <BLANKLINE>
+        | technique | option | value |
+        |---|---|---|
+        | matmul | precision | high |
         <BLANKLINE>
         It loads as it would without efftrain: `from_pretrained` of this folder.
     """
     version = values.get("environment", {}).get("libraries", {}).get("efftrain")
-    intro = f"Trained with efftrain{f' {version}' if version else ''}. Options that differ from their defaults:"
+    applied = counted(values["steps"]["applied"], "step")
+    intro = f"Trained with efftrain{f' {version}' if version else ''} for {applied}."
     # a card is published: of a teacher's place on this machine the name is enough, and notes may name folders
     recipe = {
         key: {
@@ -53,9 +55,9 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
         }
         for key, options in values["recipe"].items()
     }
-    told = "{applied:,} steps applied, {skipped:,} skipped.".format(**values["steps"])
-    figures = [[key, _headline(report)] for key, report in values["techniques"].items()]
-    blocks: list[Block] = [intro, asked(recipe), told, Table(["technique", "what happened"], figures)]
+    figures = [[key, " ".join(sentences(key, report))] for key, report in values["techniques"].items()]
+    told = Table(["technique", "what happened"], figures)
+    blocks: list[Block] = [intro, told, "Options that differ from their defaults:", asked(recipe)]
     return "\n\n".join([markdown(Section("Efficient training", blocks)), *_loading(recipe, has_deployment)])
 
 
@@ -97,31 +99,34 @@ def _defaults(key: str) -> dict[str, Any]:
     return found
 
 
+def achieved(values: Mapping[str, Any]) -> list[Block]:
+    """Return steps and time, and what each technique did, a row each."""
+    steps, planned = values["steps"], values["steps"].get("planned")
+    of = "" if planned in (None, steps["applied"]) else f" of {planned:,} planned"
+    skipped = f", skipped {steps['skipped']:,}" if steps["skipped"] else ""
+    time = duration(float(values["wall_seconds"]))
+    told = f"{'Finished' if values['finished'] else 'Stopped'} after {counted(steps['applied'], 'step')}{of}{skipped}"
+    rows = [
+        [key, " ".join(sentences(key, report)), duration(float(values["seconds"].get(key, 0.0)))]
+        for key, report in values["techniques"].items()
+    ]
+    return [f"{told}, in {time}.", *([Table(["technique", "what happened", "own time"], rows)] if rows else [])]
+
+
 def happened(values: Mapping[str, Any]) -> list[Block]:
-    """Return steps, time, one row a technique, what was left out and why, notes and the environment."""
-    steps, told, spent = values["steps"], values["techniques"], values["seconds"]
-    planned = "" if steps.get("planned") is None else f" of {steps['planned']:,} planned"
-    figures = [[key, _headline(report), round(float(spent.get(key, 0.0)), 2)] for key, report in told.items()]
+    """Return what was left out and why, notes and the environment."""
+    told = values["techniques"]
     left = [[key, name, why] for key, report in told.items() for name, why in report.get("left_out", {}).items()]
     environment = values["environment"]
     found = {
-        "device": environment["device"], "python": environment["python"], **environment["libraries"],
-        "float32 products": environment.get("float32_matmul_precision", "none"),
+        "device": environment["device"], "trainer": values["front_end"], "python": environment["python"],
+        **environment["libraries"], "float32 products": environment.get("float32_matmul_precision", "none"),
     }  # fmt: skip
-    reported = {report["note"]: None for report in told.values() if report.get("note")}
     return [
-        f"{steps['applied']:,} steps applied{planned}, {steps['skipped']:,} skipped; "
-        f"{'finished' if values['finished'] else 'cut short'} after {values['wall_seconds']:,.1f} s, driven by "
-        f"{values['front_end']}.",
-        Table(["technique", "what happened", "own time (s)"], figures),
         *([Table(["technique", "left out", "why"], left)] if left else []),
-        *map(str, [*reported, *values["notes"]]),
+        *map(str, values["notes"]),
         Table(["environment", "version"], list(found.items())),
     ]
-
-
-def _headline(report: Mapping[str, Any]) -> str:
-    return headline({name: value for name, value in report.items() if name != "note"})  # a paragraph of its own
 
 
 Values = Mapping[str, Any]
@@ -293,10 +298,14 @@ def _one(run: RunFolder) -> tuple[str, list[Section]]:
     if run.receipt:
         recipe: list[Block] = ["No technique was switched on."]
         if run.receipt["recipe"]:
-            told = "All other options have their defaults; eff_receipt.json names every one."
+            told = "All other options have their defaults. eff_receipt.json has every one."
             recipe = [asked(run.receipt["recipe"]), told]
-        sections.insert(0, Section("What was asked", recipe))
-        sections.append(Section("What happened", happened(run.receipt)))
+        sections = [
+            Section("What was achieved", achieved(run.receipt)),
+            *sections,
+            Section("What was asked", recipe),
+            Section("Notes and environment", happened(run.receipt)),
+        ]
     read = Section("Where this comes from", [f"Read: {', '.join(run.files)}.", *run.notes])
     name = run.path.resolve().name
     return f"Run {name}", [*sections, *_curve_sections({name: run}), *_details(run), read]
@@ -428,7 +437,11 @@ def _details(run: RunFolder) -> list[Section]:
     for name, values in run.reports.items():
         sections += of_report[name](values)
     for name, values in run.exports.items():
-        flat = [(key, "none" if value is None else value) for key, value in values.items() if not _is_rows(value)]
+        flat = [
+            (key.replace("_", " "), "none" if value is None else value)
+            for key, value in values.items()
+            if not _is_rows(value)
+        ]
         sections += [Section(f"Written file: {name}", [Table(["figure", "value"], flat)]), *_layers(name, values)]
     return sections
 
@@ -467,7 +480,8 @@ def _layers(title: str, report: Values) -> list[Section]:
     if entries is None:
         return []
     names = ["name", *dict.fromkeys(name for entry in entries for name in entry if name != "name")]
-    table = Table(names, [[entry.get(name) for name in names] for entry in entries])
+    headings = [name.replace("_", " ") for name in names]
+    table = Table(headings, [[entry.get(name) for name in names] for entry in entries])
     return [Section(f"Layers: {title}", [*_bars(entries, title), table])]
 
 

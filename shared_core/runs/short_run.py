@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shared_core.config.options import TechniqueConfig, option
-from shared_core.engine.receipt import figures, headline
+from shared_core.engine.receipt import figures, sentences
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import OURS, register
 from shared_core.engine.session import Session
@@ -140,7 +140,7 @@ class ShortRun(Technique):
         write_result(self.config.folder, {
             "steps": self._done, "seconds": self._seconds, "memory": memory, "metrics": found,
             "bytes": written, "packed": packed,
-            "techniques": {key: headline(report) for key, report in told.items() if key != KEY},
+            "techniques": {key: " ".join(sentences(key, report)) for key, report in told.items() if key != KEY},
         })  # fmt: skip
         sys.stdout.flush()
         sys.stderr.flush()

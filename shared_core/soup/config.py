@@ -30,6 +30,7 @@ class SoupConfig(TechniqueConfig):
         True
     """
 
+    about: ClassVar[str] = "Averages the checkpoints that improve the metric."
     key: ClassVar[str] = "soup"
     switch: ClassVar[str] = "kind"
 

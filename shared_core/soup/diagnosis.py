@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
 from shared_core.checkpoint_formats import ADAPTER, Ingredient, averaged
@@ -20,10 +18,14 @@ from shared_core.distributed.job import Job
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
+from shared_core.printing import counted, table
 from shared_core.soup.averaging import CHUNK, Candidate
 from shared_core.soup.greedy import Mode
 from shared_core.soup.ingredients import Source, check_able, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # A metric that is worse by this share of itself is one that averaging broke.
@@ -244,23 +246,19 @@ def diagnosis_table(found: Diagnosis) -> Table:
     Args:
         found: As `diagnose` returns it.
     """
-    left_out = [f"{_short(name)} {reason}" for name, reason in found.left_out.items()]
-    table = Table(
-        title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE, padding=(0, 1, 0, 0),
-        caption="\n".join(left_out) or None, caption_justify="left",
-    )  # fmt: skip
     ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
-    table.add_column("ingredient", min_width=12, overflow="fold")
-    for name in ("alone", "from mean", "to best", *ways, "barrier"):
-        table.add_column(name, justify="right", overflow="fold")
     best = found.names.index(found.best)
+    rows: list[list[object]] = []
     for i, name in enumerate(found.names):
         numbers = [found.metrics[i], found.from_mean[i], found.distances[i][best]]
         if i != best:
             numbers += [*found.paths[name][1:-1], found.barriers[name]]
         ends = [] if i != best else [*[""] * len(ways), "the best"]
-        table.add_row(_short(name), *(f"{number:.4g}" for number in numbers), *ends)
-    return table
+        rows.append([_short(name), *(f"{number:.4g}" for number in numbers), *ends])
+    rows += [[f"left out: {_short(name)} {reason}", *[""] * (len(ways) + 4)] for name, reason in found.left_out.items()]
+    title = f"Uniform soup of {counted(len(found.names), 'checkpoint')}, metric {found.uniform:.6g}"
+    headings = ("checkpoint", "alone", "from mean", "to best", *ways, "barrier")
+    return table(title, headings[:1], headings, rows)
 
 
 def _short(name: str) -> str:

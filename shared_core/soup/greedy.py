@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.table import Table
 from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
@@ -20,10 +19,14 @@ from shared_core.distributed.job import Job
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
+from shared_core.printing import counted, table
 from shared_core.soup.adapters import AdapterCandidate, AdapterWeights, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
 from shared_core.soup.ingredients import Source, check_able, check_number_of, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Mode = Literal["max", "min"]
 Order = Literal["metric", "random", "given"]
@@ -240,16 +243,15 @@ def path_table(result: SoupResult) -> Table:
     Args:
         result: As `greedy_soup` returns it.
     """
-    table = Table(title=f"soup of {len(result.ingredients)} of {len(result.history)}: {result.score:.6g}")
     logged = any("logged" in row for row in result.history)
-    for name, justify in (("", "right"), ("ingredient", "left"), *([("logged", "right")] if logged else []),
-                          ("alone", "right"), ("average", "right"), ("in", "center"), ("why", "left")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in result.history:
-        keys = (*(["logged"] if logged else []), "single", "score")
-        numbers = ["–" if row[key] is None else f"{row[key]:.6g}" for key in keys]
-        table.add_row(str(row["order"] + 1), row["name"], *numbers, "✓" if row["accepted"] else "", row["reason"])
-    return table
+    keys = (*(["logged"] if logged else []), "single", "score")
+    headings = ("", "checkpoint", *(["logged"] if logged else []), "alone", "average", "in", "why")
+    rows = [
+        (row["order"] + 1, row["name"], *(row[key] for key in keys), "✓" if row["accepted"] else "", row["reason"])
+        for row in result.history
+    ]
+    title = f"Soup of {len(result.ingredients)} of {counted(len(rows), 'checkpoint')}, metric {result.score:.6g}"
+    return table(title, ("checkpoint", "in", "why"), headings, rows)
 
 
 def path_dict(result: SoupResult) -> dict[str, Any]:

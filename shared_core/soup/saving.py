@@ -38,7 +38,7 @@ from shared_core.checkpoint_formats.plain import (
     write_deployment,
 )
 from shared_core.errors import CheckpointError
-from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, make_folder
+from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, is_free, make_folder
 from shared_core.files.journal import LIST_FILE
 from shared_core.printing import markdown_text
 from shared_core.soup.adapters import AdapterWeights
@@ -66,7 +66,7 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
         rule = f"out must be a file ending in {suffix}, as the ingredients are, got {target}"
         raise CheckpointError("soup", rule, "rename it")
     # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
-    if target.is_symlink() or (target.exists() and (suffix or not target.is_dir() or any(target.iterdir()))):
+    if target.is_symlink() or not is_free(target) or (suffix and target.is_dir()):
         raise CheckpointError("soup", f"out must not exist yet, got {target}", "remove it or choose another")
     check_writable(target, "soup")
     return target

@@ -17,6 +17,7 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name
+from shared_core.printing import counted
 from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of, candidate_for
 from shared_core.soup.averaging import estimate_norms_, refuse_no_norms
 from shared_core.soup.config import SoupConfig
@@ -188,6 +189,20 @@ class ModelSoup(Technique):
     def report(self) -> dict[str, Any]:
         """Return members, path and scores of the soup; empty before the end of training."""
         return dict(self._report)
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        if not report:
+            return ["The soup is made after training."]
+        members, tried = len(report["ingredients"]), counted(report["candidates"], "checkpoint")
+        told = f"Averaged {members:,} of {tried} ({report['kind']})" if members else f"Averaged none of {tried}"
+        first = report.get("best_single", report.get("first_single"))
+        if (score := report.get("score")) is None:
+            return [f"{told}."]
+        which = "best" if "best_single" in report else "first"
+        before = "" if first is None else f", {first:.4g} for the {which} checkpoint alone"
+        return [f"{told}.", f"{report['metric']} is {score:.4g}{before}."]
 
 
 def _ranks(soup: dict[str, Tensor]) -> dict[str, Any]:

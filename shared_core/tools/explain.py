@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,10 +55,24 @@ class Explanation:
     coverage: dict[str, coverage.Reach] = field(default_factory=dict)
 
 
-def measured_costs() -> dict[str, list[str]]:
-    """Return what `docs/cost.md` measured of each technique, on one CPU: a line a curve, by recipe key."""
+def estimates(key: str, elements: int) -> list[dict[str, Any]]:
+    """Return what a technique costs on so many elements, by what was measured on one thread of a CPU.
+
+    Each entry has ``what``, and ``seconds`` or ``bytes``. Above the largest size that was measured, cost is
+    proportional to size.
+
+    Example:
+        >>> [held["what"] for held in estimates("prune", 1_000_000) if "bytes" in held]
+        ['masks held']
+    """
     file = resources.files("shared_core.tools") / "measured.json"
-    return cast("dict[str, list[str]]", json.loads(file.read_text(encoding="utf-8")))
+    found = []
+    for law in json.loads(file.read_text(encoding="utf-8")).get(key, ()):
+        size = min(elements, law["largest"])
+        value = (law["a"] + law["c"] * size ** law["k"]) * elements / max(size, 1)
+        unit, factor = ("bytes", 2**20) if law["unit"] == "MiB" else ("seconds", 1e-3)
+        found.append({"what": law["what"], unit: float(f"{value * factor:.3g}")})
+    return found
 
 
 def explain(
@@ -158,9 +172,9 @@ def _written(technique: Technique) -> dict[str, str]:
 def _saved(technique: Technique, trainer: str) -> list[str]:
     state, deployment = _PLACES[trainer]
     lines = {
-        f"its state in {state}, for an exact resume": overrides(technique.state_dict, Technique.state_dict),
-        f"what deployment needs in {deployment}": isinstance(technique, Deploys),
-        "weights as the user's plain model loads them, with its work in them": isinstance(technique, Bakes),
-        "files of its own beside the finished model": isinstance(technique, TrainsPeers),
+        f"its state in {state}": overrides(technique.state_dict, Technique.state_dict),
+        f"data for deployment in {deployment}": isinstance(technique, Deploys),
+        "plain weights with its work in them": isinstance(technique, Bakes),
+        "its own files beside the final model": isinstance(technique, TrainsPeers),
     }
     return [line for line, is_saved in lines.items() if is_saved] or ["nothing"]

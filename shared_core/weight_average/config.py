@@ -24,6 +24,7 @@ class AverageConfig(TechniqueConfig):
         (0.75, 0)
     """
 
+    about: ClassVar[str] = "Keeps a running average of the weights."
     key: ClassVar[str] = "average"
     switch: ClassVar[str] = "kind"
 

@@ -19,6 +19,7 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.modules.running_average import move_towards_
+from shared_core.printing import amount, counted, share_text, size_text
 from shared_core.soup.averaging import estimate_norms_, refuse_no_norms
 from shared_core.weight_average.config import AverageConfig
 
@@ -589,6 +590,24 @@ class WeightAverage(Technique):
             **self._validations,
             **self._told,
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        kinds = {"ema": "A moving average", "swa": "An average", "last_k": "An average of the last copies"}
+        if not report["updates"]:
+            return [f"Averaged nothing yet: averaging begins at step {report['first_update_step']:,}."]
+        told = f"{kinds.get(report['kind'], 'An average')} of {amount(report['elements'])} weights"
+        updates = counted(report["updates"], "update")
+        final = (
+            []
+            if report.get("distance") is None
+            else [f"It replaced the weights of the last step, which differ by {share_text(report['distance'])}."]
+        )
+        return [
+            f"{told} had {updates} since step {report['first_update_step']:,} and took {size_text(report['bytes'])}.",
+            *final,
+        ]
 
     def _size(self) -> dict[str, int]:
         parameters = self._swapped.parameters

@@ -22,6 +22,7 @@ class ClusterConfig(TechniqueConfig):
         {'conv*': 8}
     """
 
+    about: ClassVar[str] = "Shares few values among the weights of a layer."
     key: ClassVar[str] = "cluster"
     switch: ClassVar[str] = "bits"
 

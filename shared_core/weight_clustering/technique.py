@@ -24,6 +24,7 @@ from shared_core.errors import CheckpointError, MatchError, by_reason, require
 from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
 from shared_core.modules.own_forward import why_computed
 from shared_core.numerics.deferred_checks import copied_to_cpu
+from shared_core.printing import amount, counted, size_text
 from shared_core.pruning.masks import WEIGHTS, clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
@@ -104,7 +105,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     return targets
 
 
-NOTE = "The weights are floats still, of few distinct values; `eff compress` writes the small file, without loss."
+NOTE = "The weights stay floats with few distinct values. `eff compress` writes the small file without loss."
 
 
 class WeightClustering(Technique):
@@ -295,6 +296,21 @@ class WeightClustering(Technique):
             "left_out": dict(self._targets.left_out),
             "note": NOTE,
         }
+
+    @staticmethod
+    def summary(report: Mapping[str, Any]) -> list[str]:
+        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        tensors = report["tensors"]
+        if report["clustered_at_step"] is None:
+            return [f"Shared no weights yet: clustering begins at step {report['begin_step']:,}."]
+        most = max((entry["values"] for entry in tensors), default=0)
+        weights = amount(sum(entry["numel"] for entry in tensors))
+        sizes = f"{size_text(report['code_bytes'])} instead of {size_text(report['bytes'])}"
+        return [
+            f"{weights} weights in {counted(len(tensors), 'layer')} share at most {counted(most, 'value')} a layer, "
+            f"since step {report['clustered_at_step']:,}. As codes they take {sizes}.",
+            report["note"],
+        ]
 
     def _tensors(self, *, gather: bool = False) -> list[dict[str, Any]]:
         tensors = []

@@ -262,7 +262,7 @@ PATHS = {
     "eff decompress": lines("decompress DIR/x.eff --out DIR/out @x.eff"),
     "eff compress": lines("compress DIR --bits 4 --out DIR/out @model.safetensors"),
     "eff report": lines("report DIR @eff_receipt.json"),
-    "eff plan": lines("plan --config DIR @config.json"),
+    "eff plan": lines("plan --model DIR @config.json"),
     "eff soup": lines("soup DIR/x.pt --kind uniform --out DIR/out @x.pt"),
     "examples: arrays": data_set("x.npz"),
     "examples: table": data_set("x.parquet"),

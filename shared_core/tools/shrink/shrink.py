@@ -13,6 +13,7 @@ from shared_core.channel_graph.groups import trace
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, EffError
 from shared_core.modules.matching import check_model
+from shared_core.printing import counted, duration, size_text
 from shared_core.tools import measuring
 from shared_core.tools.shrink import model_config as configured
 from shared_core.tools.shrink.cutting import (
@@ -61,14 +62,16 @@ class ShrinkResult:
 
     def __str__(self) -> str:
         if not self.removed:
-            return "nothing was removed: " + (self.notes[0] if self.notes else "no unit is zero")
-        megabytes = [size / 1e6 for size in self.bytes]
+            return f"Nothing was removed: {self.notes[0] if self.notes else 'no unit is zero'}."
+        units, groups = counted(sum(self.removed.values()), "unit"), counted(len(self.removed), "group")
         lines = [
-            f"{sum(self.removed.values())} units of {len(self.removed)} groups removed",
-            f"{megabytes[0]:.3f} MB -> {megabytes[1]:.3f} MB, {self.flops[0]:,} -> {self.flops[1]:,} FLOPs a forward",
+            f"Removed {units} in {groups}.",
+            f"Size: {size_text(self.bytes[1])} instead of {size_text(self.bytes[0])}.",
+            f"FLOPs of a forward pass: {self.flops[1]:,} instead of {self.flops[0]:,}.",
         ]
         if self.milliseconds is not None:
-            lines.append(f"{self.milliseconds[0]:.2f} ms -> {self.milliseconds[1]:.2f} ms a forward")
+            before, after = (duration(time / 1e3) for time in self.milliseconds)
+            lines.append(f"Time of a forward pass: {after} instead of {before}.")
         return "\n".join(lines)
 
 

@@ -64,9 +64,9 @@ class CutResult(ShrinkResult):
     loss: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        lines = [super().__str__(), f"{self.parameters[0]:,} -> {self.parameters[1]:,} parameters"]
+        lines = [super().__str__(), f"Parameters: {self.parameters[1]:,} instead of {self.parameters[0]:,}."]
         if self.loss is not None:
-            lines.append(f"loss on the calibration batches {self.loss[0]:.4f} -> {self.loss[1]:.4f}")
+            lines.append(f"Loss on the calibration batches: {self.loss[1]:.4f}, was {self.loss[0]:.4f}.")
         return "\n".join(lines)
 
 

@@ -105,7 +105,7 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         with pytest.raises(ConfigError, match=f"--length must be at least 2 for a model that reads tokens, got {got}"):
             eff(*arguments, "--format", "executorch", *options)
     batch = make_batch(5)
-    for ranges, told in (None, "all of it in float"), ({"classifier": {"min": -1.0, "max": 1.0}}, "1 layers quantised"):
+    for ranges, told in (None, "all layers in float"), ({"classifier": {"min": -1.0, "max": 1.0}}, "1 layer quantized"):
         if ranges:
             write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
             apply_ranges(model, ranges)
@@ -130,7 +130,7 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         export_onnx(half, batch, tmp_path / "half.onnx")
     half.save_pretrained(tmp_path / "half")  # float32 in the file, with the values of bfloat16
     arguments[1] = str(tmp_path / "half")
-    told = "it takes input_ids (batch, length), attention_mask (batch, length)"
+    told = "input_ids (batch, length), attention_mask (batch, length)"
     assert told in " ".join(eff(*arguments).output.split())
 
 

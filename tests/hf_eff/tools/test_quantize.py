@@ -73,7 +73,7 @@ def test_the_folder_loads_with_what_was_measured_and_is_exported(run, make, tmp_
     if options is not STATIC:
         return  # the codes in the file are those of tests/hf_eff/tools/test_export.py
     exported = eff("export", "out", "--out", "model.onnx", "--length", "6")
-    assert f"{len(told['ranges'])} layers quantised" in exported.output
+    assert f"{len(told['ranges'])} layers quantized" in exported.output
 
 
 @pytest.mark.slow

@@ -50,10 +50,10 @@ def test_parameters_are_counted_where_transformers_builds_the_model(tmp_path):
     with torch.device("meta"):
         found = sum(each.numel() for each in transformers.BertForSequenceClassification(config).parameters())
     for path in (tmp_path, tmp_path / "config.json"):
-        told = eff("plan", "--config", path, "--json")
+        told = eff("plan", "--model", path, "--json")
         assert json.loads(told.stdout)["shape"]["params"] == found
     (tmp_path / "config.json").rename(tmp_path / "bert.json")  # sizes alone
-    told = eff("plan", "--config", tmp_path / "bert.json")
+    told = eff("plan", "--model", tmp_path / "bert.json")
     assert "(by formula)" in told.stdout
 
 
@@ -65,7 +65,7 @@ def test_a_folder_is_explained_without_its_weights(tmp_path):
     config.save_pretrained(tmp_path)  # there are no weights to load
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("prune: {sparsity: 0.5, skip: lm_head}\ncheckpointing: {policy: block}\n")
-    options = ["--model", str(tmp_path), "--steps", "10", "--micro-batch", "2", "--seq-len", "16"]
+    options = ["--model", str(tmp_path), "--steps", "10", "--micro-batch", "2", "--length", "16"]
     told, model = told_by("explain", recipe, *options), LlamaForCausalLM(config)
     assert told["model"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert [*told["techniques"]["checkpointing"]["tensors"]] == ["model.layers.0", "model.layers.1"]
@@ -88,7 +88,7 @@ def test_a_class_without_fused_attention_is_planned_with_its_scores(tmp_path):
     config.save_pretrained(tmp_path)
 
     def activations(*options):
-        told = eff("plan", "--config", tmp_path, "--json", *options)
+        told = eff("plan", "--model", tmp_path, "--json", *options)
         return next(cost["during"] for cost in json.loads(told.stdout)["costs"] if cost["what"] == "activations")
 
     assert activations() == activations("--attention", "eager")

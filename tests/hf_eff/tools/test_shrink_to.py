@@ -318,7 +318,7 @@ def test_the_command_cuts_a_folder_and_reports(tmp_path, monkeypatch):
     given += ["--intermediate-size", "32", "--attention-heads", "6", "--key-value-heads", "3", "--out", "small"]
     told = run(*given)
     assert told.exit_code == 0
-    assert "loss on the calibration batches" in told.stdout
+    assert "Loss on the calibration batches" in told.stdout
     report = json.loads((tmp_path / "small" / SHRINK_FILE).read_text())
     expected = cut(model, {"layers": 2, **WIDTHS})
     assert report["chosen"] == expected.chosen

@@ -117,8 +117,8 @@ def test_a_language_model_from_a_folder(teacher, tokenizer):
         teacher, "--data", "cache_task:texts", "--out", "c", "--temperature", 3, "--top-k", 8, "--batch-size", 4
     )
     assert result.exit_code == 0
-    assert "6 different examples, 27 positions, 8 of 30 classes at T = 3" in result.stdout
-    assert "outside the top 8:" in result.stdout
+    for told in ("6 different examples, 27 positions", "the top 8 of 30 classes", "temperature 3", "other classes"):
+        assert told in result.stdout
     cache = TeacherCache.open("c")
     student, tokens = llama(seed=1), {"tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     tokens["template_fingerprint"] = template_fingerprint(tokenizer)
@@ -160,7 +160,7 @@ def test_a_classifier_from_a_function_over_pairs_and_over_batches(room):
     one, other = (TeacherCache.open(name).lookup(inputs) for name in ("pairs", "batches"))
     assert torch.allclose(one.log_probs, torch.log_softmax(cache_task.classifier()(inputs) / 2, -1), atol=1e-3)
     assert torch.equal(one.log_probs, other.log_probs)
-    assert eff("cache_task:classifier", "--data", "cache_task:pairs", "--out", "x").stdout.count("outside") == 0
+    assert eff("cache_task:classifier", "--data", "cache_task:pairs", "--out", "x").stdout.count("other classes") == 0
 
 
 def test_a_list_of_examples_and_a_file_of_them_are_what_a_data_set_is(teacher, room):

@@ -43,7 +43,11 @@ def test_flags_of_one_technique(monkeypatch):
     rows = json.loads(told("flags --json", monkeypatch))
     mine = json.loads(told("flags average soup --json", monkeypatch))
     assert mine == [row for row in rows if row["flag"].startswith(("--average_", "--soup_"))]
-    table = told("flags", monkeypatch)
-    assert all(row["flag"] in table for row in rows)
+    assert all(row["flag"] in told("flags average soup", monkeypatch) for row in mine)
+    assert max(map(len, told("flags", monkeypatch).splitlines())) <= 80
+    lines = [line.split()[0] for line in told("flags", monkeypatch).splitlines() if line.startswith("--")]
+    assert [REGISTRY[key].key for key in REGISTRY] == [
+        next(key for key in REGISTRY if line.startswith(f"--{key}_")) for line in lines
+    ]
     with pytest.raises(ConfigError, match="did you mean 'soup'"):
         told("flags soop", monkeypatch)

@@ -51,9 +51,9 @@ def test_a_state_dict_there_and_back(tmp_path):
 def test_the_tables_name_tensors_and_times(tmp_path):
     save_file(make_net().state_dict(), tmp_path / "net.safetensors")
     text = run("compress", tmp_path / "net.safetensors", "--out", tmp_path / "m.eff")
-    for part in ("0.weight", "sparse", "every byte of the file counted", "decompressed and compared in", "m.eff"):
+    for part in ("0.weight", "sparse", "times smaller", "decompressing and comparing", "m.eff"):
         assert part in text
-    assert "decompressed in" in run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
+    assert "Decompressed" in run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_files_that_no_model_needs_are_not_put_into_the_folder(tmp_path):
 def test_a_hostile_size_needs_the_users_word(tmp_path):
     save_file({"w": torch.zeros(5000, 5000)}, tmp_path / "zeros.safetensors")
     text = run("compress", tmp_path / "zeros.safetensors", "--out", tmp_path / "m.eff")
-    assert "add --max-bytes 100000000" in text
+    assert "--max-bytes 100000000" in text
     with pytest.raises(CheckpointError, match=r"pass max_bytes .eff decompress: --max-bytes"):
         run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
     run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back", "--max-bytes", 10**8)

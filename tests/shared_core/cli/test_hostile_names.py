@@ -91,7 +91,7 @@ COMMANDS = {
     "init": [("--goal", NAME), ("--out", f"no{NAME}/recipe.yaml")],
     "lottery": [("--out", f"lottery{NAME}", "--", sys.executable, f"{NAME}.py")],
     "low-rank": [("hostile:build", "--rank", "4", "--min-size", "0", "--out", f"low{NAME}", "--weights", ZERO)],
-    "plan": [("--recipe", "key.yaml"), ("--params", NAME)],
+    "plan": [("key.yaml",), ("--params", NAME)],
     "privacy": [("--noise-multiplier", NAME)],
     "prune": [
         ("hostile:build", "--sparsity", "0.5", "--out", f"pruned{NAME}", "--weights", ZERO),

@@ -137,8 +137,8 @@ def test_the_folder_holds_plain_weights_and_a_report(run, tmp_path):
 
 def test_a_table_tells_what_was_pruned(run):
     out = run("prune_task:model", "--out", "out", "--sparsity", "0.5", "--eval", "prune_task:zeros").stdout
-    assert "537 of 1074 weights are zero (50.0%); magnitude, scope global" in " ".join(out.split())
-    assert "quality: dense 14, pruned 551" in out
+    for told in ("50.0 % of 1,074 weights", "magnitude", "global", "dense 14, pruned 551"):
+        assert told in out
     assert "not get faster" in " ".join(out.split())
 
 
@@ -148,8 +148,8 @@ def test_units_are_removed_from_a_plain_model(run, tmp_path):
         "l1_norm", "--shrink", "--eval", "prune_task:quality",
     )  # fmt: skip
     assert result.exit_code == 0
-    assert "7 of 14 units; l1_norm, scope local" in " ".join(result.stdout.split())
-    assert "shrunk: 7 units removed" in result.stdout
+    for told in ("7 of 14 units", "l1_norm", "Removed 7 units"):
+        assert told in result.stdout
     report = json.loads((tmp_path / "out" / PRUNING_FILE).read_text())
     assert report["shrink"]["bytes"][1] < report["shrink"]["bytes"][0]
     assert report["quality"]["shrunk"] == pytest.approx(report["quality"]["pruned"], rel=1e-5)
@@ -232,7 +232,7 @@ def test_a_shrunk_folder_loads_smaller_with_the_outputs_of_the_masked_model(run,
     assert run("bert", "--out", "masked", *options).exit_code == 0
     result = run("bert", "--out", "small", *options, "--shrink")
     assert result.exit_code == 0
-    assert "shrunk: 24 units removed" in result.stdout
+    assert "Removed 24 units" in result.stdout
     config = json.loads((tmp_path / "small" / "config.json").read_text())
     assert config["intermediate_size"] == 12
     assert torch.allclose(logits(tmp_path / "small"), logits(tmp_path / "masked"), atol=1e-5)

@@ -146,13 +146,13 @@ def test_what_the_outputs_lose_is_told_and_one_hot_inputs_lose_little(run):
     assert min(values["output_sqnr_db"], *(entry["output_sqnr_db"] for entry in values["layers"])) > 30
 
     shown = run("quantize_task:model", "--out", "again", "--calibration", "quantize_task:one_hot").stdout
-    assert f"SQNR of the model's output: {values['output_sqnr_db']:.1f} dB" in shown
+    assert f"output: {values['output_sqnr_db']:.1f} dB" in shown
     assert f"{values['layers'][0]['output_sqnr_db']:.1f}" in shown
 
 
 def test_that_outputs_were_not_measured_without_batches_is_told(run, tmp_path):
     shown = run(*SCHEME, "--report", "page.html").stdout
-    assert "SQNR of outputs: not measured" in shown
+    assert "not measured. --calibration" in shown
     assert "Not measured; --calibration" in (tmp_path / "page.md").read_text()
     assert json.loads((tmp_path / "out" / "eff_quantization.json").read_text())["output_sqnr_db"] is None
 
@@ -281,7 +281,7 @@ def test_latencies_are_told_of_every_form_that_runs(run, tmp_path):
     told = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())["milliseconds"]
     assert set(told) == {"float32", "bfloat16", "int8 reference", "torchao"}
     assert all(value > 0 for value in told.values())
-    assert "one forward, one thread: float32" in result.stdout
+    assert "on one thread: float32" in result.stdout
     assert torch.get_num_threads() >= 1
 
 

@@ -10,7 +10,7 @@ import commands
 import pytest
 from reports import Outline, part, report_of, row
 
-from shared_core.engine.receipt import RECEIPT_FILE, Receipt, headline
+from shared_core.engine.receipt import RECEIPT_FILE, Receipt, sentences
 from shared_core.errors import CheckpointError, ConfigError
 
 HOSTILE = "[/b]<script>alert(1)</script>|[x](javascript:y)\"'&"
@@ -26,6 +26,7 @@ RECEIPT = {
         "prune": {
             "tensors": [{"name": "a.weight", "shape": [4, 4], "numel": 16, "pruned": 12, "sparsity": 0.75}],
             "numel": 16, "pruned": 12, "sparsity": 0.75, "left_out": {"head": "it is the last"}, "note": "no faster",
+            "begin_step": 4, "end_step": 30, "last_update_step": 30,
         },
         "loss_scale": {"scale": 1024.0, "measured_step": 40, "layers": {"a": {"underflow": 0.125, "zero": 0.0}}},
     },
@@ -65,10 +66,14 @@ def test_a_page_of_a_run(tmp_path):
     assert result.exit_code == 0
     assert "40 steps applied, 2 skipped" in result.output
     page, text = (run / "eff_report.html").read_text(), (run / "eff_report.md").read_text()
-    assert row(text, "loss_scale") == ["kind", "dynamic"]
-    assert row(text, "prune") == ["sparsity", "0.8"]
-    assert row(part(text, "What happened"), "prune")[-1] == "0.5"
-    assert "40 steps applied of 42 planned, 2 skipped; finished after 12.2 s" in text
+    asked = part(text, "What was asked")
+    assert row(asked, "loss_scale") == ["kind", "dynamic"]
+    assert row(asked, "prune") == ["sparsity", "0.8"]
+    achieved = part(text, "What was achieved")
+    assert row(achieved, "prune")[-1] == "500.0 ms"
+    for told in ("75.0 % of 16 weights", "40 steps of 42 planned", "12.2 s"):
+        assert told in achieved
+    assert text.index("What was achieved") < text.index("What was asked")
     assert row(text, "eval_f1, first and last of the run") == ["0.5", "0.75", "1.5×", "validations in training"]
     assert row(text, "bytes of model.safetensors")[:2] == ["–", "1,234"]
     assert row(text, "loss") == ["2", "42", "2", "1", "1", "2"]
@@ -113,7 +118,7 @@ def test_a_run_is_watched_until_its_end(tmp_path, monkeypatch):
     assert [page.count('http-equiv="refresh" content="7"') for page in pages] == [0, 1, 1]
     last = (run / "eff_report.html").read_text()
     assert "refresh" not in last
-    assert "finished after" in last
+    assert "Finished after" in last
     with pytest.raises(ConfigError, match="--watch must come without --json"):
         eff(run, "--watch", "--json")
 
@@ -125,11 +130,11 @@ def test_of_lightnings_folder_the_newest_version_counts(tmp_path):
             f"epoch,step,train_loss,val_acc\n0,9,{number},\n0,9,,0.5\n0,bad,3,\n1,19,1.5,\n"
         )
     text = report_of(tmp_path)
-    assert "driven by pl10" in text
+    assert row(text, "trainer") == ["pl10"]
     assert row(text, "train_loss")[:5] == ["2", "19", "10", "1.5", "1.5"]
     assert row(text, "val_acc")[:2] == ["1", "9"]
     assert "lightning_logs/version_10 is the newest of 2" in text
-    assert "driven by pl2" in report_of(tmp_path / "lightning_logs" / "version_2")
+    assert row(report_of(tmp_path / "lightning_logs" / "version_2"), "trainer") == ["pl2"]
 
 
 def test_of_a_log_that_ends_early_the_receipt_goes_on(tmp_path):
@@ -258,5 +263,6 @@ def test_a_folders_name_commands_no_terminal(tmp_path):
     assert "\x1b" not in output
 
 
-def test_a_headline_leaves_out_empty_lists_and_what_is_per_layer():
-    assert headline({"layers": 2, "left_out": {}, "per_layer": [1, 2], "tensors": ["a"]}) == "layers 2, tensors 1"
+def test_a_report_without_sentences_leaves_out_empty_lists_and_what_is_per_layer():
+    report = {"layers": 2, "left_out": {}, "per_layer": [1, 2], "tensors": ["a"], "ticket": None}
+    assert sentences("of_somebody_else", report) == ["layers 2, tensors 1, ticket none"]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -72,7 +73,7 @@ eff = functools.partial(commands.eff, "soup")
 def test_a_greedy_soup_of_a_run(room):
     result = eff("run", *QUALITY, "--out", "soup", "--plot", "path.svg")
     assert result.exit_code == 0
-    assert "soup of 2 of 3: -0.1" in result.output
+    assert re.search("2 of 3 checkpoints.* -0.1", result.output)
     assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]
     path = json.loads((room / "soup" / "soup_path.json").read_text())
     assert [name.rsplit("-", 1)[1] for name in path["ingredients"]] == ["2", "1"]
@@ -149,7 +150,7 @@ def test_merges(room):
     save_file({"w": torch.zeros(4, 4)}, room / "base" / "model.safetensors")
     bases = ["--base", "base", "--density"]
     result = eff("run", "--kind", "ties", *bases, 1, "--lambda", 2, "--weights", "1,1,2", "--out", "ties")
-    assert "ties merge of 3 ingredients\nwrote ties" in result.stdout
+    assert "3 checkpoints (ties)" in result.stdout
     assert load_file("ties/model.safetensors")["w"].unique().tolist() == [4.5]
     path = json.loads((room / "ties" / "soup_path.json").read_text())
     assert (path["kind"], path["base"], path["density"], path["lambda"]) == ("ties", "base", 1.0, 2.0)
@@ -169,7 +170,7 @@ def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
     save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
     result = eff("run", "--kind", "uniform", "--out", "mean")
     assert "run/checkpoint-1 is left out: 'w' holds a NaN" in result.stderr
-    assert "uniform average of 2 ingredients" in result.stdout
+    assert "2 checkpoints (uniform)" in result.stdout
     path = json.loads((room / "mean" / "soup_path.json").read_text())
     assert path["ingredients"] == ["run/checkpoint-2", "run/checkpoint-3"]
     assert list(path["left_out"]) == ["run/checkpoint-1"]

@@ -219,7 +219,8 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
     assert told["model"]["parameters"] == told["model"]["trained"] == sum(p.numel() for p in net().parameters())
     assert told["model"]["without_values"]
     assert told["techniques"]["prune"]["elements"] == 2048
-    assert any("masks" in line for line in told["techniques"]["prune"]["measured"])
+    (masks,) = [entry for entry in told["techniques"]["prune"]["estimates"] if "bytes" in entry]
+    assert masks["bytes"] == pytest.approx(2048, rel=0.1)  # a byte a weight
     assert torch.get_float32_matmul_precision() == before
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
     table = eff("explain", file, *options).stdout

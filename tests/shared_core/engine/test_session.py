@@ -363,7 +363,7 @@ def test_a_session_with_nothing_on_changes_nothing():
     session.finish()
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert session.receipt()["steps"]["applied"] == 1
-    assert "1 steps applied" in session.receipt().text()
+    assert "1 step applied" in session.receipt().text()
 
 
 def test_a_receipt_is_json_for_every_parser(tmp_path):
