@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -23,6 +24,15 @@ def printable(text: str) -> str:
         'run\\u001b[31m'
     """
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+QUIET = "EFF_QUIET"
+"""Variable of the environment: no progress, and receipts in a line."""
+
+
+def is_quiet() -> bool:
+    """Return True if the environment asks for less output."""
+    return os.environ.get(QUIET, "") not in ("", "0")
 
 
 _results: list[TextIO] = []

@@ -26,7 +26,7 @@ from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
 from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
 from shared_core.lottery_ticket.config import TicketOptions
-from shared_core.printing import echo
+from shared_core.printing import echo, is_quiet
 from shared_core.runs.child_processes import handed_on
 
 if TYPE_CHECKING:
@@ -228,7 +228,6 @@ def lottery(asked: LotteryOptions) -> None:
     Every run starts in a fresh process with its own seeds and data order. OUT holds a folder for each, tickets
     (safetensors), curve.json, curve.csv and curve.png.
     """
-    from shared_core.engine.receipt import is_quiet
     from shared_core.reports.page import Console, check_plot
     from shared_core.runs import executor_of
 
@@ -312,7 +311,6 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     Options of distillation (--distill_temperature 4 2, one value or one a stage) stand before --, or after it with one
     value. OUT holds a folder, log, recipe and receipt for each stage, and chain.json.
     """
-    from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
     from shared_core.reports.page import Console
     from shared_core.runs import RunError, TeacherChain, executor_of

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import nn
-
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
-from shared_core.distillation.layer_init import parse_layers
+from shared_core.errors import ConfigError
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
@@ -328,4 +326,17 @@ def _kind(teacher: Any) -> Teaching:
 
 
 def _is_model(given: Any) -> bool:
-    return isinstance(given, nn.Module) or (isinstance(given, str) and bool(given.strip()))
+    if isinstance(given, str):
+        return bool(given.strip())
+    from torch import nn  # flags and recipes hold names alone, and need no torch
+
+    return isinstance(given, nn.Module)
+
+
+def parse_layers(layers: str) -> list[int]:
+    """Return the numbers in ``0,2,4``."""
+    parts = [part.strip() for part in layers.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        rule = f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+        raise ConfigError("distill", rule)
+    return [int(part) for part in parts]

@@ -10,6 +10,8 @@ from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
 from shared_core.config.options import Figure, Options, TechniqueConfig, option
 from shared_core.config.training_time import Position
 
+TICKET_FILE, RESULT_FILE = "ticket.safetensors", "round.json"
+"""In the folder of a run: what it found, and its figures, which are written last."""
 _REWOUND = (
     "weights are rewound at step k, and the next masks come from those that were trained; average the winning ticket's "
     "own run"

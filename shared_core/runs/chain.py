@@ -13,9 +13,7 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from shared_core.checkpoint_formats import open_ingredient
 from shared_core.distillation.config import CACHE, EMA
-from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
@@ -142,6 +140,8 @@ def _checked_teacher(name: str) -> str:
         is_there = path.is_dir() if prefix else path.exists() or not _looks_like_path(part)
         require(is_there, "chain", f"teacher must be {what}, got {part!r}", error=CheckpointError)
         if path.exists() and not prefix:
+            from shared_core.checkpoint_formats import open_ingredient
+
             path = find_model(path) if path.is_dir() else path
             open_ingredient(path).close()
         found.append(f"{prefix}{path.resolve()}" if path.exists() else part)
@@ -336,6 +336,8 @@ class TeacherChain:
         return None
 
     def _train(self, stage: Stage, resume: bool, executor: Executor, output: BinaryIO | None) -> None:
+        from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
+
         out = self.folder / stage.name
         log, file, receipt = (out.with_name(f"{out.name}.{end}") for end in ("log", "yaml", "receipt.json"))
         if not resume:

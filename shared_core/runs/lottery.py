@@ -27,8 +27,7 @@ from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.journal import Journal, read_object
 from shared_core.front_ends.flags import recipe_of
 from shared_core.libraries import optional
-from shared_core.lottery_ticket.config import LotteryConfig
-from shared_core.lottery_ticket.ticket import RESULT_FILE, TICKET_FILE
+from shared_core.lottery_ticket.config import RESULT_FILE, TICKET_FILE, LotteryConfig
 from shared_core.printing import table
 from shared_core.runs.command import TrainingCommand, without_secrets
 from shared_core.runs.executors import Executor, LocalExecutor, StartedRun

@@ -32,11 +32,9 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, EffError, require
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
+from shared_core.runs.try_out import RESULT_FILE, VARIABLE
 
-VARIABLE = "EFF_SHORT_RUN"
-"""The options of a short run, as JSON, for the process that runs it."""
 KEY = "short_run"
-RESULT_FILE = "result.json"
 _WEIGHTS = (".safetensors", ".bin", ".ckpt")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

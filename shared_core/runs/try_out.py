@@ -27,9 +27,11 @@ from shared_core.files.atomic import make_folder
 from shared_core.files.journal import read_object
 from shared_core.runs.command import TrainingCommand
 from shared_core.runs.executors import LocalExecutor
-from shared_core.runs.short_run import RESULT_FILE, VARIABLE
 from shared_core.runs.trained_model import is_larger_better
 
+VARIABLE = "EFF_SHORT_RUN"
+"""The options of a short run, as JSON, for the process that runs it."""
+RESULT_FILE = "result.json"
 PLAIN, ALL = "plain", "all together"
 _WHERE = "eff try"
 _CHILD = "from shared_core.runs.short_run import shorten_script; shorten_script()"

@@ -17,8 +17,8 @@ from shared_core.errors import ConfigError, TrainingError
 from shared_core.reports.page import build_page
 from shared_core.reports.try_page import try_page
 from shared_core.runs import TryOut, chosen_metric, findings, short_run
-from shared_core.runs.short_run import KEY, RESULT_FILE, ShortRun, ShortRunConfig, short_run_of
-from shared_core.runs.try_out import ALL, PLAIN, Reading, without_output
+from shared_core.runs.short_run import KEY, ShortRun, ShortRunConfig, short_run_of
+from shared_core.runs.try_out import ALL, PLAIN, RESULT_FILE, Reading, without_output
 
 RECIPE = Recipe.from_dict({"prune": {"sparsity": 0.5}, "average": {"kind": "ema"}})
 
