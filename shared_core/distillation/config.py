@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
-from shared_core.errors import ConfigError
+from shared_core.errors import CheckpointError, ConfigError, require
+from shared_core.files.hub_names import check_named
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
@@ -201,6 +202,16 @@ class DistillConfig(TechniqueConfig):
             raise self._error(name, rule)
         if self.init_layers is not None and self.init_layers not in ("even", "first", "last"):
             parse_layers(self.init_layers)
+
+    def check_files(self) -> None:
+        """Raise `CheckpointError` where a teacher, a cache or another student is not there."""
+        for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
+            for name in models:
+                if isinstance(name, str) and _kind(name) == "one model":
+                    check_named(name, self.key, option_name)
+        is_there = self.cache is None or Path(self.cache).is_dir()
+        told = f"teacher must be a cached one that exists, got {self.teacher!r}"
+        require(is_there, self.key, told, "eff cache-teacher writes one", CheckpointError)
 
     def _broken_rules(self) -> Iterator[tuple[str, str]]:
         if not self.teachers or not all(map(_is_model, self.teachers)):

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from shared_core import Session
 from shared_core.cli import _WORKING
 from shared_core.cli.arguments import bar
-from shared_core.printing import QUIET
 from shared_core.errors import ConfigError
+from shared_core.printing import QUIET
 
 
 @pytest.fixture(autouse=True)
