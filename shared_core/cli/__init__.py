@@ -23,6 +23,7 @@ from shared_core.cli.reference import compat, doctor, flags, formats
 from shared_core.cli.smaller_models import LowRankCommand, PruneCommand, low_rank, prune, shrink
 from shared_core.cli.soup import soup
 from shared_core.cli.trainings import ChainCommand, chain, lottery, report, run, try_out
+from shared_core.cli.waiting import tell_imports
 from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
 from shared_core.printing import QUIET, echo
 
@@ -116,6 +117,7 @@ app.command("try", context_settings={**_SCRIPT, "ignore_unknown_options": False}
 
 def main() -> None:
     """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
+    tell_imports()
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
