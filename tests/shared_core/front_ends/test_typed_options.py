@@ -10,8 +10,8 @@ from shared_core.engine.registry import OURS, REGISTRY
 from shared_core.errors import ConfigError
 
 VALUES = {
-    "low_rank": 4, "lora": 4, "prune": 0.8, "lottery": "out", "cluster": 4, "distill": "teacher", "activations": "exact",
-    "checkpointing": "block",
+    "low_rank": 4, "lora": 4, "prune": 0.8, "lottery": "out", "cluster": 4, "distill": "teacher",
+    "activations": "exact", "checkpointing": "block",
 }  # fmt: skip
 
 
