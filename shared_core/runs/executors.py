@@ -92,7 +92,7 @@ class GroupedProcess(subprocess.Popen[bytes]):
     """A process that leads a group of its own, which ends as a whole: workers and launched ranks are in it too."""
 
     def __init__(self, arguments: Sequence[str], **options: Any) -> None:
-        group = {"process_group": 0} if os.name == "posix" else {}
+        group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         super().__init__(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, **group, **options)
 
     def kill(self) -> None:

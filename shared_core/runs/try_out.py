@@ -132,7 +132,8 @@ class TryOut:
             self.variants[ALL] = recipe
         for config in recipe.values():
             config.check_files()
-        self._refused = {name: told for name, tried in self.variants.items() if (told := _refusal(tried))}
+        # why those that cannot be combined are not run
+        self.refused = {name: told for name, tried in self.variants.items() if (told := _refusal(tried))}
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -157,7 +158,7 @@ class TryOut:
         turns = self.steps // self.block + 2  # what comes before the first step, and behind the last
         total, pairs = len(self.pairs) * 2 * turns, list[Pair]()
         for number, names in enumerate(self.pairs):
-            if (told := self._refused.get(names[1])) is not None:
+            if (told := self.refused.get(names[1])) is not None:
                 refused = Reading(names[1], number, {"error": told})
                 pairs.append((refused, refused))
                 continue
