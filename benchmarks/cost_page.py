@@ -47,7 +47,7 @@ vocabulary V, s tokens per example, low rank r.
 | a | bytes of activations per token, block and unit of width: 79 with `fp32`, 54 with `mixed`, 42 with `16-true` |
 
 - a was measured on a Llama, without attention scores.
-- With `--config`, parameters are counted on the config's class if transformers has it, else by formula.
+- With `--model`, parameters are counted on the config's class if transformers has it, else by formula.
 - The peak is an upper bound: activations are freed while gradients appear.
 - Eager attention (`--attention eager`, or a class without fused attention) adds 3·c·T·L·s·heads. That is about right
   for BERT, Llama, Gemma 2 and GPT-2, and a third of what DeBERTa stores.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -50,7 +51,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
         when = "trains" if trainer.is_in_train else "has trained"
         raise TrainingError(
             "hf",
-            f"attach must come before train, got a trainer that {when}",
+            f"techniques must be attached before train, got a trainer that {when}",
             "construct another one and attach to that",
         )
     # Flags count once: the first driver of a trainer takes them, later ones find them taken.
@@ -86,6 +87,10 @@ class EffCallback(TrainerCallback):
         ``Trainer(..., callbacks=[EffCallback({"prune": {"sparsity": 0.8}})])``
     """
 
+    state_key: ClassVar[str] = "hf_eff"  # Lightning names a callback by it before it asks anything
+    in_lightning: ClassVar[str] = ""
+    """Its name in `lightning_eff`, where that is another."""
+
     def __init__(self, recipe: Recipe | Mapping[str, Any] | str | Path) -> None:
         self.recipe = as_recipe(recipe)
         self.session: Session | None = None
@@ -99,6 +104,18 @@ class EffCallback(TrainerCallback):
         self.session = attach(trainer, self.recipe)
         if (driver := session_callback_of(trainer)) is not None:
             driver.given.callbacks.append(self)
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        """Refuse the Trainer of Lightning, which asks this first, and Fabric."""
+        kinds = (kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "hf_eff")
+        name = self.in_lightning or next(kind.__name__ for kind in kinds)
+        rule = f"{type(self).__name__} must be a callback of a Hugging Face Trainer, got Lightning"
+        raise ConfigError("hf", rule, f"write `from efftrain.lightning import {name}`")
+
+    on_after_setup = on_after_optimizer_step = setup
+
+    def on_exception(self, *_: Any) -> None:
+        """Let Lightning show the error of `setup`."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the trainer that is being constructed, and attach all of its techniques at once."""
@@ -119,16 +136,36 @@ class EffCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a callback that came after construction: the optimizer exists, so it is too late to attach."""
+        """Refuse a callback that passed `add_callback` by: the optimizer exists, so it is too late to attach."""
         # It is asked at each event that follows too: another callback may have added this one in any of them.
         if self.session is None and self.recipe:
             raise TrainingError(
                 "hf",
-                f"{type(self).__name__} must be known when the trainer is constructed, got add_callback after it",
-                "pass it in Trainer(callbacks=[...]), or call efftrain.hf.attach(trainer, recipe) before it trains",
+                f"{type(self).__name__} must be known to the trainer before it trains, got a callback of its handler",
+                "pass it in Trainer(callbacks=[...]), or call trainer.add_callback before train",
             )
 
     on_epoch_begin = on_step_begin = on_step_end = on_train_end = on_train_begin
+
+
+def _attach_what_is_added() -> None:
+    """Make ``Trainer.add_callback`` attach a callback of ours, which no event tells where it was added."""
+    stock = Trainer.add_callback
+
+    @functools.wraps(stock)
+    def add_callback(trainer: Trainer, callback: Any) -> None:
+        stock(trainer, callback)
+        if isinstance(callback, EffCallback):
+            try:
+                callback.join(trainer)
+            except BaseException:
+                trainer.remove_callback(callback)
+                raise
+
+    Trainer.add_callback = add_callback  # type: ignore[method-assign]
+
+
+_attach_what_is_added()
 
 
 def _trainer_under_construction(callback: EffCallback) -> Trainer:
@@ -172,6 +209,8 @@ class Lora(TechniqueCallback):
 
 class LossScaling(TechniqueCallback):
     """Scales the loss in place of the trainer's own scaler."""
+
+    in_lightning = "LossScalingPrecision"
 
 
 class LowRank(TechniqueCallback):

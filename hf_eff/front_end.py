@@ -9,14 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from shared_core.engine.recipe import Recipe
 from shared_core.front_ends.after_import import after_import
 from shared_core.front_ends.flags import asked_steps
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from shared_core.runs.short_run import ShortRunConfig
 
 _MODULE, _LOOPS_MODULE = "transformers.trainer", "accelerate.accelerator"
@@ -131,6 +130,8 @@ class HuggingFace:
 
         @functools.wraps(stock)
         def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+            from torch.optim import Optimizer
+
             trains = any(isinstance(one, Optimizer) for one in objects)
             if not self._recipe or self._passes_by or not trains:
                 return stock(accelerator, *objects, **options)

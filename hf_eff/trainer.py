@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
-from hf_eff.callbacks import EffCallback, attach, session_callback_of
+from hf_eff.callbacks import attach, session_callback_of
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
@@ -50,12 +50,6 @@ class EffTrainerMixin:
         """The session that drives the techniques."""
         driver = session_callback_of(self._as_trainer())
         return self._attached if driver is None else driver.session
-
-    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Add a callback; one of ours attaches at once."""
-        super().add_callback(callback)  # type: ignore[misc]
-        if isinstance(callback, EffCallback):
-            callback.join(self._as_trainer())
 
     def _as_trainer(self) -> Any:
         return self

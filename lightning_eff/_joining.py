@@ -119,6 +119,14 @@ def came_late(callback: Any) -> TrainingError:
     )
 
 
+def not_of_hugging_face(callback: Any) -> ConfigError:
+    """Return the error for a callback that the Trainer of Hugging Face got."""
+    kinds = (kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == "lightning_eff")
+    rule = f"{type(callback).__name__} must be a callback of a Lightning Trainer, got Hugging Face's"
+    name = next(kind.__name__ for kind in kinds)
+    return ConfigError("lightning", rule, f"write `from efftrain.hf import {name}`")
+
+
 def not_of_fabric(callback: Any) -> CompatibilityError:
     """Return the error for a callback that Fabric got."""
     return CompatibilityError(

@@ -235,6 +235,12 @@ class EffCallback(Callback):
 
     on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module
 
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Refuse the Trainer of Hugging Face, which asks this first."""
+        raise _joining.not_of_hugging_face(self)
+
+    on_train_begin = on_init_end  # of one that was added later
+
     def _check_there(self) -> None:
         # A tuner's trials take callbacks away on purpose, and put them back.
         if self._tries_first and not self._session.has_begun:

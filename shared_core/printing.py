@@ -28,6 +28,15 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+QUIET = "EFF_QUIET"
+"""Variable of the environment: no progress, and receipts in a line."""
+
+
+def is_quiet() -> bool:
+    """Return True if the environment asks for less output."""
+    return os.environ.get(QUIET, "") not in ("", "0")
+
+
 _results: list[TextIO] = []
 
 

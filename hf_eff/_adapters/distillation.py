@@ -5,13 +5,14 @@ A teacher comes from a folder or the Hub: the class its config names, every weig
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -24,10 +25,12 @@ from shared_core.checkpoint_formats.files import read_json
 from shared_core.checkpoint_formats.opening import is_bare_weights, teacher_from_weights
 from shared_core.checkpoint_formats.plain import check_values
 from shared_core.engine.session import Session
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, require
+from shared_core.files.hub_names import check_named
 from shared_core.files.json_yaml import parse_json
 from shared_core.lora.peft_files import is_adapter_folder, merge_, read_base
 
+_SECONDS = 10  # for the Hub to answer
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
 _TOKEN_TASKS = ("CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS")
@@ -333,15 +336,23 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
 
 def _check_path(name: str, *files: str) -> None:
     path = Path(name).expanduser()
-    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name
-    rule = remedy = ""
-    if path.exists() and not any((path / file).is_file() for file in files):
-        rule = f"teacher must be a folder with {' or '.join(files)}, got {name!r} without"
-        remedy = "give the folder that save_model or save_pretrained wrote"
-    elif looks_like_path and not path.exists():
-        rule = f"teacher must be an existing folder or a Hub name, got {name!r}"
-    if rule:
-        raise CheckpointError("distill", rule, remedy)
+    is_whole = not path.exists() or any((path / file).is_file() for file in files)
+    told = f"teacher must be a folder with {' or '.join(files)}, got {name!r} without"
+    require(is_whole, "distill", told, "give the folder that save_model or save_pretrained wrote", CheckpointError)
+    check_named(name, "distill", "teacher")
+    if not path.exists() and not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        _check_hub(name)
+
+
+def _check_hub(name: str) -> None:
+    """Ask the Hub once whether it is there: transformers would ask again and again, for half a minute."""
+    try:
+        HfApi().model_info(name, timeout=_SECONDS)
+    except HfHubHTTPError:
+        pass  # it answers: why it refuses the model is for transformers to say
+    except Exception as error:  # of the client's HTTP library, which is another one in each version
+        told = f"teacher must be an existing folder or a Hub name, got {name!r}: there is no such folder, and the Hub "
+        raise CheckpointError("distill", f"{told}cannot be reached ({_first_line(error)})", "check the path") from error
 
 
 _TRUST = "trust_remote_code"  # what transformers names in its refusal

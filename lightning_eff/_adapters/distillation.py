@@ -65,9 +65,9 @@ def load_teacher(name: str, student: nn.Module, trainer: Any, *, trust_remote_co
     try:
         # Building a model draws its initial weights, and the run must not depend on how the teacher came.
         if name.endswith(".ckpt"):
-            return _from_checkpoint(Path(name), student, trainer.lightning_module)
-        if is_bare_weights(Path(name)):
-            return teacher_from_weights(Path(name), student)
+            return _from_checkpoint(Path(name).expanduser(), student, trainer.lightning_module)
+        if is_bare_weights(path := Path(name).expanduser()):
+            return teacher_from_weights(path, student)
         return _from_hub(name, student, trust_remote_code)
     finally:
         set_rng_state(random)

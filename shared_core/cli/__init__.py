@@ -24,8 +24,9 @@ from shared_core.cli.reference import compat, doctor, flags, formats
 from shared_core.cli.smaller_models import LowRankCommand, PruneCommand, low_rank, prune, shrink
 from shared_core.cli.soup import soup
 from shared_core.cli.trainings import ChainCommand, chain, lottery, report, run, try_out
+from shared_core.cli.waiting import tell_imports
 from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
-from shared_core.printing import echo
+from shared_core.printing import QUIET, echo
 
 
 class _Group(TyperGroup):
@@ -42,13 +43,12 @@ _WORKING = frozenset({
     "cache-teacher", "chain", "compress", "decompress", "export", "lottery", "low-rank", "prune", "quantize", "run",
     "shrink", "soup", "try",
 })  # fmt: skip
-_QUIET = "EFF_QUIET"  # `engine.receipt` looks at it, which imports torch
 
 
 def _be_quiet(context: typer.Context, wanted: bool) -> None:
-    if wanted and _QUIET not in os.environ:
-        os.environ[_QUIET] = "1"  # processes that the command starts are quiet too
-        context.call_on_close(lambda: os.environ.pop(_QUIET, None))
+    if wanted and QUIET not in os.environ:
+        os.environ[QUIET] = "1"  # processes that the command starts are quiet too
+        context.call_on_close(lambda: os.environ.pop(QUIET, None))
 
 
 def _with_quiet(
@@ -161,6 +161,7 @@ for _panel, _commands in _PANELS.items():
 
 def main() -> None:
     """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
+    tell_imports()
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from shared_core.config.options import Options, option, type_text
 from shared_core.errors import ConfigError
-from shared_core.printing import echo, results_alone
+from shared_core.printing import echo, is_quiet, results_alone
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -384,7 +384,6 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
     """
     from rich.progress import Progress, TimeElapsedColumn
 
-    from shared_core.engine.receipt import is_quiet
     from shared_core.reports.page import Console
 
     console = Console(stderr=True)

@@ -211,8 +211,9 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     inputs = made_up_inputs(network, "eff export", length or 8)
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
-    told = f"--length must be at least 2 for a model that reads tokens, got {length}"
-    require(length is not None and length >= 2, "eff export", told)
+    told = "--length must be given, as a program for ExecuTorch reads inputs of one size, got none"
+    require(length is not None, "eff export", told, "add --length 128, the tokens that it will read")
+    require((length or 0) >= 2, "eff export", f"--length must be at least 2, got {length}", "add --length 128")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding

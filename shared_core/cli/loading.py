@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest, require
@@ -24,28 +25,22 @@ if TYPE_CHECKING:
 
 
 def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names, if it takes arguments of these names.
+    """Return the function that ``module:function`` or ``file.py:function`` names, if it takes arguments of these names.
 
     Modules of the working folder can be imported.
     """
-    module_name, colon, function_name = name.partition(":")
-    told = f"{where} must be module:function, got {name!r}"
-    require(
-        module_name and colon and function_name, told, "", "my_module:build names build of my_module.py in this folder"
-    )
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    module_name, colon, function_name = name.rpartition(":")
+    told = f"{where} must be module:function or file.py:function, got {name!r}"
+    require(module_name and colon and function_name, told, "", "my_module.py:build names build of that file")
     try:
-        module = importlib.import_module(module_name)
+        module = user_module(module_name)
     except Exception as error:  # what a module does when it is imported raises what it likes
         if isinstance(error, ImportError):
-            what = f"write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else "check the name"
-            why = f"{error}; {what}, and run where it can be imported"
+            why = f"{error}; check the name, and run where it can be imported"
         elif isinstance(error, EffError):
             raise
         else:
-            spec = importlib.util.find_spec(module_name)
-            why = f"{broken_module(error, Path(spec.origin) if spec is not None and spec.origin else None)}; mend it"
+            why = f"{broken_module(error, _file_of(module_name))}; mend it"
         raise ConfigError(f"{where} must name an importable module, got {name!r}: {why}") from error
     found: Any = getattr(module, function_name, None)
     own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
@@ -62,6 +57,42 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
         pass  # a function of C tells nothing of its arguments
     remember(found, f"{where} {name}")
     return found  # type: ignore[no-any-return]
+
+
+def user_module(name: str) -> ModuleType:
+    """Return a module of the user's, by its name or its file; those beside it can be imported too."""
+    is_file = name.endswith(".py")
+    if (beside := str(Path(name).resolve().parent if is_file else Path.cwd())) not in sys.path:
+        sys.path.insert(0, beside)
+    if not is_file:
+        return importlib.import_module(name)
+    file = Path(name).expanduser().resolve()
+    if not file.is_file():
+        raise ModuleNotFoundError(f"there is no file {name}")
+    # by its name if that is free, so that it is one module however it is named
+    if file.stem.isidentifier() and _file_of(file.stem) == file:
+        return importlib.import_module(file.stem)
+    alone = re.sub(r"\W", "_", str(file))
+    if alone not in sys.modules:
+        spec: Any = importlib.util.spec_from_file_location(alone, file)
+        sys.modules[alone] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[alone]
+            raise
+    return sys.modules[alone]
+
+
+def _file_of(name: str) -> Path | None:
+    """Return the file of a module, by its name or by the file itself; None where it has none."""
+    if name.endswith(".py"):
+        return Path(name).resolve()
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of a module that was made without a spec
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
 
 
 def user_batches(name: str, where: str) -> Iterable[Any]:
@@ -86,10 +117,8 @@ def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module,
     """Return what the user's function builds: (model, example inputs or None)."""
     from torch import nn
 
-    told = f"{asked} must be module:function, or a model folder where the command takes one, got {name!r}"
-    require(
-        ":" in name, where, told, "check the path, or write my_module:build for build of my_module.py in this folder"
-    )
+    told = f"{asked} must be module:function, file.py:function, or a model folder where it takes one, got {name!r}"
+    require(":" in name, where, told, "check the path, or write my_module.py:build for build of that file")
     built = function(name, f"{where}: {asked}")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     told = f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}"

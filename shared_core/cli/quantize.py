@@ -18,8 +18,6 @@ from shared_core.errors import CompatibilityError, ConfigError, MissingExtraErro
 from shared_core.files.json_yaml import json_text
 from shared_core.libraries import optional
 from shared_core.printing import echo
-from shared_core.reports.page import check_place, write_page
-from shared_core.reports.quantization_page import print_study, sections
 from shared_core.tools.quantize_options import StudyOptions
 
 if TYPE_CHECKING:
@@ -89,6 +87,8 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     Under torchrun, the processes share the calibration batches.
     """
     from shared_core.distributed.job import Job
+    from shared_core.reports.page import check_place, write_page
+    from shared_core.reports.quantization_page import print_study, sections
     from shared_core.tools.measuring import state_bytes
     from shared_core.tools.quantize import QuantizationStudy
 

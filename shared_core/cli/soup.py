@@ -6,14 +6,13 @@ import contextlib
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from shared_core.cli.arguments import CommandOptions, bar, force, takes
-from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score
+from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score, user_module
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, MissingExtraError, require
 from shared_core.files.atomic import check_writable
@@ -80,7 +79,7 @@ class Judge:
         has_model = model is not None or (first.kind == HF_FOLDER and first.config)
         require(has_model, "eff soup", told, "give --model module:function that builds it", CheckpointError)
         evaluate = ModelScore(name, model, None if model else first.path)
-        file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+        file = getattr(user_module(name.rpartition(":")[0]), "__file__", None)
         # scores of a function that was changed since are not its own
         code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else None
         return cls(evaluate, cast(Any, mode or "max"), {"evaluate": name, "evaluate_file": code})

@@ -7,9 +7,11 @@ import contextlib
 import dataclasses
 import os
 import runpy
+import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +25,18 @@ from shared_core.config.options import checked, option
 from shared_core.config.training_time import Position
 from shared_core.errors import EffError, require
 from shared_core.front_ends.finding import front_ends
-from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
+from shared_core.front_ends.flags import (
+    STEPS_FLAG,
+    STEPS_VARIABLE,
+    asked_steps,
+    check_before_imports,
+    check_spelling,
+    recipe_of,
+    take_flags,
+)
 from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
-from shared_core.lottery_ticket.config import TicketOptions
-from shared_core.printing import echo
+from shared_core.lottery_ticket.config import RESULT_FILE, TicketOptions
+from shared_core.printing import echo, is_quiet
 from shared_core.runs.child_processes import handed_on
 
 if TYPE_CHECKING:
@@ -53,23 +63,28 @@ def run(context: typer.Context, script: _Script) -> None:
     is_command = is_launcher(script) and "." not in script and not Path(script).is_file()
     remedy = "put the launcher first: torchrun --nproc-per-node 2 $(which eff) run train.py ..."
     require(not is_command, "eff run", f"script must be a file or a module, got {script!r}", remedy)
-    ours, rest = take_flags(context.args)
+    ours, rest = take_flags(context.args, script)
     if (steps := ours.pop(STEPS_FLAG, None)) is not None:
         os.environ[STEPS_VARIABLE] = steps
         asked_steps()
     recipe = recipe_of(ours)
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
-    _require_technique(recipe or asks_for_help, "eff run", rest)
+    if not recipe:
+        check_spelling(context.args, script, "eff run")
     # a console script such as bin/trl is one of Python too
     is_file = script.endswith(".py") or Path(script).is_file()
     told = f"script must be a file, got {script!r}"
     require(Path(script).is_file() or not is_file, "eff run", told, "check the path")
-    installed = front_ends()
-    require(installed, "eff run", "needs a trainer", "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
+    check_before_imports(recipe)
+    installed = front_ends() if recipe else []
+    told = "needs a trainer"
+    require(installed or not recipe, "eff run", told, "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
     for front_end in installed:
         front_end.install(recipe)
     if asks_for_help:
         echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
+    elif not recipe and os.environ.get("RANK", "0") == "0":
+        echo(f"eff run: no technique is switched on: {script} runs as it is", err=True)
 
     sys.argv = [script, *rest]
     ended_well: list[bool] = []
@@ -83,24 +98,21 @@ def run(context: typer.Context, script: _Script) -> None:
             if guard is not None:
                 guard.remove()
         taken = any(front_end.used() for front_end in installed) or (was_taken is not None and was_taken())
-        if not taken and not asks_for_help:
+        if recipe and not taken and not asks_for_help:
             raise unseen(script, "no training by any of them was seen")
     if ended is not None:
         raise ended
 
 
-def _require_technique(is_on: object, where: str, rest: list[str]) -> None:
-    remedy = f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){'' if is_on else _nearest_flag(rest)}"
-    require(is_on, where, "at least one technique must be switched on", remedy)
-
-
 def _leave_group(ended_well: list[bool]) -> None:
     """Destroy a process group that the script has left: threads of gloo may abort a process that exits (torch 2.13)."""
+    if not ended_well or "torch.distributed" not in sys.modules:
+        return
     import torch.distributed
 
     from shared_core.distributed.collectives import has_group
 
-    if ended_well and has_group():
+    if has_group():
         torch.distributed.destroy_process_group()
 
 
@@ -163,19 +175,24 @@ def try_out(
     from shared_core.cli.arguments import bar
     from shared_core.files.atomic import atomic_write, make_folder
     from shared_core.files.json_yaml import json_text
-    from shared_core.front_ends.flags import recipe_of, take_flags
     from shared_core.reports.page import write_page
     from shared_core.reports.try_page import print_findings, try_page
     from shared_core.runs import TryOut, chosen_metric, findings
 
     require(not script.startswith("-"), "eff try", f"script must come before its flags, got {script!r}")
-    flags, rest = take_flags(context.args)
+    flags, rest = take_flags(context.args, script, "eff try")
     recipe = recipe_of(flags)
-    _require_technique(recipe, "eff try", rest)
+    if not recipe:
+        check_spelling(context.args, script, "eff try")
+    remedy = "add a flag such as --prune_sparsity 0.8 (`eff flags` lists all)"
+    require(recipe, "eff try", "at least one technique must be switched on", remedy)
     checked(mode, Literal["auto", "min", "max"], "eff try", "--mode")
     work = TryOut(script, rest, recipe, out, steps=steps, repeats=repeats, eval_batches=eval_batches)
     make_folder(out)
-    with bar(f"trying, {len(work.pairs)} pairs of runs") as advance:
+    with (
+        _stoppable("eff try", f"the logs of its runs are in {out / 'logs'}".__str__),
+        bar(f"trying, {len(work.pairs)} pairs of runs") as advance,
+    ):
         pairs = work.run(advance, lambda plain: chosen_metric(plain, metric, mode))
     found = findings(pairs, metric=metric, mode=mode)
     told = {"script": script, "steps": steps, "recipe": recipe.to_dict(), **found.as_dict()}
@@ -228,7 +245,6 @@ def lottery(asked: LotteryOptions) -> None:
     Every run starts in a fresh process with its own seeds and data order. OUT holds a folder for each, tickets
     (safetensors), curve.json, curve.csv and curve.png.
     """
-    from shared_core.engine.receipt import is_quiet
     from shared_core.reports.page import Console, check_plot
     from shared_core.runs import executor_of
 
@@ -243,10 +259,14 @@ def lottery(asked: LotteryOptions) -> None:
         reached = "" if row.quality is None else f", {curve.metric} {row.quality:.6g}"
         errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
 
-    curve = search.run_command(
-        asked.command, out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
-        executor=executor_of(asked.executor, asked.executor_set, out, asked.key),
-    )  # fmt: skip
+    def kept() -> str:
+        return f"{len([*out.glob(f'*/{RESULT_FILE}')])} runs are finished in {out}; {_GOES_ON}"
+
+    with _stoppable(asked.key, kept):
+        curve = search.run_command(
+            asked.command, out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
+            executor=executor_of(asked.executor, asked.executor_set, out, asked.key),
+        )  # fmt: skip
     if plot is not None:
         curve.plot(plot)
     if as_json:
@@ -260,7 +280,33 @@ def lottery(asked: LotteryOptions) -> None:
     echo(f"wrote {out / 'curve.json'}, .csv and, with matplotlib, .png")
 
 
-_DISTILL = "distill_"
+_DISTILL, _GOES_ON = "distill_", "the same command goes on from there"
+
+
+@contextlib.contextmanager
+def _stoppable(where: str, kept: Callable[[], str]) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end what runs in the block as Ctrl-C does, and say what is kept."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        # what is ignored stays so: nohup
+        asked = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+        before = {number: signal.signal(number, stop) for number in asked}
+    try:
+        yield
+    except KeyboardInterrupt as end:
+        number = end.args[0] if end.args else signal.SIGINT
+        echo(f"{where}: stopped, and its training with it; {kept()}", err=True)
+        raise typer.Exit(128 + number) from end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has one
 
 
 class ChainCommand(TyperCommand):
@@ -299,7 +345,9 @@ class ChainOptions(RunnerOptions):
     teacher: str | None = option(None, "Of the first stage: folder, file or Hub name. None: from the labels alone.")
     # for --help; `ChainCommand` takes the values
     students: tuple[str, ...] = option((), "What {student} stands for, one a stage: --students medium small.")
-    generations: int | None = option(None, "Instead of students: how many times the same one is trained.")
+    generations: int | None = option(
+        None, "Instead of students: how many times the same one is trained; once by default."
+    )
     model: str | None = option(None, "Where under {out} the script writes its model (glob), if it is not found.")
     metric: str | None = option(None, "Shown of each stage, by the trainer's name.")
     resume: bool = option(False, "Leave a half-run stage's folder to the script, which resumes by itself.")
@@ -312,7 +360,6 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     Options of distillation (--distill_temperature 4 2, one value or one a stage) stand before --, or after it with one
     value. OUT holds a folder, log, recipe and receipt for each stage, and chain.json.
     """
-    from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
     from shared_core.reports.page import Console
     from shared_core.runs import RunError, TeacherChain, executor_of
@@ -337,6 +384,10 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     def begin(stage: Stage) -> None:
         student = "the student" if stage.student is None else stage.student
         learns = "trains from the labels alone" if stage.teacher is None else f"learns from {stage.teacher}"
+        if len(work.stages) == 1 and stage.teacher is None:
+            unused = sorted({f"--{name}" for name in (*several, *stage.flags) if name.startswith(_DISTILL)})
+            learns += "" if stage.recipe(None) else ", and no technique is switched on"
+            learns += f"; {', '.join(unused)} has no use without a teacher" if unused else ""
         say(f"{stage.name}: {student} {learns}")
 
     def end(table: ChainTable) -> None:
@@ -347,9 +398,13 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
         for warning in row.warnings:
             say(f"warning: {warning}")
 
+    def kept() -> str:
+        return f"{len(work.table.rows)} of {len(work.stages)} stages are finished in {out}; {_GOES_ON}"
+
     try:
         stream = (sys.stderr if as_json else sys.stdout).buffer
-        table = work.run(resume=asked.resume, output=stream, begin=begin, end=end)
+        with _stoppable(asked.key, kept):
+            table = work.run(resume=asked.resume, output=stream, begin=begin, end=end)
     except RunError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error

@@ -326,6 +326,9 @@ class TechniqueConfig(Options):
     needs_values: ClassVar[bool] = False
     """True if `attach` reads weights, so that a preview needs a model that has them."""
 
+    def check_files(self) -> None:
+        """Raise `CheckpointError` where a folder or file that an option names is not there; imports no torch."""
+
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return how the technique runs on a device, whatever its options."""

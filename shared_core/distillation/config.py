@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import nn
-
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
-from shared_core.distillation.layer_init import parse_layers
+from shared_core.errors import CheckpointError, ConfigError, require
+from shared_core.files.hub_names import check_named
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
@@ -208,6 +207,16 @@ class DistillConfig(TechniqueConfig):
         if self.init_layers is not None and self.init_layers not in ("even", "first", "last"):
             parse_layers(self.init_layers)
 
+    def check_files(self) -> None:
+        """Raise `CheckpointError` where a teacher, a cache or another student is not there."""
+        for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
+            for name in models:
+                if isinstance(name, str) and _kind(name) == "one model":
+                    check_named(name, self.key, option_name)
+        is_there = self.cache is None or Path(self.cache).is_dir()
+        told = f"teacher must be a cached one that exists, got {self.teacher!r}"
+        require(is_there, self.key, told, "eff cache-teacher writes one", CheckpointError)
+
     def _broken_rules(self) -> Iterator[tuple[str, str]]:
         if not self.teachers or not all(map(_is_model, self.teachers)):
             yield "teacher", "must be a folder, a Hub name, a module, or several of them"
@@ -332,4 +341,17 @@ def _kind(teacher: Any) -> Teaching:
 
 
 def _is_model(given: Any) -> bool:
-    return isinstance(given, nn.Module) or (isinstance(given, str) and bool(given.strip()))
+    if isinstance(given, str):
+        return bool(given.strip())
+    from torch import nn  # flags and recipes hold names alone, and need no torch
+
+    return isinstance(given, nn.Module)
+
+
+def parse_layers(layers: str) -> list[int]:
+    """Return the numbers in ``0,2,4``."""
+    parts = [part.strip() for part in layers.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        rule = f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+        raise ConfigError("distill", rule)
+    return [int(part) for part in parts]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shared_core.distillation.config import parse_layers
 from shared_core.distributed.sharded_tensors import fill_, is_sharded
 from shared_core.errors import ConfigError, MatchError
 
@@ -42,15 +43,6 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
             f"the student's, in numbers where it has more, got {layers!r}",
         )
     return numbers
-
-
-def parse_layers(layers: str) -> list[int]:
-    """Return the numbers in ``0,2,4``."""
-    parts = [part.strip() for part in layers.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        rule = f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
-        raise ConfigError("distill", rule)
-    return [int(part) for part in parts]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from shared_core.engine.registry import REGISTRY
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.json_yaml import json_text, parse_json
 from shared_core.hardware import matmul_environment
-from shared_core.printing import counted, duration, printable, table, width_of_output
+from shared_core.printing import counted, duration, is_quiet, printable, table, width_of_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 RECEIPT_FILE = "eff_receipt.json"
 RECEIPT_KEY = "eff_receipt"
 """Of a Lightning checkpoint where a run leaves no file: the text of one."""
-VARIABLE, QUIET = "EFF_RECEIPT", "EFF_QUIET"
-"""Variables of the environment: a file that gets every receipt too, and that receipts are told in a line."""
+VARIABLE = "EFF_RECEIPT"
+"""Variable of the environment: a file that gets every receipt too."""
 _WRITTEN: dict[Path, object] = {}
 """By file, the run of this process whose receipt it holds."""
 # what evaluation took, which differs between runs that are otherwise equal
@@ -240,11 +240,6 @@ _WIDTH = 100
 def _steps(steps: Mapping[str, Any], verb: str = "") -> str:
     skipped = f", {steps['skipped']:,} skipped" if steps["skipped"] else ""
     return f"{counted(steps['applied'], 'step')}{verb}{skipped}"
-
-
-def is_quiet() -> bool:
-    """Return True if the environment asks for less output."""
-    return os.environ.get(QUIET, "") not in ("", "0")
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from shared_core.config.ability import Ability
 from shared_core.config.conflicts import LBFGS
 from shared_core.config.options import Figure, TechniqueConfig, option
+
+if TYPE_CHECKING:
+    import torch
 
 # recipe → formats of inputs and weights, and of gradients with respect to a layer's output
 _FORMATS: dict[str, tuple[str, str]] = {
@@ -26,10 +27,10 @@ _FORMATS: dict[str, tuple[str, str]] = {
     "int16": ("int16", "int16"),
 }
 _DTYPES = {
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp4_e2m1": torch.float4_e2m1fn_x2,
-    "int16": torch.int16,
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp4_e2m1": "float4_e2m1fn_x2",
+    "int16": "int16",
 }
 _SCALED_MM_EVERYWHERE = ("tensorwise", "delayed", "rowwise")  # torch has it on CPUs too; of blocks on some GPUs only
 _HYBRID = ("tensorwise", "delayed")  # recipes that may have another format for gradients
@@ -122,7 +123,9 @@ class Fp8Config(TechniqueConfig):
     @property
     def gradient_dtype(self) -> torch.dtype:
         """The type of gradients with respect to a layer's output."""
-        return _DTYPES[self.gradient_format]
+        import torch
+
+        return cast("torch.dtype", getattr(torch, _DTYPES[self.gradient_format]))
 
     @property
     def has_scales(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 from collections.abc import Mapping
 from difflib import SequenceMatcher
@@ -16,11 +18,26 @@ if TYPE_CHECKING:
 
 STEPS_FLAG, STEPS_VARIABLE = "eff_total_steps", "EFF_TOTAL_STEPS"
 """Optimizer steps of a loop whose scheduler does not tell them: the flag of `eff run`, and what hands it on."""
-_OF_A_SCRIPT = {"average_tokens_across_devices", "checkpointing_steps"}  # published ones: begin like a technique's flag
+# of published scripts and of trl's parsers: they begin like a technique's flag
+_OF_A_SCRIPT = {
+    "average_tokens_across_devices", "checkpointing_steps", "lora_modules_to_save", "lora_r", "lora_target_modules",
+    "lora_target_parameters", "lora_task_type",
+}  # fmt: skip
+_ALIKE = 0.65  # as pruning and prune, distillation and distill
 
 
-def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+def take_flags(
+    arguments: list[str], script: str | None = None, where: str = "eff run"
+) -> tuple[dict[str, Any], list[str]]:
     """Return our flags with their values, and what is left for the script; after ``--`` all is the script's.
+
+    Args:
+        arguments: Of the script, and ours among them.
+        script: Its file, whose own flags are never taken for ours.
+        where: Who asks, for errors.
+
+    Raises:
+        ConfigError: If a flag of ours is misspelt, has no value, or is one of the script too.
 
     Example:
         >>> take_flags(["--lr", "0.1", "--prune_sparsity=0.8", "--prune_skip", "last"])
@@ -29,7 +46,9 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     from shared_core.engine.recipe import PARTIAL_FLAG
     from shared_core.engine.registry import REGISTRY, flags
 
-    known = flags()
+    known = {*flags(), "eff_recipe", PARTIAL_FLAG, STEPS_FLAG}
+    declared = _OF_A_SCRIPT | _declared_flags(script)
+    switches = {PARTIAL_FLAG, *(name for name, (_, field) in flags().items() if field.type in ("bool", bool))}
     ours: dict[str, Any] = {}
     rest: list[str] = []
     queue = list(arguments)
@@ -41,30 +60,64 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
-        if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG, STEPS_FLAG)):
+        if not is_flag or name not in known:
             # Begins like one of ours: most likely a misspelt one, and the script would refuse or ignore it without a
             # word.
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
-            if is_flag and key and name not in _OF_A_SCRIPT:
-                hint = nearest(name, flags(key))
-                raise ConfigError(
-                    "eff run", f"--{name} is not a flag{hint}", "the script's own flags can stand after `--`"
-                )
+            if is_flag and key and name not in declared:
+                raise ConfigError(where, f"--{name} is not a flag{nearest(name, flags(key))}", _AFTER_DASHES)
             rest.append(argument)
             continue
+        if name in declared:
+            told = f"--{name} must be a flag of {script} or of efftrain, got one of both"
+            raise ConfigError(where, told, f"{_AFTER_DASHES}; ours can stand in a recipe, --eff_recipe FILE")
         if not equals:
-            is_bool = name == PARTIAL_FLAG or (name in known and known[name][1].type in ("bool", bool))
             # A switch without a value is true, if what follows is no value for it.
-            if is_bool and (not queue or queue[0].lower() not in ("true", "false")):
+            if name in switches and (not queue or queue[0].lower() not in ("true", "false")):
                 value = "true"
             elif not queue or queue[0].startswith("--"):
-                raise ConfigError("eff run", f"--{name} must have a value", f"write --{name} VALUE")
+                raise ConfigError(where, f"--{name} must have a value", f"write --{name} VALUE")
             else:
                 value = queue.pop(0)
         if name in ours:
-            raise ConfigError("eff run", f"--{name} must be given once, got it twice")
+            raise ConfigError(where, f"--{name} must be given once, got it twice")
         ours[name] = value
     return ours, rest
+
+
+_AFTER_DASHES = "the script's own flags can stand after `--`"
+
+
+@functools.cache
+def _declared_flags(script: str | None) -> frozenset[str]:
+    """Return the flags that a script declares in its own text: arguments of calls, and fields of its dataclasses."""
+    try:
+        tree = ast.parse(Path(script or "").read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return frozenset()
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            found |= {text[2:].replace("-", "_") for text in texts if text.startswith("--")}
+        elif isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in node.decorator_list):
+            fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+            found |= {one.id for one in fields if isinstance(one, ast.Name)}
+    return frozenset(found)
+
+
+def check_before_imports(recipe: Recipe) -> None:
+    """Refuse what the recipe alone shows to be wrong, before a second is spent on torch and the trainers.
+
+    Raises:
+        CompatibilityError: If its techniques cannot be combined.
+        CheckpointError: If a folder or file that it names is not there.
+    """
+    from shared_core.engine.checks.compatibility import check
+
+    check(recipe)
+    for config in recipe.values():
+        config.check_files()
 
 
 def recipe_of(flags: dict[str, Any]) -> Recipe:
@@ -98,16 +151,16 @@ def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     return Recipe.from_dict(recipe)
 
 
-def _nearest_flag(arguments: list[str]) -> str:
-    """Return what the flag that resembles one of ours most may have been meant for, or nothing."""
-    from shared_core.engine.recipe import PARTIAL_FLAG
+def check_spelling(arguments: list[str], script: str, where: str) -> None:
+    """Refuse a flag that resembles one of ours, where none was given: the script might ignore it without a word."""
     from shared_core.engine.registry import flags
 
-    names = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
-    alike = (
-        (SequenceMatcher(None, name, flag).ratio(), flag)
-        for name in names if name not in _OF_A_SCRIPT
-        for flag in (*flags(), "eff_recipe", PARTIAL_FLAG, STEPS_FLAG)
-    )  # fmt: skip
-    likeness, flag = max(alike, default=(0.0, ""))
-    return f"; did you mean '--{flag}'?" if likeness > 0.7 else ""  # --max_steps is no misspelt --fp8_max_skips
+    ends = arguments.index("--") if "--" in arguments else len(arguments)
+    given = {one[2:].partition("=")[0].replace("-", "_") for one in arguments[:ends] if one.startswith("--")}
+    for name in sorted(given - _OF_A_SCRIPT - _declared_flags(script)):
+        for flag, (key, field) in flags().items():
+            # The key must be misspelt: --seed and --local_rank are no --dp_seed and --lora_rank.
+            prefix = name.removesuffix(f"_{field.name}")
+            is_alike = prefix != name and prefix[:3] == key[:3] and SequenceMatcher(None, prefix, key).ratio() > _ALIKE
+            if is_alike:
+                raise ConfigError(where, f"--{name} is not a flag; did you mean '--{flag}'?", _AFTER_DASHES)

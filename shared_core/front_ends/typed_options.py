@@ -6,23 +6,25 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from shared_core.config.options import TechniqueConfig
+from shared_core.config.options import TechniqueConfig, type_text
 from shared_core.engine.registry import REGISTRY, registration
+from shared_core.errors import require
 
 _Class = TypeVar("_Class", bound=type)
 
 
 def _parameters(
-    config: type[TechniqueConfig], defaults: dict[str, Any]
+    config: type[TechniqueConfig], defaults: dict[str, Any], *, positional: bool
 ) -> typing.Iterator[tuple[inspect.Parameter, str]]:
     hints = config.hints()
     for field in dataclasses.fields(config):
         default = defaults.get(field.name, field.default)
+        can_be_first = positional and field.name == config.switch
         parameter = inspect.Parameter(
             field.name,
-            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if can_be_first else inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
             annotation=field.metadata.get("flag_type", hints[field.name]),
         )
@@ -30,8 +32,8 @@ def _parameters(
 
 
 def _inherited(cls: Any, key: str) -> Any:
-    def __init__(self: Any, **options: Any) -> None:  # noqa: N807
-        super(cls, self).__init__(**options)
+    def __init__(self: Any, *switch: Any, **options: Any) -> None:  # noqa: N807
+        super(cls, self).__init__(*switch, **options)
 
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     cls.key, cls.__init__ = key, __init__
@@ -54,9 +56,12 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
         init: Any = cls.__dict__.get("__init__") or _inherited(cls, key)
         own = inspect.signature(init, eval_str=True)
-        kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = list(_parameters(registration(key).config_class, defaults))
-        parameters = [*kept, *(parameter for parameter, _ in options)]
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        kept = [p for p in own.parameters.values() if p.kind not in several]
+        takes_switch = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in own.parameters.values())
+        options = list(_parameters(registration(key).config_class, defaults, positional=takes_switch))
+        # the one that can come first does so; else in their order
+        parameters = sorted([*kept, *(parameter for parameter, _ in options)], key=lambda parameter: parameter.kind)
         # inspect and LightningCLI read the signature; the function itself takes **options.
         init.__signature__ = inspect.Signature(parameters)
         init.__annotations__ = {p.name: p.annotation for p in parameters if p.name != "self"}
@@ -79,7 +84,7 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
 class OneTechnique:
     """One technique as a front end's callback, with its options as keyword arguments; stands before the callback.
 
-    A class named as a registered technique gets that one's options.
+    A class named as a registered technique gets that one's options. The one that switches it on needs no name.
 
     Example:
         ``class Pruning(OneTechnique, EffCallback): ...``
@@ -93,5 +98,21 @@ class OneTechnique:
         if key is not None and not cls.key:
             typed_options(key)(cls)
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *switch: Any, **options: Any) -> None:
+        config, name = registration(self.key).config_class, type(self).__name__
+        switches = [one for one in (config.switch, config.other_switch) if one]
+        if switch:
+            told = f"only {config.switch} can stand without its name, got {len(switch)} values"
+            require(len(switch) == 1, name, told, f"write {name}({switch[0]!r}, OPTION=VALUE)")
+            told = f"{' or '.join(switches)} must be named, got {switch[0]!r}"
+            require(len(switches) == 1, name, told, f"write {name}({config.switch}={switch[0]!r})")
+            require(config.switch not in options, name, f"{config.switch} must be given once, got it twice")
+            options[config.switch] = switch[0]
+        field = config.__dataclass_fields__[config.switch]
+        hint = field.metadata.get("flag_type", config.hints()[config.switch])
+        choices = [one for one in typing.get_args(hint) if one != "none"] if typing.get_origin(hint) is Literal else []
+        value = repr(choices[0]) if choices else type_text(hint).upper()
+        is_given = not options.keys().isdisjoint(switches)
+        told = f"{' or '.join(switches)} must be given, got none"
+        require(is_given, name, told, f"write {name}({config.switch}={value})")
         super().__init__({self.key: options})  # type: ignore[call-arg]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.config.ability import Ability
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.config.training_time import Position
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class CommConfig(TechniqueConfig):
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return refused where torch has no processes."""
+        import torch
+
         if not torch.distributed.is_available():
             return Ability("refused", "torch was built without torch.distributed")
         return Ability("native", "in two processes and more, under DDP or FSDP2")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import DEEPSPEED, RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig, option
-from shared_core.loss_scaling.floors import FLOAT32_MAX, floor_at, parse_floor
+from shared_core.loss_scaling.floor_pairs import FLOAT32_MAX, floor_at, parse_floor
 
 MIN_SCALE = 2.0**-14
 _TELEMETRY = ("telemetry_every", "flush_every", "histogram_every")

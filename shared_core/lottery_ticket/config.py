@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
 from shared_core.config.options import Figure, Options, TechniqueConfig, option
 from shared_core.config.training_time import Position
+from shared_core.errors import CheckpointError, require
 
+TICKET_FILE, RESULT_FILE = "ticket.safetensors", "round.json"
+"""In the folder of a run: what it found, and its figures, which are written last."""
 _REWOUND = (
     "weights are rewound at step k, and the next masks come from those that were trained; average the winning ticket's "
     "own run"
@@ -95,6 +99,12 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
         help="random_reinit: the ticket's masks over newly drawn weights, from the start; random_mask: as many weights "
         "of every tensor as the ticket keeps, chosen at random.",
     )
+
+    def check_files(self) -> None:
+        """Raise `CheckpointError` where there is no ticket file."""
+        is_there = self.ticket is None or Path(self.ticket).is_file()
+        told = f"{self.ticket} must be a ticket file, but there is none"
+        require(is_there, self.key, told, "check the path", CheckpointError)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

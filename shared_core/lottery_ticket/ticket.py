@@ -28,6 +28,7 @@ from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import atomic_write
 from shared_core.files.journal import write_object
 from shared_core.files.json_yaml import parse_json
+from shared_core.lottery_ticket.config import RESULT_FILE, TICKET_FILE
 from shared_core.modules.matching import plain_name
 from shared_core.numerics.deferred_checks import copied_to_cpu
 
@@ -333,7 +334,7 @@ def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequ
             group["lr"] = rate
 
 
-TICKET_FILE, REWIND_FILE, RESULT_FILE = "ticket.safetensors", "rewind.safetensors", "round.json"
+REWIND_FILE = "rewind.safetensors"
 
 
 class RunFolder:

@@ -13,7 +13,8 @@ from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.hardware import float32_matmul_format, float32_matmul_precision
-from shared_core.matmul_precision.config import MatmulPrecisionConfig, restore, switches, why_inactive
+from shared_core.matmul_precision.config import MatmulPrecisionConfig
+from shared_core.matmul_precision.switches import restore, switches, why_inactive
 
 
 class MatmulPrecision(Technique):

@@ -16,6 +16,8 @@ _RULES = (
     "but never less than {memory:g} % of memory, {metric:g} % of the metric, {packed:g} % of a packed file.",
     "Keep: something is better, and the metric is not worse. Your choice: something is better, and the metric is "
     "worse. Leave out: something is worse, and nothing is better. Else the steps were too few to show anything.",
+    "Nothing is advised before the plain runs learn: their mean training loss must be lower in the last quarter of the "
+    "steps than in the first, by more than two standard errors and more than {metric:g} %.",
     "Packed file: what zlib leaves of it; zeros and weights on a grid show there, not in a file of float32. What a "
     "model is worth after training (eff export, eff shrink, eff compress) is measured by these commands.",
     "A run of {steps} steps is not the whole one: schedules were made to fit it, and what needs long training may look "

@@ -13,14 +13,13 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from shared_core.checkpoint_formats import open_ingredient
 from shared_core.distillation.config import CACHE, EMA
-from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
+from shared_core.files.hub_names import check_named
 from shared_core.files.journal import Journal, check_same, read_object
-from shared_core.front_ends.flags import recipe_of
+from shared_core.front_ends.flags import check_before_imports, recipe_of
 from shared_core.printing import table
 from shared_core.runs.command import TrainingCommand, without_secrets
 from shared_core.runs.executors import Executor, LocalExecutor
@@ -79,7 +78,7 @@ def plan_stages(
         command: The training; its flags of ours are those of every stage.
         teacher: Of the first stage: a folder, file or Hub name; ``cache:FOLDER``. None: labels alone.
         students: What ``{student}`` stands for in each stage; or
-        generations: how many times the same student is trained.
+        generations: how many times the same student is trained; by default once.
         options: Options of distillation, each with one value for every stage or one for each that has a teacher.
 
     Raises:
@@ -92,7 +91,7 @@ def plan_stages(
         [None, 'stage-1', 'stage-2']
     """
     _check(command, teacher, students, generations)
-    names: list[str | None] = list(students) or [None] * (generations or 0)
+    names: list[str | None] = list(students) or [None] * (generations or 1)
     teachers = [None if teacher is None else _checked_teacher(str(teacher))]
     teachers += [f"stage-{number}" for number in range(1, len(names))]
     # One value for all stages, or one a stage that has a teacher: without a first teacher, one stage less has one.
@@ -103,18 +102,16 @@ def plan_stages(
     for stage in stages:  # every recipe is built once now, so that a wrong option does not cost a training
         told = "eff_recipe must have no distill section"
         require("distill" not in stage.recipe(None), "chain", told, "give its options as flags, --distill_…")
-        stage.recipe(stage.teacher)
+        check_before_imports(stage.recipe(stage.teacher))
     return stages
 
 
 def _check(command: TrainingCommand, teacher: object, students: Sequence[str], generations: int | None) -> None:
-    number = len(students) or generations
     rules = (
-        ((generations is None) == (not students), "one of students and generations must be given",
+        (generations is not None and students, "one of students and generations must be given, got both",
          "students a b, or generations 3"),
         (generations is not None and (isinstance(generations, bool) or generations < 1),
          f"generations must be at least 1, got {generations!r}", ""),
-        (teacher is None and number == 1, "one stage must have a teacher, got none", "give it, or another stage"),
         (not command.uses("{out}"), "command must contain {out}, the stage's folder, got none",
          "write it where the script takes its output folder: --output_dir {out}"),
         (len({*students}) > 1 and not command.uses("{student}"),
@@ -138,20 +135,18 @@ def _checked_teacher(name: str) -> str:
         require(part != EMA, "chain", told, "the first may go without one")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
-        what = "a cached one that exists" if prefix else "an existing model or a Hub name"
-        is_there = path.is_dir() if prefix else path.exists() or not _looks_like_path(part)
-        require(is_there, "chain", f"teacher must be {what}, got {part!r}", error=CheckpointError)
+        if prefix:
+            told = f"teacher must be a cached one that exists, got {part!r}"
+            require(path.is_dir(), "chain", told, error=CheckpointError)
+        else:
+            check_named(part, "chain", "teacher")
         if path.exists() and not prefix:
+            from shared_core.checkpoint_formats import open_ingredient
+
             path = find_model(path) if path.is_dir() else path
             open_ingredient(path).close()
         found.append(f"{prefix}{path.resolve()}" if path.exists() else part)
     return ",".join(found)
-
-
-def _looks_like_path(name: str) -> bool:
-    folder, slash, _ = name.rpartition("/")
-    is_path = name.startswith((".", "~")) or name.endswith((".ckpt", ".safetensors"))
-    return is_path or (bool(slash) and ("/" in folder or Path(folder or "/").is_dir()))
 
 
 def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], taught: int) -> list[dict[str, Any]]:
@@ -336,6 +331,8 @@ class TeacherChain:
         return None
 
     def _train(self, stage: Stage, resume: bool, executor: Executor, output: BinaryIO | None) -> None:
+        from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
+
         out = self.folder / stage.name
         log, file, receipt = (out.with_name(f"{out.name}.{end}") for end in ("log", "yaml", "receipt.json"))
         if not resume:

@@ -20,6 +20,7 @@ from shared_core.runs.executors import Executor, StartedRun
 VARIABLE = "EFF_RECIPE"
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "srun", *_LAUNCHING_MODULES)
+_PYTHON = ("python", "python3")
 _CHILD = "from shared_core.runs.command import train_script; train_script()"
 _SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
 
@@ -73,12 +74,16 @@ class TrainingCommand:
     def parse(cls, command: Sequence[str], where: str) -> TrainingCommand:
         """Return the command, our flags taken out of a Python script's as `eff run` does.
 
+        The words ``python`` and ``python3`` are the Python that this runs in, whatever stands first on the path.
+
         Example:
             >>> parsed = TrainingCommand.parse(["torchrun", "train.py", "--lr", "0.1"], "lottery")
             >>> parsed.interpreter, parsed.arguments
             ((), ('torchrun', 'train.py', '--lr', '0.1'))
         """
         parts = list(command)
+        if parts and parts[0] in _PYTHON:
+            parts[0] = sys.executable or parts[0]
         require(parts, where, "command must be given, got none", "write it after --: python my_train.py")
         starts = [index for index, part in enumerate(parts) if index and (part.endswith(".py") or part == "-m")]
         start = starts[0] if starts else len(parts)
@@ -90,7 +95,7 @@ class TrainingCommand:
         require(script != ["-m"], where, "-m must be followed by a module, got none")
         is_there = script[0] == "-m" or Path(script[0]).is_file()
         require(is_there, where, f"script must be a file, got {script[0]!r}")
-        flags, rest = take_flags(parts[start + len(script) :])
+        flags, rest = take_flags(parts[start + len(script) :], script[0], where)
         steps = flags.pop(STEPS_FLAG, None)
         check_steps(steps, where)
         return cls(where, tuple(parts[:start]), (*script, *rest), flags, steps)

@@ -20,6 +20,7 @@ from shared_core.errors import ConfigError, TrainingError, require
 from shared_core.files.journal import read_object, write_object
 from shared_core.libraries import optional
 
+_GRACE_SECONDS, _SHOW_SECONDS = 5.0, 0.1
 _TIME_LIMITS = {"timeout_min", "slurm_time"}
 _POLL_SECONDS = 0.5
 
@@ -87,21 +88,50 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
     return RayExecutor(values, where) if name == "ray" else None
 
 
+class GroupedProcess(subprocess.Popen[bytes]):
+    """A process that leads a group of its own, which ends as a whole: workers and launched ranks are in it too."""
+
+    def __init__(self, arguments: Sequence[str], **options: Any) -> None:
+        group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
+        super().__init__(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, **group, **options)
+
+    def kill(self) -> None:
+        """End the group: it is asked to, and what is left of it some seconds later is killed."""
+        if os.name != "posix":
+            super().kill()
+            return
+        try:
+            self._signal_group(signal.SIGTERM)
+            end = time.monotonic() + _GRACE_SECONDS
+            while time.monotonic() < end and self._is_alive():
+                time.sleep(_SHOW_SECONDS)
+        finally:  # a second Ctrl-C does not wait
+            self._signal_group(signal.SIGKILL)
+            self.wait()
+
+    def _is_alive(self) -> bool:
+        self.poll()  # a leader that nobody waits for would stay in the group
+        return self._signal_group(0)
+
+    def _signal_group(self, number: int) -> bool:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+            return True
+        return False
+
+
 class LocalExecutor:
-    """A process of this machine for each training, which inherits descriptors; options are those of `Popen`."""
+    """A process of this machine for each training, which inherits descriptors."""
 
-    def __init__(self, where: str, *descriptors: int, **options: Any) -> None:
-        self._where, self._options = where, options
-        self._descriptors = descriptors if os.name == "posix" else ()
+    def __init__(self, where: str, *descriptors: int) -> None:
+        self._where, self._descriptors = where, descriptors if os.name == "posix" else ()
 
-    def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> GroupedProcess:
         """Return the process."""
         try:
             with log.open("ab") as written:  # a file and no pipe: it is whole if this process is killed
-                return subprocess.Popen(
-                    arguments, env={**os.environ, **variables}, pass_fds=self._descriptors, stdin=subprocess.DEVNULL,
-                    stdout=written, stderr=subprocess.STDOUT, **self._options,
-                )  # fmt: skip
+                environment = {**os.environ, **variables}
+                return GroupedProcess(arguments, env=environment, pass_fds=self._descriptors, stdout=written)
         except OSError as error:
             raise ConfigError(self._where, f"command must be one that can be started, got {error}") from error
 
@@ -180,13 +210,15 @@ def run_training(arguments: list[str], variables: dict[str, str], folder: str, l
     """Train once, on the machine that this is called on, started in a folder, and return the exit code."""
     with open(log, "ab") as written:
         try:
-            return subprocess.run(
-                arguments, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.DEVNULL, stdout=written,
-                stderr=subprocess.STDOUT, check=False,
-            ).returncode  # fmt: skip
+            process = GroupedProcess(arguments, env={**os.environ, **variables}, cwd=folder, stdout=written)
         except OSError as error:
             written.write(f"{error}\n".encode())
             return 127
+        try:
+            return process.wait()
+        except BaseException:
+            process.kill()
+            raise
 
 
 @contextlib.contextmanager
@@ -204,7 +236,6 @@ def _interruptible_children() -> Iterator[None]:
 
 
 _LAST_LINES = 15
-_SHOW_SECONDS = 0.1
 
 
 class RunError(TrainingError):

@@ -20,15 +20,13 @@ from rich.table import Table
 
 from shared_core.config.options import checked
 from shared_core.config.training_time import Position, parse_position
-from shared_core.engine.checks.compatibility import check
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import TrainingError, nearest, require
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.journal import Journal, read_object
-from shared_core.front_ends.flags import recipe_of
+from shared_core.front_ends.flags import check_before_imports, recipe_of
 from shared_core.libraries import optional
-from shared_core.lottery_ticket.config import LotteryConfig
-from shared_core.lottery_ticket.ticket import RESULT_FILE, TICKET_FILE
+from shared_core.lottery_ticket.config import RESULT_FILE, TICKET_FILE, LotteryConfig
 from shared_core.printing import table
 from shared_core.runs.command import TrainingCommand, without_secrets
 from shared_core.runs.executors import Executor, LocalExecutor, StartedRun
@@ -329,7 +327,7 @@ class LotterySearch:
             CompatibilityError: If flags of ours in the command cannot be combined with tickets.
         """
         training, ours = parse_round(command)
-        check(Recipe({"lottery": self.config}).merged(ours))
+        check_before_imports(Recipe({"lottery": self.config}).merged(ours))
 
         def launch(recipe: Recipe, out: Path, lock: int) -> StartedRun | None:
             make_folder(out)

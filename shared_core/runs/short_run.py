@@ -32,11 +32,9 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, EffError, require
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
+from shared_core.runs.try_out import RESULT_FILE, VARIABLE
 
-VARIABLE = "EFF_SHORT_RUN"
-"""The options of a short run, as JSON, for the process that runs it."""
 KEY = "short_run"
-RESULT_FILE = "result.json"
 _WEIGHTS = (".safetensors", ".bin", ".ckpt")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -139,12 +137,22 @@ class ShortRun(Technique):
         told = {key: {**report, "note": []} for key, report in session.receipt().values["techniques"].items()}
         write_result(self.config.folder, {
             "steps": self._done, "seconds": self._seconds, "memory": memory, "metrics": found,
-            "bytes": written, "packed": packed,
+            "bytes": written, "packed": packed, "learning": self._learning(),
             "techniques": {key: " ".join(sentences(key, report)) for key, report in told.items() if key != KEY},
         })  # fmt: skip
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # neither the rest of the script nor what it registered for its end: both may write elsewhere
+
+    def _learning(self) -> dict[str, float] | None:
+        """Return the mean loss of the first and of the last quarter of the steps, and their difference's error."""
+        count = len(self._sums) // 4
+        if count < 2:
+            return None
+        losses = torch.stack([loss.to("cpu", torch.float64) for loss in self._sums])
+        first, last = losses[:count], losses[-count:]
+        error = ((first.var() + last.var()) / count).sqrt()
+        return {"first": float(first.mean()), "last": float(last.mean()), "error": float(error)}
 
     def _start(self) -> None:
         self._aside, self._started = 0.0, time.perf_counter()

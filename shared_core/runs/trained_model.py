@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shared_core.checkpoint_formats import averaged, load_checkpoint, open_ingredient
-from shared_core.engine.receipt import figures
 from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
@@ -38,6 +36,8 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         # counts.
         best = folder / Path(str(state.get("best_model_checkpoint"))).name
         return best if best in checkpoints else checkpoints[-1]
+    from shared_core.checkpoint_formats import load_checkpoint
+
     files = {file: load_checkpoint(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
     if files:
         # Every .ckpt holds its ModelCheckpoint's state: that of the newest knows the best.
@@ -53,6 +53,8 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
 
 def count_parameters(model: Path, submodule: str | None = None) -> int:
     """Return how many weights a saved model has; each tied one once, without the statistics of batch norms."""
+    from shared_core.checkpoint_formats import averaged, open_ingredient
+
     opened = open_ingredient(model)
     # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
     specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
@@ -64,6 +66,9 @@ def count_parameters(model: Path, submodule: str | None = None) -> int:
 
 def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict[str, float]:
     """Return what was measured of a model: by the script itself at its end, else by the trainer when it was saved."""
+    from shared_core.checkpoint_formats import load_checkpoint
+    from shared_core.engine.receipt import figures
+
     # From the least to the most telling: later ones take the place of earlier figures of the same name.
     found = figures(receipt.get("validation", {}))
     last = int(model.name.removeprefix("checkpoint-")) if model.name.startswith("checkpoint-") else None
@@ -85,6 +90,8 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
 
 def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the latest figure of each name, of entries until a step."""
+    from shared_core.engine.receipt import figures
+
     found: dict[str, float] = {}
     for entry in entries:
         # Figures of steps after this model belong to another one.

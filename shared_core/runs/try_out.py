@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.config.options import checked
+from shared_core.engine.checks.compatibility import check
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import TrainingError, nearest, require
+from shared_core.errors import CompatibilityError, TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
 from shared_core.files.journal import read_object
 from shared_core.runs.command import TrainingCommand
 from shared_core.runs.executors import LocalExecutor
-from shared_core.runs.short_run import RESULT_FILE, VARIABLE
 from shared_core.runs.trained_model import is_larger_better
 
+VARIABLE = "EFF_SHORT_RUN"
+"""The options of a short run, as JSON, for the process that runs it."""
+RESULT_FILE = "result.json"
 PLAIN, ALL = "plain", "all together"
 _WHERE = "eff try"
 _CHILD = "from shared_core.runs.short_run import shorten_script; shorten_script()"
@@ -50,6 +53,15 @@ def without_output(arguments: Sequence[str], folder: str) -> list[str]:
         if "=" not in name and _FOLDER.match(f"{name}=") and not value.startswith("--"):
             replaced[number] = folder
     return replaced
+
+
+def _refusal(recipe: Recipe) -> str | None:
+    """Return why techniques cannot be combined, None if they can."""
+    try:
+        check(recipe)
+    except CompatibilityError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +130,10 @@ class TryOut:
         self.variants = {key: Recipe({key: recipe[key]}, allow_partial=recipe.allow_partial) for key in recipe}
         if len(recipe) > 1:
             self.variants[ALL] = recipe
+        for config in recipe.values():
+            config.check_files()
+        # why those that cannot be combined are not run
+        self.refused = {name: told for name, tried in self.variants.items() if (told := _refusal(tried))}
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -142,6 +158,10 @@ class TryOut:
         turns = self.steps // self.block + 2  # what comes before the first step, and behind the last
         total, pairs = len(self.pairs) * 2 * turns, list[Pair]()
         for number, names in enumerate(self.pairs):
+            if (told := self.refused.get(names[1])) is not None:
+                refused = Reading(names[1], number, {"error": told})
+                pairs.append((refused, refused))
+                continue
             with contextlib.ExitStack() as stack:
                 runs = [stack.enter_context(self._started(name, number, place)) for place, name in enumerate(names)]
                 for count in _take_turns(runs):
@@ -168,7 +188,7 @@ class TryOut:
             "seed": number, "turns": theirs.fileno(),
         }  # fmt: skip
         command = dataclasses.replace(self._command, arguments=tuple(without_output(self._command.arguments, output)))
-        executor = LocalExecutor(_WHERE, theirs.fileno(), start_new_session=True)
+        executor = LocalExecutor(_WHERE, theirs.fileno())
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
             stack.enter_context(ours)
@@ -217,8 +237,9 @@ class _Run:
         if "error" in values:
             return {"error": " ".join(str(values["error"]).split())}
         # what is not finite is null in JSON
-        metrics = {name: math.nan if value is None else value for name, value in values["metrics"].items()}
-        return {**values, "metrics": metrics}
+        for figures in filter(None, (values["metrics"], values["learning"])):
+            figures.update({name: math.nan for name, value in figures.items() if value is None})
+        return values
 
     def end(self) -> None:
         """End the process and those that it started."""
@@ -292,6 +313,7 @@ class Row:
         metrics: The means of all figures that validation and training reported.
         happened: What the receipt says of each technique.
         error: Why there is nothing else, in a line.
+        is_judged: Whether the plain runs learned something, without which no technique can be judged.
     """
 
     name: str
@@ -299,12 +321,15 @@ class Row:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     happened: Mapping[str, str] = dataclasses.field(default_factory=dict)
     error: str | None = None
+    is_judged: bool = True
 
     @property
     def advice(self) -> str:
         """The advice, and its reason."""
         if self.error is not None:
             return f"failed: {self.error}"
+        if not self.is_judged:
+            return "no verdict: the plain run learned nothing yet"
         found = {kind: [_WORDS[name] for name, one in self.figures.items() if one.verdict == kind] for kind in _KINDS}
         good, bad = found["better"], found["worse"]
         if not good:
@@ -374,6 +399,8 @@ def findings(pairs: Sequence[Pair], *, metric: str | None = None, mode: str = "a
     plain = [one.values for pair in pairs for one in pair if one.variant == PLAIN]
     metric, smaller = chosen_metric(pairs[0], metric, mode)
     still = _log_ratios([pair for pair in pairs if pair[1].variant == PLAIN])
+    learning = _learning(plain)
+    has_learned = learning is None or learning.verdict == "better"
     rows = []
     for name in dict.fromkeys(pair[1].variant for pair in pairs if pair[1].variant != PLAIN):
         mine = [pair for pair in pairs if pair[1].variant == name]
@@ -387,10 +414,10 @@ def findings(pairs: Sequence[Pair], *, metric: str | None = None, mode: str = "a
             values, others = (_values(some, what, metric) for some in (results, plain))
             if values and others:
                 found[what] = _compared(values, others, FLOORS[what], smaller if what == "metric" else True)
-        rows.append(Row(name, found, _means(results), results[0]["techniques"]))
+        rows.append(Row(name, found, _means(results), results[0]["techniques"], is_judged=has_learned))
     means = {"seconds": statistics.median(second for values in plain for second in values["seconds"])}
     means |= {what: statistics.fmean(values) for what in _MEASURED if (values := _values(plain, what, metric))}
-    return Findings(metric, smaller, means, len(plain), _means(plain), rows, _notes(plain, metric))
+    return Findings(metric, smaller, means, len(plain), _means(plain), rows, _notes(plain, metric, learning))
 
 
 def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | None, bool]:
@@ -455,8 +482,24 @@ def _compared(values: Sequence[float], plain: Sequence[float], floor: float, sma
     return Figure(center, statistics.fmean(values), max(interval, floor * abs(center)), smaller)
 
 
-def _notes(plain: Sequence[Mapping[str, Any]], metric: str | None) -> list[str]:
+def _learning(plain: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Return the training loss of the plain runs, in their last quarter beside their first; None if none was seen."""
+    told = [values["learning"] for values in plain if values.get("learning")]
+    if not told:
+        return None
+    first, last = (statistics.fmean(one[name] for one in told) for name in ("first", "last"))
+    # standard errors of runs that are independent: that of their mean
+    error = math.sqrt(math.fsum(one["error"] ** 2 for one in told)) / len(told)
+    return Figure(first, last, max(2 * error, FLOORS["metric"] * abs(first)))
+
+
+def _notes(plain: Sequence[Mapping[str, Any]], metric: str | None, learning: Figure | None) -> list[str]:
     notes = []
+    if learning is not None and learning.verdict != "better":
+        notes.append(
+            f"the training loss of the plain runs did not fall in these steps ({learning.plain:.4g} in their first "
+            f"quarter, {learning.value:.4g} in their last): take more --steps"
+        )
     if metric is None:
         notes.append("no loss and no metric was seen, so quality is not compared")
     elif len({*_values(plain, "metric", metric)}) == 1:

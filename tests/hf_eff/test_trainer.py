@@ -117,11 +117,31 @@ def test_the_mixin_refuses_to_come_last():
         pass
 
 
-def test_a_callback_added_late_is_refused_and_one_added_to_eff_trainer_joins(make, tmp_path):
+def test_a_callback_added_before_training_is_as_one_of_construction(make, tmp_path):
+    given = make.trainer(tmp_path / "a", callbacks=[Pruning(**PRUNE), QuantizationAwareTraining(**QAT)])
+    given.train()
+    added = make.trainer(tmp_path / "b")
+    added.add_callback(QuantizationAwareTraining(**QAT))
+    added.add_callback(Pruning(**PRUNE))
+    added.train()
+    state = added.model.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in given.model.state_dict().items())
+    assert list(attach(added).recipe) == ["prune", "qat"]
+    assert attach(added).receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_callback_that_cannot_be_added_leaves_the_trainer_as_it_was(make, tmp_path):
     trainer = make.trainer(tmp_path)
-    trainer.add_callback(Pruning(**PRUNE))
-    with pytest.raises(TrainingError, match=r"Pruning must be known.*callbacks=.*attach"):
+    before = list(trainer.callback_handler.callbacks)
+    with pytest.raises(MatchError):
+        trainer.add_callback(Pruning(sparsity=0.5, include=["nothing*"]))
+    assert trainer.callback_handler.callbacks == before
+    trainer.callback_handler.add_callback(Pruning(**PRUNE))
+    with pytest.raises(TrainingError, match=r"Pruning must be known to the trainer before it trains.*add_callback"):
         trainer.train()
+
+
+def test_a_callback_added_to_eff_trainer_joins(make, tmp_path):
     ours = make.trainer(tmp_path, trainer_class=EffTrainer, extra={"recipe": {"qat": QAT}})
     ours.add_callback(Pruning(**PRUNE))
     assert list(ours.session.recipe) == ["prune", "qat"]
@@ -316,7 +336,7 @@ def test_a_callback_that_comes_in_training_is_refused(make, tmp_path, event, bes
     setattr(Adds, event, add)
     trainer = make.trainer(tmp_path, callbacks=[Adds()])
     attach(trainer, beside)
-    with pytest.raises(TrainingError, match="Pruning must be known when the trainer is constructed"):
+    with pytest.raises(TrainingError, match="attached before train, got a trainer that trains"):
         trainer.train()
 
 
@@ -326,7 +346,7 @@ def test_attaching_to_a_trainer_that_trains_or_has_trained_is_refused(make, tmp_
     class Attaches(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if not found:
-                with pytest.raises(TrainingError, match="attach must come before train, got a trainer that trains"):
+                with pytest.raises(TrainingError, match="attached before train, got a trainer that trains"):
                     attach(trainer, {"prune": PRUNE})
                 found.append(attach(trainer, {}))
 

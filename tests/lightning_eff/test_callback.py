@@ -419,3 +419,31 @@ def test_among_checkpoints_and_behind_a_url_the_receipt_lies_in_each_checkpoint(
         assert resumed.global_step == 24
     assert not (tmp_path / "local" / "eff_receipt.json").exists()
     assert (tmp_path / "again" / "eff_receipt.json").exists()
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_a_callback_appended_before_fit_is_as_one_of_construction(namespace, tmp_path):
+    def trained(folder, given, appended):
+        trainer = make_trainer(folder, namespace, callbacks=[saver(namespace, folder), *given])
+        trainer.callbacks.extend(appended)
+        module = fit(trainer, make_module(namespace))
+        saved = sorted(folder.rglob("*.ckpt"))
+        return module.state_dict(), torch.load(saved[-1], weights_only=True)["state_dict"]
+
+    ours = [EffCallback({"prune": PRUNE}), EffCallback({"qat": QAT})]
+    expected = trained(tmp_path / "a", copy.deepcopy(ours), [])
+    found = trained(tmp_path / "b", [], ours)
+    for weights, others in zip(found, expected, strict=True):
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    assert "eff_deployment" in torch.load(sorted((tmp_path / "b").rglob("*.ckpt"))[-1], weights_only=False)
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_a_callback_of_the_other_trainer_is_refused_with_the_line_to_write(namespace, tmp_path):
+    hf_eff, transformers = pytest.importorskip("hf_eff"), pytest.importorskip("transformers")
+    for callback, name in ((hf_eff.Pruning(0.5), "Pruning"), (hf_eff.LossScaling("dynamic"), "LossScalingPrecision")):
+        with pytest.raises(ConfigError, match=f"from efftrain.lightning import {name}`"):
+            fit(make_trainer(tmp_path, namespace, callbacks=[callback]), make_module(namespace))
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match=r"from efftrain\.hf import Pruning`"):
+        transformers.Trainer(nn.Linear(2, 2), args, callbacks=[Pruning(0.5)])

@@ -194,9 +194,8 @@ def test_callbacks_removed_before_training_take_their_techniques_along(tmp_path)
     trainer.train()
     assert not ours_on(trainer)
     assert not ours_on(trainer.accelerator)
-    trainer.add_callback(ours[0])
-    with pytest.raises(TrainingError, match="EffCallback must be known when the trainer is constructed"):
-        trainer.train()
+    with pytest.raises(TrainingError, match="attached before train, got a trainer that has trained"):
+        trainer.add_callback(ours[0])
 
 
 def test_a_driver_that_is_removed_midway_is_a_named_conflict(tmp_path):

@@ -18,7 +18,8 @@ from shared_core.distillation.teacher_cache.writer import write_teacher_cache
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.files.journal import begin_list, damage_by_list, finish_list, read_object, write_object
-from shared_core.lottery_ticket.ticket import RESULT_FILE, TICKET_FILE, RunFolder, Ticket, read_ticket, write_ticket
+from shared_core.lottery_ticket.config import RESULT_FILE, TICKET_FILE
+from shared_core.lottery_ticket.ticket import RunFolder, Ticket, read_ticket, write_ticket
 from shared_core.quantization.post_training.bit_allocation import BitPlan
 from shared_core.soup.greedy import SoupResult, path_plot
 from shared_core.soup.saving import save_soup, write_path

@@ -129,7 +129,7 @@ def test_the_command_refuses(room):
          "--format must be one of onnx, executorch, compressed-tensors, torchao, gguf, got 'pt'"),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
-        (["export_task.py:build", "--out", "m"], ConfigError, "write export_task:build"),
+        (["missing.py:build", "--out", "m"], ConfigError, "there is no file missing.py"),
         (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),
         (["export_task:alone", "--out", "m"], ConfigError, "must return .model, example_inputs., got a model alone"),
         (["export_task:build", "--out", "m", "--length", "4"], ConfigError, "--length must come with a folder"),

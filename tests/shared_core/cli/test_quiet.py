@@ -1,5 +1,7 @@
 """Progress on a terminal alone, ``--quiet``, and receipts in a line."""
 
+import importlib
+import io
 import os
 import re
 import sys
@@ -12,8 +14,9 @@ from safetensors.torch import save_file
 from shared_core import Session
 from shared_core.cli import _WORKING
 from shared_core.cli.arguments import bar
-from shared_core.engine.receipt import QUIET
+from shared_core.cli.waiting import tell_imports
 from shared_core.errors import ConfigError
+from shared_core.printing import QUIET
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +104,23 @@ def test_averaging_counts_the_files_it_reads(tmp_path):
     seen = []
     average_of([tmp_path / f"{number}.safetensors" for number in range(3)], progress=lambda *at: seen.append(at))
     assert seen == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6), (6, 6)]
+
+
+@pytest.mark.parametrize(("is_terminal", "quiet"), [(True, ""), (False, ""), (True, "1")])
+def test_the_import_of_a_large_library_is_told_on_a_terminal_alone(tmp_path, monkeypatch, is_terminal, quiet):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+    (tmp_path / "pytorch_lightning.py").write_text("import sys\nsys.stderr.write('[its own]')\n")
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv(QUIET, quiet)
+    tell_imports()
+    module = importlib.import_module("pytorch_lightning")
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    before, _, after = sys.stderr.getvalue().partition("[its own]")
+    assert ("loading lightning" in before) is (is_terminal and not quiet)
+    assert "loading" not in after
+    assert type(module.__loader__).__module__ != "shared_core.cli.waiting"

@@ -1,13 +1,14 @@
 """`eff run` leaves a script its own help, errors and flags."""
 
 import runpy
+import subprocess
 import sys
 
 import pytest
 from commands import eff
 
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.front_ends.flags import _nearest_flag, take_flags
+from shared_core.front_ends.flags import check_spelling, take_flags
 
 HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
 OWN_OPTIMIZER = """import torch
@@ -22,11 +23,12 @@ for step in range(5):
     optimizer.step()
 torch.save(model.state_dict(), "model.pt")
 """
+TAKES_ALL = "import sys\nprint(len(sys.argv) - 1)\n"
 FAILS = "def main():\n    open('/nowhere/data.csv')\n\n\nmain()\n"
 
 
 class Taken:
-    name, libraries = "taken", ()
+    name, libraries, recipe = "taken", (), None
 
     def install(self, recipe):
         self.recipe = recipe
@@ -57,6 +59,7 @@ def test_help_is_that_of_the_script(run, flags, monkeypatch):
     assert "--lr" in result.output
     assert "eff flags" in result.output
     assert bool(front_end.recipe) == bool(flags)
+    assert "no technique" not in result.stderr
 
 
 def test_an_error_of_the_script_is_told_as_without_eff_run(run):
@@ -85,8 +88,6 @@ def test_a_loop_with_an_optimizer_of_its_own_ends_before_it_saves(run, tmp_path,
 def test_errors_of_ours_stay_errors_of_ours(run):
     with pytest.raises(ConfigError, match="from a technique"):
         run("from shared_core.errors import ConfigError\nraise ConfigError('from a technique')", "--qat_scheme", "int8")
-    with pytest.raises(ConfigError, match="at least one technique"):
-        run("", "--lr", "0.1")
 
 
 def test_a_flag_before_the_script_is_refused():
@@ -117,11 +118,70 @@ def test_a_typo_names_the_flags_of_its_technique_alone():
         take_flags(["--comm_zzz", "1"])
 
 
-@pytest.mark.parametrize(("flags", "meant"), [
-    (["--max_steps", "3", "--pruning_sparsity", "0.5"], "--prune_sparsity"),
-    (["--distil-teacher=runs/t"], "--distill_teacher"),
-    (["--max_steps", "3", "--learning_rate", "1"], None),
+@pytest.mark.parametrize("flags", [["--pruning_sparsity", "0.5"], ["--distil-teacher=runs/t"]])
+def test_a_misspelt_flag_of_ours_is_not_the_scripts(run, flags):
+    with pytest.raises(ConfigError, match=r"did you mean '--(prune_sparsity|distill_teacher)'"):
+        run(TAKES_ALL, *flags)
+    assert run(TAKES_ALL, "--", *flags)[0].exit_code == 0
+
+
+def test_a_run_without_a_technique_is_that_of_the_script(run):
+    # these resemble --dp_seed, --lora_rank, --fp8_backend and --checkpointing_...
+    flags = ["--seed", "3", "--local_rank=0", "--ddp_backend", "gloo", "--gradient_checkpointing", "--sparsity", "1"]
+    check_spelling(flags, "train.py", "eff run")
+    result, front_end = run(TAKES_ALL, *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == [str(len(flags))]
+    assert "no technique is switched on" in result.stderr
+    assert front_end.recipe is None
+
+
+DECLARES = """import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--prune_often", "--prune-often", type=int)
+parser.add_argument("--lora_rank", type=int)
+print(parser.parse_args())
+"""
+DATACLASS = """from dataclasses import dataclass
+@dataclass
+class Arguments:
+    prune_often: int = 0
+    lora_rank: int = 0
+"""
+
+
+@pytest.mark.parametrize("text", [DECLARES, DATACLASS])
+def test_a_flag_that_the_script_declares_is_never_taken_for_ours(run, text):
+    result, front_end = run(text, "--prune_often", "2")
+    assert result.exit_code == 0, result.output
+    assert front_end.recipe is None
+    with pytest.raises(ConfigError, match=r"--lora_rank must be a flag of .*train.py or of efftrain.*after `--`"):
+        run(text, "--lora_rank", "4", "--prune_sparsity", "0.5")
+    result, front_end = run(text, "--prune_sparsity", "0.5", "--", "--lora_rank", "4")
+    assert result.exit_code == 0, result.output
+    assert list(front_end.recipe) == ["prune"]
+
+
+PAIR = ["--qat_scheme", "int8", "--fp8_recipe", "tensorwise"]
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["run", "train.py", *PAIR], "qat cannot be combined with fp8"),
+    (["run", "train.py", "--distill_teacher", "runs/of/nobody"], "must be an existing folder"),
+    (["run", "train.py", "--distill_teacher", "cache:nowhere"], "must be a cached one that exists"),
+    (["run", "train.py", "--lottery_out", "out", "--lottery_ticket", "nowhere"], "must be a ticket file"),
+    (["run", "train.py", "--prune_sparsity", "80"], "80 % is written 0.8"),
+    (["run", "train.py"], "no technique is switched on"),
+    (["try", "train.py", "--distill_teacher", "./nowhere"], "must be an existing folder"),
+    (["chain", "--out", "out", "--", "python", "train.py", "{out}", *PAIR], "qat cannot be combined with fp8"),
+    (["lottery", "--out", "out", "--", "python", "train.py", *PAIR], "qat cannot be combined with fp8"),
 ])  # fmt: skip
-def test_what_resembles_a_flag_of_ours_most_is_suggested(flags, meant):
-    hint = _nearest_flag(flags)
-    assert hint == (f"; did you mean '{meant}'?" if meant else "")
+def test_what_flags_show_is_told_before_torch_is_imported(arguments, told, tmp_path):
+    (tmp_path / "train.py").touch()
+    code = "import sys\nfrom shared_core.cli import main\ntry:\n    main()\nfinally:\n    print(*sys.modules)\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert told in done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not loaded & {"torch", "transformers", "pytorch_lightning", "lightning", "numpy"}

@@ -291,10 +291,9 @@ def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, 
     assert ability.why in written
 
 
-@pytest.mark.parametrize("flag", ["--sparsity=0.5", "--pruning_sparsity", "--prune-sparcity"])
+@pytest.mark.parametrize("flag", ["--pruning_sparsity", "--prune-sparcity"])
 def test_a_run_with_nothing_switched_on_tells_the_nearest_flag(flag):
-    nothing_on = r"eff run: .*(switched on.*did you mean '--prune_sparsity'|did you mean 'prune_sparsity')"
-    with pytest.raises(ConfigError, match=nothing_on):
+    with pytest.raises(ConfigError, match=r"eff run: .*did you mean '(--)?prune_sparsity'"):
         eff("run", "train.py", "--lr", "1", flag)
 
 

@@ -1,11 +1,14 @@
 """What rises in code of the user's that a command runs is one line with the option, the function and the place."""
 
+import json
 import sys
 
 import pytest
 from commands import user_module
 
 from shared_core.cli import main
+from shared_core.cli.loading import function
+from shared_core.errors import ConfigError
 
 CODE = """
 import torch
@@ -95,6 +98,28 @@ def test_a_module_that_cannot_be_imported(eff, tmp_path, code, told):
     (tmp_path / "my_code.py").write_text(code)
     assert eff(*COMMAND)[0] == 2
     assert eff(*COMMAND)[1].endswith(told)
+
+
+def test_a_function_is_named_by_its_file_as_well(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "judges").mkdir()
+    (tmp_path / "judges" / "beside_judge.py").write_text("RIGHT = 3\n")
+    text = "import beside_judge\ndef accuracy(model):\n    return beside_judge.RIGHT\n"
+    # the second is no name that can be imported, the third one of another module
+    for name in ("judge_file", "my-judge", "json"):
+        (tmp_path / "judges" / f"{name}.py").write_text(text)
+        for path in (f"judges/{name}.py", str(tmp_path / "judges" / f"{name}.py")):
+            found = function(f"{path}:accuracy", "eff: --eval", "model")
+            assert found(None) == 3
+            assert function(f"{path}:accuracy", "eff: --eval", "model") is found
+    assert function("judge_file:accuracy", "eff: --eval", "model").__code__.co_filename.endswith("judge_file.py")
+    assert json.loads("3") == 3
+    with pytest.raises(ConfigError, match=r"there is no file judges/nothing\.py"):
+        function("judges/nothing.py:accuracy", "eff: --eval", "model")
+    (tmp_path / "judges" / "broken.py").write_text("import json\nx = json.loads('{')\n")
+    with pytest.raises(ConfigError, match=r"broken\.py:2 in <module>; mend it"):
+        function("judges/broken.py:accuracy", "eff: --eval", "model")
 
 
 def test_the_traceback_is_there_when_asked_for(eff, monkeypatch):

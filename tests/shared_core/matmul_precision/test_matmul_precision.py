@@ -12,7 +12,7 @@ from shared_core.engine.services import BareServices
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 from shared_core.hardware import cpu_capabilities, float32_matmul_format, float32_matmul_precision, matmul_hardware
-from shared_core.matmul_precision import config as switches
+from shared_core.matmul_precision import switches
 from shared_core.matmul_precision import technique as matmul_precision
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
 from shared_core.matmul_precision.technique import MatmulPrecision

@@ -71,19 +71,22 @@ def test_a_teacher_may_be_on_the_hub_or_cached(tmp_path):
     assert plan(teacher=f"cache:{tmp_path}", students=["a"])[0].teacher == f"cache:{tmp_path}"
 
 
+def test_a_baseline_is_a_chain_without_its_teacher():
+    for options in ({}, {"generations": 1}, {"options": {"alpha": ["0.2"]}}):
+        (stage,) = plan(command=["train", "{out}"], **options)
+        assert (stage.teacher, stage.flags, dict(stage.recipe(None))) == (None, {}, {})
+
+
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({}, ConfigError, "one of students and generations"),
     ({"students": ["a"], "generations": 2}, ConfigError, "one of students and generations"),
     ({"generations": 0}, ConfigError, "generations must be at least 1, got 0"),
-    ({"students": ["a"]}, ConfigError, "one stage must have a teacher"),
-    ({"generations": 1, "command": ["train", "{out}"]}, ConfigError, "one stage must have a teacher"),
     ({"students": ["a", "b"], "command": ["train", "{student}"]}, ConfigError, r"must contain \{out\}"),
     ({"students": ["a", "b"], "command": ["train", "{out}"]}, ConfigError, r"must contain \{student\}"),
     ({"generations": 2}, ConfigError, r"must not contain \{student\}"),
     ({"generations": 2, "command": ["train", "{out}", "{teacher}"]}, ConfigError, r"must not contain \{teacher\}"),
     ({"teacher": "ema", "students": ["a"]}, ConfigError, "got ema"),
-    ({"teacher": "./nowhere", "students": ["a"]}, CheckpointError, "an existing model or a Hub name"),
-    ({"teacher": "/nowhere/at/all", "students": ["a"]}, CheckpointError, "an existing model or a Hub name"),
+    ({"teacher": "./nowhere", "students": ["a"]}, CheckpointError, "or a Hub name, got"),
+    ({"teacher": "/nowhere/at/all", "students": ["a"]}, CheckpointError, "or a Hub name, got"),
     ({"teacher": "cache:nowhere", "students": ["a"]}, CheckpointError, "a cached one that exists"),
     ({"students": ["a", "b"], "options": {"alpha": ["2"]}}, ConfigError, "alpha must be"),
     ({"students": ["a", "b"], "options": {"alpa": ["0.2"]}}, ConfigError, "did you mean 'distill_alpha'"),

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def test_commands_are_taken_apart(tmp_path):
     path = str(tmp_path / "my_train.py")
     Path(path).touch()
     parsed, ours = parse_round(["python", "-u", path, "--lr", "1", "--qat_scheme", "int8", "--", "--prune_x"])
-    assert parsed.interpreter == ("python", "-u")
+    assert parsed.interpreter == (sys.executable, "-u")  # whatever python is first on the path
     assert parsed.arguments == (path, "--lr", "1", "--prune_x")
     assert ours == Recipe.from_dict({"qat": {"scheme": "int8"}})
     assert parse_round(["/usr/bin/python3.11", "-m", "pkg.train", "x.py"])[0].arguments == (

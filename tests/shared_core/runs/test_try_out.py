@@ -17,8 +17,8 @@ from shared_core.errors import ConfigError, TrainingError
 from shared_core.reports.page import build_page
 from shared_core.reports.try_page import try_page
 from shared_core.runs import TryOut, chosen_metric, findings, short_run
-from shared_core.runs.short_run import KEY, RESULT_FILE, ShortRun, ShortRunConfig, short_run_of
-from shared_core.runs.try_out import ALL, PLAIN, Reading, without_output
+from shared_core.runs.short_run import KEY, ShortRun, ShortRunConfig, short_run_of
+from shared_core.runs.try_out import ALL, PLAIN, RESULT_FILE, Reading, without_output
 
 RECIPE = Recipe.from_dict({"prune": {"sparsity": 0.5}, "average": {"kind": "ema"}})
 
@@ -78,6 +78,32 @@ def test_a_metric_is_judged_by_the_prediction_interval_of_the_plain_runs():
 ])  # fmt: skip
 def test_advice_follows_from_what_differs(values, advice):
     assert findings(pairs_of(reading("prune", **values))).rows[0].advice == advice
+
+
+@pytest.mark.parametrize(("first", "last", "error", "is_judged"), [
+    (0.6931, 0.6931, 0.001, False),
+    (0.6931, 0.69, 0.01, False),  # within two standard errors
+    (0.6931, 0.6910, 0.0, False),  # a third of a percent
+    (2.0, math.nan, 0.1, False),
+    (0.6931, 0.5, 0.01, True),
+])  # fmt: skip
+def test_nothing_is_advised_before_the_plain_run_learns(first, last, error, is_judged):
+    learning = {"first": first, "last": last, "error": error}
+    still = [(reading(PLAIN, learning=learning), reading(PLAIN, learning=learning))]
+    better = (reading(PLAIN, learning=learning), reading("prune", packed=100, learning=learning))
+    found = findings([*still, better])
+    assert found.rows[0].advice.startswith("keep" if is_judged else "no verdict")
+    assert any("--steps" in note for note in found.notes) is not is_judged
+    assert found.rows[0].figures["packed"].verdict == "better"  # which the page shows all the same
+
+
+def test_variants_that_cannot_be_combined_are_not_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    recipe = Recipe.from_dict({"qat": {"scheme": "int8"}, "fp8": {"recipe": "tensorwise"}})
+    work = TryOut(str(script), [], recipe, tmp_path)
+    assert {*work.refused} == {ALL}
+    assert "qat cannot be combined with fp8" in work.refused[ALL]
 
 
 def test_a_metric_that_is_better_when_larger():

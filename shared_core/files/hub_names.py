@@ -1,0 +1,35 @@
+"""Names of models: a folder or file here, or a repository of the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shared_core.errors import CheckpointError, require
+
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_FILES = (".ckpt", ".safetensors", ".bin", ".pt", ".pth")
+
+
+def is_path(name: str) -> bool:
+    """Return True if a name can only be that of a folder or file, not of a repository.
+
+    Example:
+        >>> is_path("./teacher"), is_path("/runs/a"), is_path("~/a"), is_path("runs/a/b"), is_path("google/bert")
+        (True, True, True, True, False)
+    """
+    folder = name.rpartition("/")[0]
+    return not _REPOSITORY.fullmatch(name) or name.endswith(_FILES) or (bool(folder) and Path(folder).is_dir())
+
+
+def check_named(name: str, where: str, option: str) -> None:
+    """Raise `CheckpointError` if a name can only be a path and nothing is there.
+
+    Args:
+        name: A path, or a repository's name.
+        where: Who asks.
+        option: What it was given for.
+    """
+    is_there = not is_path(name) or Path(name).expanduser().exists()
+    told = f"{option} must be an existing folder or file, or a Hub name, got {name!r}, which is not there"
+    require(is_there, where, told, "check the path", CheckpointError)
