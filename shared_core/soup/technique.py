@@ -202,7 +202,7 @@ class ModelSoup(Technique):
             return [f"{told}."]
         which = "best" if "best_single" in report else "first"
         before = "" if first is None else f", {first:.4g} for the {which} checkpoint alone"
-        return [f"{told}.", f"{report['metric']} is {score:.4g}{before}."]
+        return [f"{told}.", f"Metric {report['metric']}: {score:.4g}{before}."]
 
 
 def _ranks(soup: dict[str, Tensor]) -> dict[str, Any]:
