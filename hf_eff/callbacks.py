@@ -162,7 +162,7 @@ def _attach_what_is_added() -> None:
                 trainer.remove_callback(callback)
                 raise
 
-    Trainer.add_callback = add_callback  # type: ignore[method-assign]
+    Trainer.add_callback = add_callback  # type: ignore[method-assign, assignment]
 
 
 _attach_what_is_added()

@@ -257,7 +257,7 @@ _WORDS = 2**22
 def digest(tensor: Tensor) -> str:
     """Return a text that tensors of other bits, type or shape do not share; it is computed where the tensor lies."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(8 * _WORDS):
+    for part in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(8 * _WORDS):  # type: ignore[no-untyped-call]
         words = nn.functional.pad(part, (0, -len(part) % 8)).clone().view(torch.int64)
         # Odd factors keep every bit of a word, and tell places apart; integers wrap around in any order of the sum.
         factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)

@@ -16,7 +16,7 @@ from shared_core.engine.services import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
 
 PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
-ADDING = {"lora": {"rank": 2, "base": "none"}, "qat": {"scheme": "int8", "range": "lsq", "begin": 0}}
+ADDING = {"lora": {"rank": 2, "base": "none", "save": "merged"}, "qat": {"scheme": "int8", "range": "lsq", "begin": 0}}
 
 
 def net():

@@ -308,7 +308,7 @@ def test_adapters_stay_in_float_and_are_named():
     assert set(left_out.values()) == {"a LoRA adapter, trained in float over a quantised base"}
 
 
-CODES = "codes of bitsandbytes.*lora_base none.*int4_weight"
+CODES = "bitsandbytes.* codes.*lora_base none.*int4_weight"
 
 
 @pytest.mark.parametrize(
