@@ -1,4 +1,4 @@
-"""The options of one run of a lottery ticket experiment: what it trains, and what it leaves for the next."""
+"""The options of one run of a lottery ticket experiment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shared_core.config.options import Figure, Options, TechniqueConfig, option
 from shared_core.config.training_time import Position
 
 _REWOUND = (
-    "weights are rewound at step k, and the next masks come from those that were trained; average the winning ticket's "
-    "own run"
+    "weights are rewound at step k, and the next masks come from the trained weights. Average in the winning "
+    "ticket's own run"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TicketOptions(Options):
-    """Options of tickets that all runs of a search have."""
+    """Options of tickets that are the same in all runs of a search."""
 
-    out: Any = option(help="Folder of what is found.")
+    out: Any = option(help="Folder for the results.")
     rewind: Literal["weights", "learning_rate", "none"] = option(
         "weights",
         help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
@@ -55,7 +55,7 @@ class TicketOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LotteryConfig(TicketOptions, TechniqueConfig):
-    """One run: dense, or with the ticket of an earlier run. `LotterySearch` writes these for every run of a search.
+    """One run: dense, or with the ticket of an earlier run. `LotterySearch` creates one for every run of a search.
 
     Example:
         >>> LotteryConfig(out="runs/lottery/round-00", rewind_to=500).rewind
@@ -68,38 +68,37 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"control": ("ticket",)}
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "prune": "a round's masks come from its ticket alone; drop prune, or prune the winning ticket further on its "
-        "own",
-        "lora": "the base is frozen, in codes that no mask can hold, and the next masks come from trained weights; "
-        "find tickets of the whole model",
-        "primary_weights": "the float32 copies would train on from before the rewinding; load the model in float32",
-        "soup": "the next masks come from the weights of one run's end, and checkpoints from before step k are dense; "
-        "soup the winning ticket's own runs with `eff soup`",
+        "prune": "a round's masks come only from its ticket. Drop prune, or prune the winning ticket in a later run",
+        "lora": "the base is frozen and quantized, so it cannot be masked, and the next masks need trained weights. "
+        "Find tickets of the whole model",
+        "primary_weights": "the float32 copies would not be rewound. Load the model in float32",
+        "soup": "the next masks come from the final weights of one run, and checkpoints before step k are dense. Use "
+        "`eff soup` on runs of the winning ticket",
         "average": _REWOUND,
         "averaging_callback": _REWOUND,
-        "deepspeed": "rewinding clears the optimizer's state of each weight, and DeepSpeed keeps it in flat parts; "
-        "use DDP or FSDP version 2",
+        "deepspeed": "rewinding clears the optimizer state of each weight, but DeepSpeed stores it in flat parts. Use "
+        "DDP or FSDP version 2",
         **NO_WHOLE_WEIGHTS,
     }
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}
 
-    out: str = option(help="Folder for what this run leaves: the ticket found, the weights to rewind to, its figures.")
-    ticket: str | None = option(None, help="The ticket file to train; none: a dense run, which finds the first ticket.")
+    out: str = option(help="Folder for this run's results: the ticket, the weights to rewind to, the metrics.")
+    ticket: str | None = option(None, help="The ticket file to train. None: a dense run, which finds the first ticket.")
     rewind_to: Position = option(
         0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialisation."
     )
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
-        help="random_reinit: the ticket's masks over newly drawn weights, from the start; random_mask: as many weights "
-        "of every tensor as the ticket keeps, chosen at random.",
+        help="random_reinit: the ticket's masks with redrawn weights, from the start; random_mask: random masks that "
+        "keep as many weights of every tensor as the ticket.",
     )
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         if "qat" in recipe and self.rewind != "weights":
             yield (
-                f"lottery with rewind {self.rewind} cannot be combined with qat: at step k the ranges are those of the "
-                "replay, not of the trained weights that are put in place; rewind weights, or quantise the winning "
+                f"lottery with rewind {self.rewind} cannot be combined with qat: at step k the quantization ranges are "
+                "those of the replay, not of the loaded trained weights. Use rewind weights, or quantize the winning "
                 "ticket"
             )

@@ -257,7 +257,7 @@ def clear_moments_(
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 NOTES = {
-    "unstructured": "Unstructured sparsity only makes compressed files smaller. Dense matrix products take as long.",
+    "unstructured": "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster.",
     "n_m": "2:4 is faster on GPUs with sparse tensor cores after conversion. Other patterns only make files smaller.",
     "layer": "Masked layers cost as much as before and `eff shrink` keeps them. Remove them from the model's code.",
     "block": "Blocks are only faster in block-sparse kernels at high sparsity, not in dense matrix products.",

@@ -340,8 +340,8 @@ def test_a_refusal_gives_each_reason_once_rare_ones_first():
     with pytest.raises(MatchError) as caught:
         Session(recipe).attach(mixture("mixtral"))
     told = str(caught.value)
-    assert told.count("left out by include") == told.count("multiplies each expert's own tokens") == 1
-    assert told.index("multiplies each expert's own tokens") < told.index("left out by include")
+    assert told.count("left out by include") == told.count("multiplies each expert's") == 1
+    assert told.index("multiplies each expert's") < told.index("left out by include")
 
 
 def test_group_lasso_pulls_at_the_outputs_of_each_expert():

@@ -242,7 +242,7 @@ def test_nothing_observed_is_refused(criterion):
         with pytest.raises(TrainingError, match=f"prune {criterion}: a step must have been observed .* got none since"):
             ask()
     scorer.observe_step({name: module.weight for name, module in modules_of(net).items()}, {})
-    with pytest.raises(TrainingError, match=r"hooks saw no layer train|no weight had a gradient"):
+    with pytest.raises(TrainingError, match=r"hooks saw|no weight had a gradient"):
         scorer.scores("0.weight", net[0].weight)
 
 

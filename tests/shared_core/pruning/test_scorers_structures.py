@@ -83,7 +83,7 @@ def test_group_scores_refuse_what_does_not_fit():
     weights = members()
     for criterion, given, match in (
         ("l2norm", weights, "criterion must be one that exists, got 'l2norm'; did you mean 'l2_norm'"),
-        ("l1_norm", [weights[0], weights[1][:3]], r"weights must be \(units, k\) with as many units each"),
+        ("l1_norm", [weights[0], weights[1][:3]], r"weights must be \(units, k\)"),
         ("l1_norm", [], "weights must be"),
         ("taylor", weights, "extras must be the gradients in shapes"),
     ):
