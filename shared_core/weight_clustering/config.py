@@ -1,4 +1,4 @@
-"""The options of weight sharing."""
+"""The options of weight clustering."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class ClusterConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "centroids are sums over all processes, in which layers that are not cut would count once "
-        "for each; use DDP or FSDP version 2, or let `eff compress` share the weights of the trained model",
-        "lora": "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share "
-        "the weights in a run of its own, or let `eff compress` do it",
-        "qat": "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop "
-        "one",
-        "lottery": "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the "
+        "tensor_parallel": "centroids are sums over all processes, in which layers that are not split would count "
+        "once per process. Use DDP or FSDP version 2, or share the weights of the trained model with `eff compress`",
+        "lora": "the base is frozen, and merging adapters would give members of a cluster different values. Merge "
+        "first, then share the weights in a separate run or with `eff compress`",
+        "qat": "qat rounds weights to grids with one scale per channel, which gives members of a cluster different "
+        "values. Drop one",
+        "lottery": "the next masks rank magnitudes, and sharing makes most of them equal. Share the weights of the "
         "winning ticket",
-        "deepspeed": "a centroid starts with optimizer state of its own, and DeepSpeed counts steps of many weights at "
-        "once; use DDP or FSDP version 2, or let `eff compress` share the weights of the trained model",
+        "deepspeed": "a centroid starts with new optimizer state, but DeepSpeed counts the steps of many weights "
+        "together. Use DDP or FSDP version 2, or share the weights of the trained model with `eff compress`",
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
-        "values": Figure("distinct values that all shared weights together have; 0 until they are clustered")
+        "values": Figure("total number of distinct shared values; 0 before clustering")
     }
 
-    bits: int = option(help="Bits of a code: at most 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
+    bits: int = option(help="Bits per code: at most 2**bits values per tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
     bits_of: tuple[str, ...] = option(
         (), help="Other bits, as PATTERN=BITS: for modules of a name (glob) or type, or first, last."
     )
@@ -54,16 +54,16 @@ class ClusterConfig(TechniqueConfig):
         (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
     )
     skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
-    min_size: int = option(256, help="Leave tensors with fewer weights as they are.", low=0)
+    min_size: int = option(256, help="Leave tensors with fewer weights unchanged.", low=0)
 
     def validate(self) -> None:
-        """Raise `ConfigError` where an entry of bits_of is none."""
+        """Raise `ConfigError` if an entry of bits_of is invalid."""
         for entry in self.bits_of:
             pattern, _, bits = entry.rpartition("=")
             if not pattern or not bits.isdecimal() or not MIN_BITS <= int(bits) <= MAX_BITS:
                 raise self._error("bits_of", f"must be PATTERN=BITS with bits in [{MIN_BITS}, {MAX_BITS}]")
 
     def widths(self) -> dict[str, int]:
-        """Return the bits of each pattern of `bits_of`, in the order given; the first that matches wins."""
+        """Return the bits of each pattern of `bits_of`, in the given order. The first match wins."""
         pairs = (entry.rpartition("=") for entry in self.bits_of)
         return {pattern: int(bits) for pattern, _, bits in pairs}
