@@ -327,7 +327,7 @@ def test_a_journal_keeps_scores_that_json_has_no_name_for(tmp_path):
         (lambda members: members[2].update(w=torch.zeros(3, dtype=torch.float64)), "its ingredients were others"),
         (lambda members: members.reverse(), "its ingredients were others"),
         ("{", "journal"),
-        ('{"a": 1}', "journal must be one that a soup search wrote"),
+        ('{"a": 1}', "journal .* soup search wrote"),
         ('{"search": {"format": 1}, "scores": {}}', "must have format 2, got 1 of another version of efftrain"),
         ('{"search": {}, "scores": {}}', "must have format 2, got None of another version of efftrain"),
     ],
