@@ -168,7 +168,7 @@ def test_merges(room):
 def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
     save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
     result = eff("run", "--kind", "uniform", "--out", "mean")
-    assert "run/checkpoint-1 is left out: 'w' holds a NaN" in result.stderr
+    assert "run/checkpoint-1 is left out: 'w'" in result.stderr
     assert "uniform average of 2 ingredients" in result.stdout
     path = json.loads((room / "mean" / "soup_path.json").read_text())
     assert path["ingredients"] == ["run/checkpoint-2", "run/checkpoint-3"]
@@ -387,7 +387,7 @@ def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
         write_deployment(member, {"qat": {"ranges": {"w": {"min": 0.0, "max": 1.0}}}, "other": {"kept": member}})
     told = eff(*members, "--kind", "uniform", "--out", "soup")
     assert read_deployment("soup") == {"other": {"kept": members[0]}}
-    assert "soup has no ranges of qat" in told.stderr
+    assert "qat ranges" in told.stderr
     assert "eff quantize soup --out NEW" in told.stderr
     told = eff(*members, "--eval", "soup_task:two", *NET, "--out", "best")  # a soup of one: its weights, and its ranges
     assert (room / "best" / DEPLOYMENT_FILE).read_text() == (room / members[1] / DEPLOYMENT_FILE).read_text()

@@ -231,7 +231,7 @@ def test_non_finite_ingredients_are_left_out_and_named():
     assert all(seen)
     assert result.ingredients == ["ingredient 1", "ingredient 3"]
     reasons = {row["name"]: row["reason"] for row in result.history}
-    assert "'a' holds a NaN" in reasons["ingredient 0"]
+    assert "'a' contains NaN" in reasons["ingredient 0"]
     assert "its metric is nan" in reasons["ingredient 2"]
     known = greedy_soup(members, lambda weights: 1.0, scores=[9.0, 1.0, None, 0.5])
     assert "ingredient 0" not in known.ingredients
