@@ -42,10 +42,10 @@ class TicketOptions(Options):
         "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
     )
     max_layer_sparsity: float | None = option(
-        None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
-        "asks of all where that is higher.", above=0, high=1, only_with={"scope": ("global",)},
+        None, help="Largest share of one tensor to prune; others make up for the rest. By default 0.98, or the round's "
+        "overall share if that is higher.", above=0, high=1, only_with={"scope": ("global",)},
     )  # fmt: skip
-    seed: int = option(0, help="Seed of what a control draws.", low=0)
+    seed: int = option(0, help="Seed of the controls.", low=0)
     include: tuple[str, ...] = option(
         (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
     )

@@ -128,20 +128,19 @@ class PruneConfig(OverridableConfig):
         only_with={"schedule": _GROWING},
     )
     begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
-    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes at begin alone.")
-    every: int = option(10, help="Optimizer steps between two updates; there is always one at end.", low=1)
+    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes only at begin.")
+    every: int = option(10, help="Optimizer steps between updates. The last update is always at end.", low=1)
     scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
-        help="global: all compete under one threshold; tower: those of each part at the top (a vision and a text "
-        "encoder) under one of its own; local: every tensor gets the same sparsity; erdos_renyi: large "
-        "tensors get more of it, by their layers' sizes (kernel: by kernels' too); auto: local for structures without "
-        "a cost, else global.",
+        help="global: one threshold for all; tower: one threshold for each top-level part (a vision and a text encoder); "
+        "local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer sizes "
+        "(kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
         each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(
         None,
-        help="Largest share of one layer that may go; what it does not give, others give. By default 0.98, for "
-        "structures 0.9, or sparsity where that is higher.",
+        help="Largest share of one layer to prune; other layers make up for the rest. By default 0.98, for structures "
+        "0.9, or sparsity if that is higher.",
         above=0,
         high=1,
         at_least="sparsity",
@@ -149,7 +148,7 @@ class PruneConfig(OverridableConfig):
     )
     dynamic: Literal["none", "recompute", "rigl"] = option(
         "none",
-        help="none: what is pruned stays pruned; recompute: pruned weights go on learning and may come back until end; "
+        help="none: what is pruned stays pruned; recompute: pruned weights keep learning and may come back until end; "
         "rigl: from begin to end live weights move to where the gradient is large.",
         each={
             "rigl": {"granularity": ("unstructured",), "schedule": ("one_shot",)},
@@ -165,7 +164,7 @@ class PruneConfig(OverridableConfig):
     )
     sr_ste: float = option(
         0.0,
-        help="Weights under the mask go on learning, and decay by this; take every 1.",
+        help="Masked weights keep learning, and decay by this factor; use every 1.",
         low=0,
         only_with={"granularity": ("n_m",)},
     )

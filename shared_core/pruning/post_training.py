@@ -213,7 +213,7 @@ class PruneReport:
         max_layer_sparsity: Limit for the share pruned from one layer. None if all lose the same share or are pruned
             whole.
         capped: Layers, or groups of units, that reached the limit.
-        overrides: The sparsity of each weight that had one of its own.
+        overrides: Weight → its own sparsity, for weights that have one.
         notes: Warnings about layers that lost most of their weights.
         units: One entry per group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned → why.
