@@ -1,4 +1,4 @@
-"""Channel graph."""
+"""Find the channels, neurons and heads of a model that can be removed, by tracing one forward."""
 
 from shared_core.lazy_exports import export_lazily
 

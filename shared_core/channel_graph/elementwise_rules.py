@@ -1,6 +1,6 @@
 """Rules for operators that keep channels apart: moves, copies, element-wise functions, reductions, pooling, norms.
 
-Each rule says how the channel ids and the known constants of its inputs pass on to its output.
+Each rule maps the channel ids and the known constants of its inputs to its output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared_core.channel_graph.graph import (
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias")
 def view(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels in the new shape: exact for every shape, because a label holds an id for every element."""
+    """Return the labels in the new shape. This is exact, because a label holds an id for every element."""
     source = tracer.get(args[0]) or Tracked()
     value = None if source.value is None else source.value.reshape(out.shape)
     return Tracked([label.reshape(out.shape) for label in source.labels], value, source.is_parameter)
@@ -42,9 +42,9 @@ def view(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     "unsafe_split_with_sizes", "unsafe_chunk",
 )  # fmt: skip
 def move(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tracked]:
-    """Return what the same operator makes of labels and constants."""
+    """Apply the same operator to labels and constants."""
     source = tracer.get(args[0]) or Tracked()
-    # The operator itself runs on the int64 ids: what moves elements moves their ids to the same places.
+    # The operator itself runs on the int64 ids, so ids move with their elements.
     labels = [_listed(func(label, *args[1:], **kwargs)) for label in source.labels]
     count = len(_listed(out))
     values = [None] * count if source.value is None else _listed(func(source.value, *args[1:], **kwargs))
@@ -53,27 +53,27 @@ def move(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @rule("clone", "_to_copy", "contiguous", "lift_fresh", "dropout", "native_dropout", "to")
 def copy(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return the same labels, and constants of the new type."""
+    """Return the same labels, and constants in the new dtype."""
     source = tracer.get(args[0]) or Tracked()
     target = out[0] if isinstance(out, tuple) else out
-    # Integers made of constants (masks, indices) are not followed as constants: their values may depend on sizes.
+    # Integers computed from constants (masks, indices) are not tracked: their values may depend on sizes.
     value = source.value if source.value is None or not target.is_floating_point() else source.value.to(target.dtype)
     return Tracked(list(source.labels), value, source.is_parameter)
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")
 def filled(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return the labels of what gave the shape."""
+    """Return the labels of the tensor that gives the shape."""
     source = tracer.get(args[0]) or Tracked()
-    # Zeros as wide as another tensor shrink with it, so they get its labels though no value came from it.
+    # A tensor of zeros as wide as another shrinks with it, so it gets its labels although no value came from it.
     return Tracked(list(source.labels), out if out.is_floating_point() and tracer.constants else None)
 
 
 @rule("copy")
 def copy_into(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels after writing into a tensor: into a view of another, which keeps its own, they are fixed."""
+    """Return the labels after writing into a tensor. Writing into a view pins them, as its base keeps its own."""
     target, source = tracer.get(args[0]), tracer.get(args[1])
-    # A view shares memory with its base, whose labels would have to change too: pin instead.
+    # A view shares memory with its base, whose labels would also have to change. Pin instead.
     if tracer.is_aliased(args[0]) or source is None or target is not None:
         tracer.pin(args[:2], f"it is written into a part of another tensor in {tracer.here()}")
         return Tracked()
@@ -82,14 +82,14 @@ def copy_into(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 @rule("cat", "concat")
 def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels behind each other along the dim, united across the operands along every other."""
+    """Return labels concatenated along the dim and united across operands along all other dims."""
     tensors = [tensor for tensor in args[0] if tensor.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
     found = [tracer.get(tensor) or Tracked() for tensor in tensors]
-    # Labels along the dim are laid end to end; those across it must agree between operands.
+    # Labels along the dim are concatenated. Labels across it must agree between operands.
     across = [[label for label in item.labels if dim not in varying_dims(label)] for item in found]
     along = [[label for label in item.labels if dim in varying_dims(label)] for item in found]
-    # Across the dim a label is the same at each index, so one slice of it, expanded, fits the longer result.
+    # Across the dim a label is equal at each index, so one slice of it can be expanded to the longer result.
     wide = [[label.narrow(dim, 0, 1).expand(out.shape) for label in labels] for labels in across]
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(tensors):
@@ -101,14 +101,14 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         for labels, tensor in zip(along, tensors, strict=True):
             for extra in labels[1:]:
                 tracer.positions.pin(extra, f"it is concatenated with another axis in {tracer.here()}")
-            # An operand without a label along the dim takes its place with ids that can never be removed.
+            # An operand without a label along the dim gets ids that can never be removed.
             fixed = torch.full((1,), FIXED, device="cpu").expand(tensor.shape)
             pieces.append(labels[0] if labels else fixed)
         merged.append(torch.cat(pieces, dim))
     value = None
     if any(item.value is not None for item in found):
         parts = [
-            # Unknown constants are NaN throughout this module; known parts of a concatenation stay known.
+            # Unknown constants are NaN in this module. Known parts of a concatenation stay known.
             torch.full_like(tensor, float("nan"), dtype=out.dtype) if item.value is None else item.value.to(out.dtype)
             for item, tensor in zip(found, tensors, strict=True)
         ]
@@ -119,13 +119,13 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @rule("stack")
 def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels united across the operands; the new dim is of fixed size."""
+    """Return labels united across the operands. The new dim has a fixed size."""
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
     found = [tracer.get(tensor) or Tracked() for tensor in args[0]]
     wide = [[label.unsqueeze(dim).expand(out.shape) for label in item.labels] for item in found]
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(args[0]):
-            # As in `cat`: an operand without a label of its own has a fixed size, which binds the others.
+            # As in `cat`: an operand without its own label has a fixed size, which binds the others.
             if other != index:
                 restrict(tracer, labels, tensor.unsqueeze(dim).expand(out.shape), wide[other])
     values = [item.value for item in found]
@@ -139,16 +139,16 @@ def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 @rule("constant_pad_nd")
 def pad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels of a padded tensor; padding along a labelled dim fixes its size."""
+    """Return the labels of a padded tensor. Padding along a labelled dim fixes its size."""
     source = tracer.get(args[0]) or Tracked()
-    # Padding adds positions without an id, and the size would be the old one plus the padding.
+    # Padding adds positions without an id, so the size would be the old one plus the padding.
     labels = _resized(tracer, source.labels, out.shape, "it is padded to a fixed size in")
     value = None if source.value is None else func(source.value, *args[1:], **kwargs)
     return Tracked(labels, value)
 
 
 def _resized(tracer: Tracer, labels: list[Tensor], shape: torch.Size, reason: str) -> list[Tensor]:
-    """Return labels in another shape; those along a dim of another size are pinned, for `reason` and the place."""
+    """Expand labels to another shape. Labels along a dim whose size changes are pinned with `reason` and the module."""
     found = []
     for label in labels:
         if any(label.shape[dim] != shape[dim] for dim in varying_dims(label)):
@@ -160,25 +160,25 @@ def _resized(tracer: Tracer, labels: list[Tensor], shape: torch.Size, reason: st
 
 @rule("index", "index_select", "gather", "embedding_bag", "take_along_dim")
 def index(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels of picked elements; positions that are picked by number stay."""
+    """Return the labels of indexed elements. Positions selected by number cannot be removed."""
     source = tracer.get(args[0]) or Tracked()
     name = func._schema.name
     if name == "aten::index":
         picked = {dim for dim, item in enumerate(args[1]) if item is not None}
-        # A bool index over several dims takes as many of them as it has: which ones is not worth finding out, so all.
+        # A bool index covers as many dims as it has. Treat all dims as indexed, for simplicity.
         if any(item is not None and item.dtype == torch.bool and item.ndim > 1 for item in args[1]):
             picked = set(range(args[0].ndim))
     elif name in ("aten::index_select", "aten::gather"):
         picked = {args[1] % args[0].ndim}
         if name == "aten::gather":
-            # gather also shortens the other dims to those of its index.
+            # gather also shortens the other dims to the size of its index.
             picked |= {dim for dim in range(out.ndim) if out.shape[dim] != args[0].shape[dim]}
     else:
         picked = set(range(args[0].ndim))
     labels, places = [], tree_map(_any_places, args[1:])
     for label in source.labels:
         if picked & set(varying_dims(label)):
-            tracer.positions.pin(label, f"its positions are picked by number in {tracer.here()}")
+            tracer.positions.pin(label, f"its positions are selected by number in {tracer.here()}")
         else:
             labels.append(func(label, *places, **kwargs))
     value = None if source.value is None else func(source.value, *args[1:], **kwargs)
@@ -186,7 +186,7 @@ def index(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _any_places(index: Any) -> Any:
-    """Return an index for labels, on the CPU: they are equal along what is picked, so how many it picks will do."""
+    """Return an index for labels, on the CPU. Labels are equal along indexed dims, so only its shape matters."""
     if not isinstance(index, Tensor):
         return index
     return index.cpu() if index.dtype in (torch.bool, torch.uint8) else torch.zeros_like(index, device="cpu")
@@ -194,19 +194,19 @@ def _any_places(index: Any) -> Any:
 
 @rule("embedding")
 def embedding(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return the labels of a table's columns; its rows are picked by the input and stay."""
+    """Return the labels of a table's columns. Its rows are selected by the input and cannot be removed."""
     source = tracer.get(args[0]) or Tracked()
     labels = []
     for label in source.labels:
-        # The table is (rows, columns); only the columns live on in the output.
+        # The table is (rows, columns), and only the columns reach the output.
         if varying_dims(label) == (1,):
             tracer.positions.mark(label, Role.OUT)
             labels.append(label[0].expand(out.shape))
         else:
-            tracer.positions.pin(label, f"its rows are picked by the input in {tracer.here()}")
+            tracer.positions.pin(label, f"its rows are selected by the input in {tracer.here()}")
     value = None
     if source.value is not None:
-        # The output is known where all rows agree, whichever the input picks.
+        # The output is known where all rows agree, for any input.
         same = (source.value == source.value[:1]).all(0)
         value = torch.where(same, source.value[0], torch.full_like(source.value[0], float("nan"))).expand(out.shape)
     return Tracked(labels, value)
@@ -233,7 +233,7 @@ _POOLS = (
 
 @rule("pointwise", "_prelu_kernel")
 def pointwise(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return labels united over the operands, and what the operator makes of constants."""
+    """Return labels united over the operands, and the operator's result on constants."""
     name = func._schema.name.removeprefix("aten::")
     name = name.removesuffix("_") if func._schema.is_mutable else name
     if func._schema.is_mutable and tracer.is_aliased(args[0]):
@@ -241,16 +241,16 @@ def pointwise(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return Tracked()
     operands = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     found = [tracer.get(item) or Tracked() for item in operands]
-    # Broadcasting is an expand, of labels too: stride 0 keeps saying that ids do not differ along the new dims.
+    # Broadcasting also expands labels. Stride 0 marks that ids do not differ along the new dims.
     wide = [[label.expand(out.shape) for label in item.labels] for item in found]
-    # Both ways: each operand's size may bind the labels of every other.
+    # In both directions: each operand's size may bind the labels of every other.
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(operands):
             if other != index and labels:
                 restrict(tracer, labels, tensor.expand(out.shape), wide[other])
     parameter = all(item.is_parameter for item in found)
-    # A parameter that meets an activation scales it (NORM) or makes part of it (OUT), as a bias does. Two parameters
-    # alone (weight norm) give a parameter, whose role is found where it is used.
+    # A parameter combined with an activation scales it (NORM) or contributes to it (OUT), as a bias does. Two
+    # parameters alone (weight norm) give a parameter, whose role is determined where it is used.
     if not parameter:
         for item in found:
             for label in item.labels if item.is_parameter else ():
@@ -268,13 +268,13 @@ def _constants(
     def constant(item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
-        # An in-place operator would write into the constants that other tensors share.
+        # An in-place operator would write into constants that other tensors share.
         value = known[id(item)]
         if value is not None:
             return value.clone() if func._schema.is_mutable and item is args[0] else value
         return torch.full_like(item, float("nan")) if item.is_floating_point() else item
 
-    # An index or a bool that is unknown may choose any value, so nothing of the result is known.
+    # An unknown index or bool may select any value, so nothing of the result is known.
     if name not in ("where", "masked_fill") and any(
         isinstance(item, Tensor) and not item.is_floating_point() and known[id(item)] is None and item.numel() > 1
         for item in args
@@ -282,10 +282,10 @@ def _constants(
         return None
     found_args, found_kwargs = tree_map(constant, args), tree_map(constant, kwargs)
     value = constants.unless_unknown(constants.pointwise(name, func, found_args, found_kwargs))
-    # These four are computed by rules of their own, where 0 times unknown is 0; others give NaN for NaN.
+    # These four have their own rules, where 0 times unknown is 0. Others return NaN for NaN.
     if value is None or name in ("mul", "div", "where", "masked_fill"):
         return value
-    for item in found_args:  # some operators give a number for NaN: sign, fmax, nan_to_num
+    for item in found_args:  # some operators return a number for NaN: sign, fmax, nan_to_num
         if isinstance(item, Tensor) and item.is_floating_point():
             value = torch.where(item.isnan(), torch.full_like(value, float("nan")), value)
     return value
@@ -301,7 +301,7 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 @rule("sum", "mean", "linalg_vector_norm", "norm", "amax", "amin", "var", "std", "var_mean", "logsumexp", "prod")
 def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return labels over what is left; a sum over labelled positions wants them to be zero."""
+    """Return labels over the remaining dims. A sum over labelled positions needs removed ones to be zero."""
     source = tracer.get(args[0]) or Tracked()
     name = func._schema.name.removeprefix("aten::")
     if isinstance(out, tuple):
@@ -318,7 +318,7 @@ def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
         summed = tuple(dim for dim in varying_dims(label) if dim in dims)
         if summed:
             reduce_label(tracer, label, summed, source.value, name)
-        # A label that lies along reduced dims alone is gone from the result.
+        # A label that only varies along reduced dims does not reach the result.
         if summed and summed == varying_dims(label):
             continue
         for dim in sorted(dims, reverse=True):
@@ -329,15 +329,15 @@ def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def reduce_label(tracer: Tracer, label: Tensor, dims: tuple[int, ...], value: Tensor | None, name: str) -> None:
-    """Note that a label is reduced along dims of its own."""
-    # It varies along other dims too ((head, channel), reduced over channels): per other index all goes or nothing.
+    """Record that a label is reduced along some of its dims."""
+    # If it varies along other dims too ((head, channel), reduced over channels), remove all or nothing per head.
     if dims != varying_dims(label):
         tracer.positions.unite_along(label, dims, "")
     elif name in _SUMS:
         _summed(tracer, label, value)
     elif name in ("mean", "rms", "layer"):
         _summed(tracer, label, value)
-        # A mean divides by the number of positions, which changes with them: who removes some must rescale.
+        # A mean divides by the number of positions. Whoever removes some must rescale.
         tracer.norms.append(Normalised(name, tracer.here(), core(label), dims))
     else:
         tracer.positions.pin(label, f"{name} in {tracer.here()} needs all of it")
@@ -348,15 +348,15 @@ def _summed(tracer: Tracer, label: Tensor, value: Tensor | None) -> None:
         tracer.sum_over(label, None)
         return
     dims = tuple(dim for dim in range(label.ndim) if dim not in varying_dims(label))
-    # Constants must agree over all dims that are not the label's own, or what arrives there is no single number.
+    # Constants must agree over all other dims, or there is no single number per position.
     found = constants.agreed(value.expand(label.shape), dims)
-    # what is not zero has no bias to go into
+    # A nonzero constant has no bias to move into.
     tracer.sum_over(label, torch.where(found == 0, found, torch.full_like(found, float("nan"))))
 
 
 @rule(*_SOFT)
 def needs_all(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tracked]:
-    """Return the labels along the other dims: along this one nothing can go."""
+    """Return the labels along the other dims. Nothing can be removed along this one."""
     source = tracer.get(args[0]) or Tracked()
     name = func._schema.name.removeprefix("aten::")
     default = {"topk": -1, "sort": -1}.get(name, 0)
@@ -368,7 +368,7 @@ def needs_all(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     labels = []
     for label in source.labels:
         if dim in varying_dims(label):
-            # softmax over channels: without one of them all others get other values, so all of the axis stays.
+            # Softmax over channels: without one of them all others change, so the whole axis stays.
             tracer.positions.unite_along(label, (dim,), f"{name} in {tracer.here()} needs all of it")
         if label.shape == outs[0].shape:
             labels.append(label)
@@ -381,10 +381,10 @@ def needs_all(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 @rule(*_POOLS)
 def pool(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return the labels of channels; pooling and resizing act on the dims behind them."""
+    """Return the labels of channels. Pooling and resizing act on the later dims."""
     source = tracer.get(args[0]) or Tracked()
     target = out[0] if isinstance(out, tuple) else out
-    # Pooling acts on the last dims, which have other sizes after it; ids cannot be followed through a resize.
+    # Pooling changes the size of the last dims, and ids cannot be tracked through a resize.
     name = func._schema.name.removeprefix("aten::")
     labels = _resized(tracer, source.labels, target.shape, f"it is resized by {name} in")
     value = None
@@ -399,7 +399,7 @@ def pool(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     "miopen_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update",
 )  # fmt: skip
 def batch_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return the channels, united with the parameters and running statistics of each."""
+    """Return the channels, united with their parameters and running statistics."""
     tensor, weight, bias = args[:3]
     statistics = [item for item in args[3:5] if isinstance(item, Tensor)]
     shape = [1, -1, *[1] * (tensor.ndim - 2)]
@@ -412,14 +412,14 @@ def batch_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
     # In eval mode (running statistics as arguments) a constant input gives a constant output.
     if len(statistics) == 2 and source.value is not None:
         found = func(source.value, *args[1:], **kwargs)
-        # Where the input is unknown the output is still the bias if the scale is 0.
+        # Where the input is unknown, the output is still the bias if the scale is 0.
         value = found[0] if value is None else torch.where(found[0].isnan(), value.expand(tensor.shape), found[0])
     return Tracked(join(tracer, operands), None if value is None else value.expand(tensor.shape))
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
 def layer_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return the labels, united with the parameters; over what is labelled and divided by, notes the norm."""
+    """Return the labels, united with the parameters. If a labelled dim is normalised over, record the norm."""
     tensor, shape = args[:2]
     is_rms = "rms" in func._schema.name
     weight, bias = (args[2] if len(args) > 2 else None), (None if is_rms else args[3])
@@ -433,12 +433,12 @@ def layer_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if isinstance(weight, Tensor):
         restrict(tracer, source.labels, weight.expand(tensor.shape), operands[1])
     for label in source.labels:
-        # Normalised over labelled positions: removing some changes the mean and variance of those that stay.
+        # Normalised over labelled positions: removing some changes the mean and variance of the others.
         over = tuple(dim for dim in varying_dims(label) if dim in dims)
         if over:
             reduce_label(tracer, label, over, source.value, "rms" if is_rms else "layer")
     value = _affine(tracer, weight, bias, None)
-    # RMS norm maps 0 to 0. Layer norm subtracts a mean of all, so a constant input is no constant output there.
+    # RMS norm maps 0 to 0. Layer norm subtracts the mean of all, so a constant input does not give a constant output.
     if is_rms and source.value is not None:
         zero = torch.where(source.value == 0, source.value, torch.full_like(source.value, float("nan")))
         value = zero if value is None else torch.where(zero.isnan(), value.expand(tensor.shape), zero)
@@ -447,7 +447,7 @@ def layer_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 @rule("native_group_norm")
 def group_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return the channels: those of a group share their statistics and are removed together."""
+    """Return the channels. Those of a group share statistics and are removed together."""
     tensor, weight, bias = args[:3]
     groups = args[6]
     shape = [1, -1, *[1] * (tensor.ndim - 2)]
@@ -459,7 +459,7 @@ def group_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
         if varying_dims(label) != (1,):
             tracer.positions.pin(label, f"{tracer.here()} normalises over it")
             continue
-        # (groups, channels of a group): each group has its own statistics, so it goes whole or stays.
+        # (groups, channels per group): each group has its own statistics, so it is removed whole or not at all.
         channels = along(label, 1).reshape(groups, -1)
         if groups == 1:
             tracer.positions.pin(label, f"{tracer.here()} normalises over all of it")
@@ -479,7 +479,7 @@ def _parameter(tracer: Tracer, item: Any, role: Role) -> list[Tensor]:
 
 
 def _affine(tracer: Tracer, weight: Any, bias: Any, shape: list[int] | None) -> Tensor | None:
-    """Return the bias where the scale is zero: there it is all that is left, whatever the input."""
+    """Return the bias where the scale is zero, because the output is constant there."""
     found = tracer.get(weight)
     if not tracer.constants or found is None or found.value is None:
         return None

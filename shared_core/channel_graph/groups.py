@@ -1,6 +1,6 @@
-"""One forward of a model, followed or not, and what its output is judged by.
+"""The units of a model that can be removed (channels, neurons, heads), each with all its positions.
 
-The units of a model that can be removed: channels, neurons, heads, with all the positions that go with each.
+They are found by tracing one forward.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "encoder_", "d
 
 
 def run(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = True) -> Tracer:
-    """Return the tracer after one forward in eval mode without gradients.
+    """Run one forward in eval mode without gradients, and return the tracer.
 
-    The model's modes are restored, and nothing of it is changed.
+    The model's modes are restored, and nothing else changes.
     """
     tracer = Tracer(model, constants=constants, cuts=cuts)
-    # `restrict` must not take an input's repeated values for a constant that any width may have.
+    # `restrict` must not mistake repeated values of an input for a constant of any width.
     leaves = [] if callable(example_inputs) else tree_leaves(dict(_named_inputs(example_inputs)))
     tracer.inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
-    # The tracer is innermost: it sees the operators that attention and compiled modules decompose into.
+    # The tracer is innermost, so that it sees the operators that attention and compiled modules decompose into.
     with evaluated(model), decomposed(), _hooked(model, tracer), _parametrized(model, tracer), tracer:
         out = call(model, example_inputs)
-    # Outputs are what users and losses read: their size and order stay.
+    # Users and losses read outputs, so their size and order must stay.
     for name, tensor in outputs_of(out):
         tracer.pin(tensor, f"it is an output of the model{f' ({name})' if name else ''}")
     return tracer
@@ -51,7 +51,7 @@ def _named_inputs(example_inputs: Any) -> Mapping[Any, Any]:
 
 
 def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Return names and tensors that an output is judged by: logits and loss, or else all but by-products."""
+    """Return names and tensors of the relevant outputs: logits and loss, or else everything except by-products."""
     if isinstance(output, Tensor):
         return [(name, output)]
     if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
@@ -68,8 +68,8 @@ def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def decomposed() -> Iterator[None]:
-    """Have attention and compiled modules run as the operators they are made of."""
-    # Fused attention and the encoder fast path are single operators, in which no channel can be followed.
+    """Make attention and compiled modules run as basic operators."""
+    # Fused attention and the encoder fast path are single operators, through which channels cannot be tracked.
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -90,7 +90,7 @@ def _hooked(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         tracer.module_names.pop()
 
     for name, module in model.named_modules():
-        # Before the user's hooks, so that operators inside those have a module's name too.
+        # Before the user's hooks, so that operators in those also have a module name.
         handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
@@ -102,8 +102,8 @@ def _hooked(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def _parametrized(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Compute parametrized weights (spectral norm) before the forward, where no unit is cut."""
-    # A cut would change what is computed (a spectral norm); zeros that arrive at such a weight do not.
+    """Compute parametrized weights (spectral norm) before the forward, if no unit is cut."""
+    # A cut would change the computed weight (a spectral norm), but zero inputs do not.
     with parametrize.cached():
         for name, module in () if tracer.cuts else model.named_modules():
             for tensor, chain in getattr(module, "parametrizations", {}).items():
@@ -116,21 +116,23 @@ def _parametrized(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 RULES_OF = (elementwise_rules, product_rules)
 """Importing them registers their rules."""
 
-UNREAD = "the forward that was followed does not use it"
-"""`ChannelGroup.reason_kept` of units that no operator read: of layers that were not called."""
+UNREAD = "the traced forward does not use it"
+"""`ChannelGroup.reason_kept` of units that no operator used, such as those of layers that were not called."""
 
 Kind = Literal["channel", "neuron", "head", "width", "filter", "layer"]
-"""The last two are not traced: single layers' outputs and whole layers, as masks know them."""
+"""The last two are not traced: outputs of single layers, and whole layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The share of a group's units in one axis of a tensor.
+    """The positions of a group's units along one axis of a tensor.
 
-    `tensor` is named as in ``model.state_dict()`` (of a tied tensor, its first name); `positions` has the shape
-    (units, k): row u are the indices along `axis` of unit u. `role`: ``out`` makes the unit's values (a weight's
-    rows, its bias, an embedding's columns), ``norm`` scales and shifts them, ``in`` consumes them (a weight's
-    columns), ``stat`` are a batch norm's running statistics.
+    Attributes:
+        tensor: Name as in ``model.state_dict()``. For a tied tensor, its first name.
+        axis: The axis along which the positions lie.
+        positions: (units, k). Row u has the indices along `axis` of unit u.
+        role: ``out`` produces the unit's values (a weight's rows, its bias, an embedding's columns), ``norm`` scales
+            and shifts them, ``in`` consumes them (a weight's columns), ``stat`` are a batch norm's running statistics.
     """
 
     tensor: str
@@ -141,11 +143,11 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class ChannelGroup:
-    """Units of one kind, any of which can be removed with all its slices.
+    """Units of one kind, each of which can be removed with all its slices.
 
-    A unit is a channel of convolutions, a neuron, an attention head (a key-value head with its query heads) or a
-    position of the residual width that norms divide by. `reason_kept` says why none of them can be removed; None: they
-    can.
+    A unit is a channel of convolutions, a neuron, an attention head (a key-value head with its query heads), or a
+    position of the residual width that norms divide by. `reason_kept` says why the units cannot be removed. None means
+    they can.
     """
 
     name: str
@@ -157,7 +159,7 @@ class ChannelGroup:
 
 @dataclass
 class Traced:
-    """The result of a trace: the groups, by unit the ids of its positions, by id what it is removed with."""
+    """The result of a trace: groups, the ids of each unit's positions, and the component of each id."""
 
     groups: list[ChannelGroup]
     unit_ids: dict[str, list[Ids]]
@@ -166,16 +168,16 @@ class Traced:
 
 
 def find_groups(model: nn.Module, example_inputs: Any, *, cuts: bool = True) -> list[ChannelGroup]:
-    """Return the groups of units of a model, in the order of its tensors, found by following one forward.
+    """Trace one forward and return the groups of units of a model, in the order of its tensors.
 
-    Every operator that runs is followed, so control flow, residual connections, concatenation, tied weights, grouped
-    convolutions, gated layers and grouped-query attention need no declaration; what an operator cannot pass on stays,
-    with the reason.
+    Every operator that runs is traced, so control flow, residual connections, concatenation, tied weights, grouped
+    convolutions, gated layers and grouped-query attention need no declaration. Units that cannot be traced through an
+    operator are kept, with the reason.
 
     Args:
-        model: Any; nothing of it is changed. It runs in eval mode, without gradients.
-        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; a batch of 2 is enough.
-        cuts: Whether units are to be removed; False: they are zeroed, so that layers that compute their weight may read
+        model: Any model. It runs in eval mode, without gradients, and is not changed.
+        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments. A batch of 2 is enough.
+        cuts: True if units will be removed. With False they are only zeroed, so layers with computed weights may read
             them.
 
     Example:
@@ -196,17 +198,17 @@ class _Unit:
 
 
 def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = True) -> Traced:
-    """Return the groups of a model and what was learnt on the way."""
+    """Trace one forward and return the groups together with the tracer's findings."""
     tracer = run(model, example_inputs, constants=constants, cuts=cuts)
     positions = tracer.positions
     components = positions.components()
     reasons = positions.pinned(components)
-    # What depends on a unit that nothing computed with is not known: another forward may return it to the user.
+    # If no operator used a unit, its effects are unknown: another forward may return it to the user.
     used = np.zeros(positions.count, dtype=bool)
     np.logical_or.at(used, components, positions.roles > 0)
     for root in np.unique(components[~used[components]]):
         reasons.setdefault(int(root), UNREAD)
-    # By component, what it has of each axis. `parts` come in the order of axes, the same for units that are alike.
+    # Each component's positions by axis. `parts` are in the order of axes, the same for similar units.
     units: dict[int, _Unit] = {}
     for axis in positions.axes.values():
         roots = components[axis.start : axis.start + axis.size]
@@ -220,8 +222,8 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
     wide = _normalised(tracer, components)
     alike: dict[tuple[Any, ...], list[_Unit]] = defaultdict(list)
     for root in sorted(units):
-        # Units of one group have as many positions in the same axes, and stay for the same reason: those are
-        # interchangeable, and a mask or a cut may take any of them.
+        # Units of one group have equally many positions in the same axes, and the same reason to stay. They are
+        # interchangeable, so a mask or a cut may use any of them.
         unit = units[root]
         signature = tuple((axis.tensor, axis.axis, len(members)) for axis, members in unit.parts)
         alike[(*signature, reasons.get(root) if root != FIXED else "fixed")].append(unit)
@@ -231,9 +233,9 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
     for found_units in alike.values():
         slices = tuple(_slices(positions.roles, found_units))
         outs = [part for part in slices if part.role == "out"]
-        # No output axis, or only kernel sizes (axes above 1): nothing that produces values.
+        # Skip groups without an output axis, or with only kernel sizes (axes above 1): nothing produces values.
         if not outs or all(part.axis > 1 for part in outs):
-            continue  # an axis that only consumes: the model's input
+            continue  # an axis that only consumes, such as the model's input
         name = outs[0].tensor.rpartition(".")[0] or outs[0].tensor
         taken[name] = taken.get(name, 0) + 1
         name = name if taken[name] == 1 else f"{name}#{taken[name]}"
@@ -247,9 +249,9 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
 def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
     slices = []
     for index, (axis, _) in enumerate(members[0].parts):
-        # (units, positions each): unit i owns row i in this axis.
+        # (units, positions each): row i belongs to unit i on this axis.
         indices = np.stack([unit.parts[index][1] for unit in members])
-        # A tensor may play several roles (tied weights): what produces decides first, then what scales.
+        # A tensor may have several roles (tied weights). OUT takes precedence, then NORM.
         found = Role(int(np.bitwise_or.reduce(roles[axis.start + indices].reshape(-1))))
         if not found:
             role: Literal["out", "in", "norm", "stat"] = "out"
@@ -264,7 +266,7 @@ def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
 
 
 def _normalised(tracer: Tracer, components: Ids) -> set[int]:
-    """Return the components of which only a part of what a norm divides by belongs to each."""
+    """Return the components that norms divide by."""
     return {int(root) for norm in tracer.norms for root in np.unique(components[norm.label.reshape(-1).numpy()])}
 
 

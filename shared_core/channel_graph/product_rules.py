@@ -1,6 +1,6 @@
-"""Matrix products: what is summed over is united, the rest becomes the labels of the result.
+"""Matrix products and convolutions. Summed dims are united, and the free dims become labels of the result.
 
-Convolutions: input and output channels, and groups, which are removed whole.
+Groups of a grouped convolution are removed whole.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shared_core.channel_graph.graph import Role, Tracer, Tracked, along, flat_i
 def matrix_product(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
     """Return the labels of a product of two matrices, or batches of them."""
     first, second = args[:2]
-    # Broadcast batches and vectors are expanded by torch before they reach mm and bmm; what is left is rare.
+    # torch expands broadcast batches and vectors before mm and bmm. Other cases are rare.
     if first.ndim != second.ndim or first.ndim < 2 or len(args) > 2:
         name = func._schema.name.removeprefix("aten::")
-        tracer.pin(args, f"the operator {name} in {tracer.here()} is not followed")
+        tracer.pin(args, f"the operator {name} in {tracer.here()} is not supported")
         return Tracked()
     return _product(tracer, first, second, out)
 
 
 @rule("addmm", "baddbmm")
 def product_and_sum(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return the labels of a product to which something is added, mostly a bias."""
+    """Return the labels of a product plus another tensor, usually a bias."""
     result = _product(tracer, args[1], args[2], out)
     bias, beta, alpha = args[0], kwargs.get("beta", 1), kwargs.get("alpha", 1)
     return add_bias(tracer, result, bias, out, shape=tuple(bias.shape), factors=(beta, alpha)) if beta else result
@@ -36,19 +36,19 @@ def product_and_sum(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: di
 
 @rule("_grouped_mm")
 def experts_product(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return the labels of tokens multiplied each by the matrix of its expert: (tokens, K) and (experts, K, N)."""
+    """Return the labels of tokens multiplied by the matrix of their expert: (tokens, K) and (experts, K, N)."""
     tokens, weights = args[:2]
     source, stacked = tracer.get(tokens) or Tracked(), tracer.get(weights) or Tracked()
     if tokens.ndim != 2 or weights.ndim != 3 or not stacked.is_parameter or (len(args) > 3 and args[3] is not None):
-        tracer.pin(args, f"experts in {tracer.here()} are not followed")
+        tracer.pin(args, f"this form of experts in {tracer.here()} is not supported")
         return Tracked()
     labels = []
-    # Which experts a token takes is chosen at run time: the axis of experts stays.
+    # The router chooses experts at run time, so the axis of experts stays.
     for label in stacked.labels:
         if varying_dims(label) not in ((1,), (2,)):
             tracer.positions.pin(label, f"the router of {tracer.here()} chooses among them")
         else:
-            # All experts have the same K and N ids, so the matrix of one stands for all.
+            # All experts have the same K and N ids, so one matrix represents all.
             labels.append(label[0])
     value = None
     if stacked.value is not None:
@@ -66,13 +66,13 @@ def add_bias(
     shape: tuple[int, ...],
     factors: tuple[float, float] = (1, 1),
 ) -> Tracked:
-    """Return what is known of a product after a bias was added."""
+    """Return what is known about a product after adding a bias."""
     found = tracer.get(bias) or Tracked()
     labels = [label.reshape(shape).expand(out.shape) for label in found.labels]
     if found.is_parameter:
         for label in found.labels:
             tracer.positions.mark(label, Role.OUT)
-    # A bias without labels has a fixed length, and so binds the rows; and the other way round.
+    # A bias without labels has a fixed length and so fixes the rows, and vice versa.
     restrict(tracer, result.labels, bias.reshape(shape).expand(out.shape), labels)
     restrict(tracer, labels, out, result.labels)
     value = None
@@ -90,17 +90,17 @@ def _product(
     for item, summed in zip(found, (columns, rows), strict=True):
         if item.is_parameter and not all(other.is_parameter for other in found):
             for label in item.labels:
-                # Along the summed dim a weight consumes positions (IN); along its free dim it makes them (OUT).
+                # Along the summed dim a weight consumes positions (IN), along its free dim it produces them (OUT).
                 tracer.positions.mark(label, Role.IN if summed in varying_dims(label) else Role.OUT)
     _meet(tracer, found, columns, rows)
     results = []
     for item, summed, free in ((found[0], columns, rows), (found[1], rows, columns)):
         labels = []
         for label in item.labels:
-            # Summed over: the label does not reach the result.
+            # The label is summed over and does not reach the result.
             if varying_dims(label) == (summed,):
                 continue
-            # The summed dim has size 1 in the label, and the result's other free dim in its place.
+            # Replace the summed dim of the label by the other free dim of the result.
             labels.append(label.narrow(summed, 0, 1).expand(_with(out.shape, free, label.shape[free])))
         results.append(labels)
     value = None
@@ -116,48 +116,48 @@ def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
 
 
 def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None:
-    """Unite the labels of what is summed over."""
+    """Unite the labels of the summed dims."""
     here = tracer.here()
     firsts = [label for label in found[0].labels if columns in varying_dims(label)]
     seconds = [label for label in found[1].labels if rows in varying_dims(label)]
-    # Only one side is labelled along the sum: the other side's size is fixed, so nothing of this side can go alone.
+    # Only one side is labelled along the sum. The other side has a fixed size, so no single position can be removed.
     if not firsts or not seconds:
         if any(map(tracer.takes_zeros, found)):
             return
         for label, dim in [*((label, columns) for label in firsts), *((label, rows) for label in seconds)]:
-            tracer.positions.unite_along(label, (dim,), f"it meets what has a fixed size in {here}")
+            tracer.positions.unite_along(label, (dim,), f"it is combined with a fixed size in {here}")
         return
     weight = found[0].is_parameter or found[1].is_parameter
     for first in firsts:
         for second in seconds:
-            # What else each label varies along: the batch dim of bmm, which holds heads (and examples).
+            # Other dims along which each label varies: the batch dim of bmm, which holds heads (and examples).
             extra = [set(varying_dims(first)) - {columns}, set(varying_dims(second)) - {rows}]
             batch = extra[0] == extra[1] and not extra[0] & {rows, columns}
-            # Position by position: first is (batch, rows, K), second (batch, K, columns); both lose their free dim.
+            # Unite by position. First is (batch, rows, K), second (batch, K, columns). Both lose their free dim.
             if batch:
                 tracer.positions.unite(first.select(rows, 0), second.select(columns, 0))
-            # A weight's columns and the activations that enter it: channel by channel, each can go alone.
+            # A weight's columns and the activations that enter it: each channel can be removed alone.
             if batch and weight:
                 continue
-            # Two activations (queries by keys): the channels of a head go together, so that all heads keep one size;
-            # where other dims tell heads apart, a head goes whole.
+            # Two activations (queries times keys): all channels of a head are removed together, so that all heads have
+            # the same size. If other dims distinguish heads, a head is removed whole.
             for label, dim in ((first, columns), (second, rows)):
                 tracer.positions.unite_along(label, (dim,), f"{here} sums over it together with another tensor's")
                 if extra[0] and not weight:
                     tracer.positions.in_heads[flat_ids(label)] = True
                 elif extra[0] != extra[1] and varying_dims(label) == (dim,):
-                    tracer.positions.pin(label, f"it is shared by several heads in {here}")
+                    tracer.positions.pin(label, f"several heads share it in {here}")
 
 
 def _note_summed(tracer: Tracer, found: list[Tracked], tensors: tuple[Tensor, Tensor], columns: int, rows: int) -> None:
-    """Note what arrives at the positions of a weight that are summed over."""
-    # For a removal that keeps outputs: constants at a weight's removed columns move into the bias, W[:, gone] c.
+    """Record the constants at the summed positions of a weight."""
+    # To remove inputs without changing outputs: constants at removed columns move into the bias, W[:, gone] c.
     for weight, other, dim, other_dim in ((0, 1, columns, rows), (1, 0, rows, columns)):
         if not found[weight].is_parameter or found[other].is_parameter:
             continue
         value = found[other].value
         if value is not None:
-            # One number for each summed position, over all tokens and examples of the trace.
+            # One number per summed position, over all tokens and examples of the trace.
             value = constants.agreed(value, tuple(index for index in range(value.ndim) if index != other_dim))
         for label in found[weight].labels:
             if dim not in varying_dims(label):
@@ -173,7 +173,7 @@ def _known_product(found: list[Tracked], first: Tensor, second: Tensor) -> Tenso
     if values[0] is None and values[1] is None:
         return None
     contract = torch.bmm if first.ndim == 3 else torch.mm
-    # A product of a known and an unknown side is known only where the known side has a row or column of zeros.
+    # If one side is unknown, the product is only known where the known side has a row or column of zeros.
     if values[0] is None or values[1] is None:
         summed = -2 if values[0] is None else -1
         if not any(bool((value == 0).all(summed).any()) for value in values if value is not None):
@@ -187,45 +187,45 @@ def _known_product(found: list[Tracked], first: Tensor, second: Tensor) -> Tenso
 
 @rule("convolution", "_convolution", "convolution_overrideable")
 def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return the channels of a convolution; a group of a grouped one is removed whole."""
+    """Return the channels of a convolution. Each group of a grouped convolution is removed whole."""
     tensor, weight, bias = args[:3]
     padding, transposed, groups = args[4], args[6], args[8]
     source, kernel = tracer.get(tensor) or Tracked(), tracer.get(weight) or Tracked()
     here = tracer.here()
     out_axis, in_axis = (1, 0) if transposed else (0, 1)
-    # Activations are (batch, channels, places): only these two dims survive a convolution.
+    # Activations are (batch, channels, places), and only the first two dims survive a convolution.
     channels = [label for label in source.labels if varying_dims(label) == (1,)]
     batch = [label for label in source.labels if varying_dims(label) == (0,)]
     for label in source.labels:
         if varying_dims(label) not in ((0,), (1,)):
-            tracer.positions.pin(label, f"{here} slides over it")
+            tracer.positions.pin(label, f"{here} convolves over it")
     outs = [label for label in kernel.labels if varying_dims(label) == (out_axis,)]
     ins = [label for label in kernel.labels if varying_dims(label) == (in_axis,)]
     for label in kernel.labels:
         if varying_dims(label) not in ((0,), (1,)) or not kernel.is_parameter:
-            tracer.positions.pin(label, f"it is the kernel's size in {here}")
+            tracer.positions.pin(label, f"it is the kernel size in {here}")
     for label in outs:
         tracer.positions.mark(label, Role.OUT)
         tracer.positions.in_convolutions[flat_ids(label)] = True
-    # (outputs,) to (1, outputs, 1, ...) expanded: a label on dim 1 of the result.
+    # (outputs,) to (1, outputs, 1, ...), expanded: a label on dim 1 of the result.
     produced = [_channels(along(label, out_axis), out) for label in outs]
     if groups == 1:
         for label in ins:
             tracer.positions.mark(label, Role.IN)
             if not channels:
-                tracer.positions.pin(label, f"it meets what has a fixed size in {here}")
-            # groups = 1: every output reads every input channel, so each can go alone.
+                tracer.positions.pin(label, f"it is combined with a fixed size in {here}")
+            # groups = 1: every output reads every input channel, so each can be removed alone.
             for other in channels:
                 tracer.positions.unite(along(other, 1), along(label, in_axis))
         for label in channels if not ins and not tracer.takes_zeros(kernel) else ():
-            tracer.positions.pin(label, f"it meets what has a fixed size in {here}")
+            tracer.positions.pin(label, f"it is combined with a fixed size in {here}")
     elif transposed or not outs or not channels:
-        tracer.pin((tensor, weight), f"{here} is a grouped convolution that is not followed")
+        tracer.pin((tensor, weight), f"{here} is a grouped convolution that is not supported")
         produced = []
     else:
-        # Each group reads its own inputs and makes its own outputs: the group is the unit.
+        # Each group reads its own inputs and makes its own outputs, so the group is the unit.
         for label in ins:
-            tracer.positions.pin(label, f"each group of {here} has that many")
+            tracer.positions.pin(label, f"it is the group size in {here}")
         _unite_groups(tracer, channels[0], outs[0], groups)
     value = None
     if tracer.constants:
@@ -242,7 +242,7 @@ def _arriving(value: Tensor | None, uneven: bool) -> Tensor | None:
     if value is None:
         return None
     found = constants.agreed(value, tuple(dim for dim in range(value.ndim) if dim != 1))
-    # at a padded border, and anywhere after a transposed convolution, fewer terms of the sum are constants
+    # At a padded border, and anywhere after a transposed convolution, some terms of the sum are missing.
     return torch.where(found == 0, found, torch.full_like(found, float("nan"))) if uneven else found
 
 
@@ -263,7 +263,7 @@ def _known_convolution(
 ) -> Tensor | None:
     if kernel.value is None:
         return None
-    # Without constants on the way in the output is known only for kernels of zeros.
+    # Without input constants, the output is only known for kernels of zeros.
     if source.value is None and not bool((kernel.value.flatten(1) == 0).all(1).any()) and not args[6]:
         return None
 

@@ -1,4 +1,4 @@
-"""Lottery tickets: sparse networks that train as well as the dense ones, when they start from the right weights."""
+"""Lottery tickets: sparse networks that train as well as dense ones if they start from the right weights."""
 
 from shared_core.lazy_exports import export_lazily
 

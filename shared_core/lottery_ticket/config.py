@@ -1,4 +1,4 @@
-"""The options of one run of a lottery ticket experiment: what it trains, and what it leaves for the next."""
+"""The options of one run of a lottery ticket experiment."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shared_core.errors import CheckpointError, require
 TICKET_FILE, RESULT_FILE = "ticket.safetensors", "round.json"
 """In the folder of a run: what it found, and its figures, which are written last."""
 _REWOUND = (
-    "weights are rewound at step k, and the next masks come from those that were trained; average the winning ticket's "
-    "own run"
+    "weights are rewound at step k, and the next masks come from the trained weights. Average in the winning "
+    "ticket's own run"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TicketOptions(Options):
-    """Options of tickets that all runs of a search have."""
+    """Options of tickets that are the same in all runs of a search."""
 
-    out: Any = option(help="Folder of what is found.")
+    out: Any = option(help="Folder for the results.")
     rewind: Literal["weights", "learning_rate", "none"] = option(
         "weights",
         help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
@@ -47,10 +47,10 @@ class TicketOptions(Options):
         "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
     )
     max_layer_sparsity: float | None = option(
-        None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
-        "asks of all where that is higher.", above=0, high=1, only_with={"scope": ("global",)},
+        None, help="Largest share of one tensor to prune; others make up for the rest. By default 0.98, or the round's "
+        "overall share if that is higher.", above=0, high=1, only_with={"scope": ("global",)},
     )  # fmt: skip
-    seed: int = option(0, help="Seed of what a control draws.", low=0)
+    seed: int = option(0, help="Seed of the controls.", low=0)
     include: tuple[str, ...] = option(
         (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
     )
@@ -89,15 +89,15 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}
 
-    out: str = option(help="Folder for what this run leaves: the ticket found, the weights to rewind to, its figures.")
-    ticket: str | None = option(None, help="The ticket file to train; none: a dense run, which finds the first ticket.")
+    out: str = option(help="Folder for this run's results: the ticket, the weights to rewind to, the metrics.")
+    ticket: str | None = option(None, help="The ticket file to train. None: a dense run, which finds the first ticket.")
     rewind_to: Position = option(
         0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialisation."
     )
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
-        help="random_reinit: the ticket's masks over newly drawn weights, from the start; random_mask: as many weights "
-        "of every tensor as the ticket keeps, chosen at random.",
+        help="random_reinit: the ticket's masks with redrawn weights, from the start; random_mask: random masks that "
+        "keep as many weights of every tensor as the ticket.",
     )
 
     def check_files(self) -> None:
@@ -107,10 +107,10 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
         require(is_there, self.key, told, "check the path", CheckpointError)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         if "qat" in recipe and self.rewind != "weights":
             yield (
-                f"lottery with rewind {self.rewind} cannot be combined with qat: at step k the ranges are those of the "
-                "replay, not of the trained weights that are put in place; rewind weights, or quantise the winning "
+                f"lottery with rewind {self.rewind} cannot be combined with qat: at step k the quantization ranges are "
+                "those of the replay, not of the loaded trained weights. Use rewind weights, or quantize the winning "
                 "ticket"
             )

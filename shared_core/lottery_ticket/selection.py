@@ -1,4 +1,4 @@
-"""Which weights a round prunes: a share of what is left, the smallest first. And what the controls draw instead."""
+"""Which weights a round prunes: a share of the remaining ones, smallest first. Also the random masks of controls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CONVOLUTIONS = (
 
 
 def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: LotteryConfig) -> dict[str, float]:
-    """Return the share of its remaining weights that each tensor loses in a round of scope local.
+    """Return the share of its remaining weights that each tensor loses in a round, for scope local.
 
-    The output layer is the last linear or convolutional one in registration order, as ``last`` in `skip`; it loses
+    The output layer is the last linear or convolutional one in registration order, like ``last`` in `skip`. It loses
     `output_rate`, half of `rate` by default (Frankle and Carbin 2019, section 2). Convolutions lose `conv_rate`.
     """
     output = match_modules(model, prunable_types(model), where="lottery", include=["last"])[0].module
@@ -38,7 +38,7 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Lott
 
 
 class _Magnitude(Magnitude):
-    zero_is_lowest: ClassVar[bool] = False  # a weight under a mask may hold any value
+    zero_is_lowest: ClassVar[bool] = False  # a masked weight may have any value
 
 
 @torch.no_grad()
@@ -48,21 +48,21 @@ def next_masks(
     rates: Mapping[str, float] | float,
     most: float | None = None,
 ) -> dict[str, Tensor]:
-    """Return the masks after pruning a share of what is left, the smallest magnitudes first.
+    """Return the masks after pruning a share of the remaining weights, smallest magnitudes first.
 
-    Of m weights left ``round(rate·m)`` go (Python's rounding, halves to even), never a tensor's last one; among equal
-    magnitudes the lowest flat index is kept. So r rounds of one rate leave ``(1 - rate)^r`` of the weights, but for
-    that rounding.
+    Of m remaining weights ``round(rate·m)`` are pruned (Python's rounding, halves to even), but never a tensor's last
+    one. Among equal magnitudes the lowest flat index is kept. So r rounds of one rate leave ``(1 - rate)^r`` of the
+    weights, except for rounding.
 
     Args:
-        weights: The trained weights, any shapes and devices; where FSDP2 shards them every process must call it.
-        masks: bool by the same names, whole, True = left; empty means all of them.
-        rates: By the same names, each in [0, 1): every tensor by itself. Or one number: all under one threshold.
-        most: With one threshold, the largest share of one tensor that may be gone afterwards; 0.98 by default, or what
-            is asked of all where that is higher.
+        weights: The trained weights, any shapes and devices. If FSDP2 shards them, every process must call this.
+        masks: Name → whole bool mask, True = kept. Empty means that all are kept.
+        rates: Name → rate in [0, 1), for each tensor separately. Or one number, with one threshold for all.
+        most: With one threshold, the largest share of one tensor that may be pruned in total. By default 0.98, or the
+            overall share if that is higher.
 
     Returns:
-        bool by the same names, True = keep.
+        Name → bool mask, True = keep.
 
     Source: Frankle and Carbin 2019, arXiv:1803.03635.
 
@@ -78,26 +78,25 @@ def next_masks(
     if isinstance(rates, Mapping):
         found = {}
         for index, (name, count) in enumerate(zip(scores.owners, left, strict=True)):
-            # A rate is of what is left, `prune_mask` takes a share of all: keep is converted, with one weight left at
-            # least.
+            # Rates refer to the remaining weights, but `prune_mask` takes a share of all. Keep at least one weight.
             keep = max(count - round(rates[name] * count), min(count, 1))
             numel = weights[name].numel()
             found[name] = prune_mask(scores[index], (numel - keep) / max(numel, 1))
         return found
     numel = sum(tensor.numel() for tensor in scores.tensors)
-    # Gone already, plus the rate of what is left: the sparsity that all tensors reach together.
+    # Already pruned, plus the rate of the rest: the sparsity of all tensors together.
     sparsity = (numel - sum(left) + round(rates * sum(left))) / numel
     limits = layer_limits(most_of_a_tensor(most, sparsity), sparsity, [tensor.numel() for tensor in scores.tensors])
     return dict(zip(scores.owners, prune_masks(scores, sparsity, limits), strict=True))
 
 
 def most_of_a_tensor(most: float | None, sparsity: float) -> float:
-    """Return the largest share of one tensor that may be gone where `sparsity` is asked of all; None: the default."""
+    """Return the largest share of one tensor that may be pruned for an overall `sparsity`. None selects the default."""
     return max(MOST_OF_WEIGHTS, sparsity) if most is None else most
 
 
 def random_masks(masks: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Return masks that keep as many weights of every tensor as the given ones, anywhere.
+    """Return random masks that keep as many weights of every tensor as the given ones.
 
     Example:
         >>> masks = {"w": torch.tensor([True, False, False, True])}
@@ -113,11 +112,11 @@ def random_masks(masks: Mapping[str, Tensor], generator: torch.Generator) -> dic
 
 @torch.no_grad()
 def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
-    """Draw every parameter anew, in place, from its own initial values: without replacement, at other positions.
+    """Shuffle the values of every parameter in place.
 
-    Whatever the model's code drew independently for every element is so drawn once more from the same distribution,
-    which nobody needs to know; constants (zero biases, the ones of a norm) stay. Where elements depend on each other
-    (orthogonal initialisation, pretrained weights) that structure is lost.
+    If the model's code drew each element independently, the result follows the same distribution, without knowing it.
+    Constants (zero biases, the ones of a norm) stay. If elements depend on each other (orthogonal initialization,
+    pretrained weights), that structure is lost.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0, 3.0])
@@ -126,6 +125,6 @@ def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
         tensor([1., 2., 3.])
     """
     for parameter in parameters:
-        # A permutation of the initial values has exactly their distribution, whatever the initialiser was.
+        # A permutation of the initial values has exactly their distribution, for any initializer.
         order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
         fill_(parameter, whole(parameter).reshape(-1)[order].view(parameter.shape))

@@ -1,4 +1,4 @@
-"""One run of a lottery ticket experiment inside the user's own training: rewind, stay masked, find the next ticket."""
+"""One run of a lottery ticket experiment: rewind, train with masks, and find the next ticket."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ BIT_EQUAL = "bit-equal"
 
 
 class LotteryTicket(Technique):
-    """Trains dense, or a ticket, and writes the next ticket and the run's figures into ``out`` when it ends.
+    """Trains dense or with a ticket, and writes the next ticket and the run's metrics to ``out`` at the end.
 
-    Up to step k (`rewind_to`) the run is the user's, untouched, with its seeds and data order. At step k a dense run
-    keeps its weights; a run with a ticket puts the ticket's weights in place (rewinding the weights these are what a
-    dense run has at step k, so that nothing moves if the replay was exact, which is checked bit for bit), sets what the
-    ticket prunes to exactly +0.0 and holds it there after every step, whatever momentum or weight decay would do.
+    Up to step k (`rewind_to`) the run is unchanged, with the user's seeds and data order. At step k a dense run saves
+    its weights. A run with a ticket loads the ticket's weights. With rewind ``weights`` these are the dense run's
+    weights at step k, so nothing changes if the replay was exact, which is checked bit for bit. It then sets pruned
+    weights to exactly +0.0 and keeps them there after every step, regardless of momentum or weight decay.
 
     Args:
         config: The options.
@@ -83,8 +83,8 @@ class LotteryTicket(Technique):
         except MatchError as error:
             raise MatchError("ticket", error.rule, error.remedy) from error
         refuse_adapters(
-            "lottery", model, self._targets.modules, "merging would fill their zeros again",
-            "merge, and find tickets of the merged model",
+            "lottery", model, self._targets.modules, "merging would fill their zeros",
+            "merge first, and find tickets of the merged model",
         )  # fmt: skip
         if config.scope == "local":
             self._rates = layer_rates(model, self._targets.modules, config)
@@ -93,10 +93,10 @@ class LotteryTicket(Technique):
             self._digest = self._ticket.digest()
             told = f"{config.ticket} must be a ticket for rewind {config.rewind}, got one for {self._ticket.rewind}"
             is_same = self._ticket.rewind == config.rewind
-            require(is_same, "lottery", told, "find one with the same rewind", CheckpointError)
+            require(is_same, "lottery", told, "use a ticket with the same rewind", CheckpointError)
         left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
         asked, most = 1 - left * (1 - config.rate), config.max_layer_sparsity
-        told = f"max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
+        told = f"max_layer_sparsity must be at least this ticket's target sparsity, {asked:.4g}, got {most}"
         require(most is None or most >= asked - 1e-9, "lottery", told)
         context.projections.append(self._masks.apply)
         if is_main() and not context.is_preview:
@@ -104,41 +104,41 @@ class LotteryTicket(Technique):
         return self._touched()
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Leave dense what no optimizer holds."""
+        """Leave weights dense that no optimizer holds."""
         self._targets = self._targets.without(context.unheld, "lottery")
         return self._touched()
 
     def plan(self, context: Context) -> Plan:
-        """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
+        """Return when the run rewinds, or saves the weights to rewind to, and when its ticket is found."""
         config = self.config
         self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "lottery.rewind_to")
         told = f"the end of the run, {context.total_steps} steps, got {config.rewind_to!r} = step {self._at}"
         is_before = context.total_steps is None or self._at < context.total_steps
         require(is_before, "lottery", f"rewind_to must lie before {told}")
-        goes_on = f"masks of {config.ticket} go on, rewind {config.rewind}"
+        goes_on = f"masks of {config.ticket} are applied, rewind {config.rewind}"
         return Plan(
             [
-                (self._at, goes_on if config.ticket else "weights to rewind to are kept"),
+                (self._at, goes_on if config.ticket else "weights to rewind to are saved"),
                 (None, "the next ticket is found"),
             ],
-            "" if self._rewound else f"weights are from before rewind_to, step {self._at}",
+            "" if self._rewound else f"rewind_to, step {self._at}, is not reached",
             guards=self._weights,
-            acts_on_gradients=True,  # rewinding clears the optimizer's state, and learning rates are held for a step
+            acts_on_gradients=True,  # rewinding clears optimizer state, and learning rates are held for a step
         )
 
     def _touched(self) -> Touched:
-        """Return the weights that tickets are of."""
+        """Return the weights that tickets cover."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Resolve step k; put masks back in a resumed run, or rewind now if k is 0."""
+        """Resolve step k, then restore masks in a resumed run, or rewind now if k is 0."""
         config = self.config
         if state is not None:
             self._restore(state)
         self.plan(context)
-        reshard_(context.model)  # a validation may have come before
+        reshard_(context.model)  # a validation may have run before
         self._weights = self._masks.weights = self._targets.weights()
-        refuse_lbfgs(context.optimizers, "lottery", "whose line search trains pruned weights within a step")
+        refuse_lbfgs(context.optimizers, "lottery", "whose line search changes pruned weights within a step")
         if self._ticket is not None:
             self._ticket = renamed(self._ticket, self._weights, str(config.ticket))
             self._check_ticket(self._ticket, context)
@@ -147,11 +147,11 @@ class LotteryTicket(Technique):
         told = f"step {self._at}, or of a run that rewound there, got one of step {context.step} that did not"
         is_early = self._rewound or context.step <= self._at
         require(is_early, "lottery", f"checkpoint must be from before {told}", "start again", CheckpointError)
-        # Before other techniques begin: they then see the ticket's weights as the initial ones.
+        # Before other techniques begin, so that they see the ticket's weights as the initial ones.
         if context.step == 0 and self._at == 0 and not self._rewound:
             self._rewind(context, others_begun=False)
         elif not self._rewound:
-            self._masks.set({})  # of a later step, before an earlier state was loaded
+            self._masks.set({})  # drop those of a later step, when an earlier state was loaded
         else:
             self._set_masks()
             self._masks.apply()
@@ -159,22 +159,22 @@ class LotteryTicket(Technique):
                 self._folder.check_kept(self._digest, self._at)
 
     def _check_ticket(self, ticket: Ticket, context: Context) -> None:
-        # A random re-initialisation starts from step 0, whatever the ticket's step is.
+        # Random re-initialization starts at step 0, whatever the ticket's step.
         if self.config.control == "random_reinit":
             return
         told = f"rewind_to must be the ticket's step {ticket.step}, got step {self._at}"
         require(ticket.step == self._at, "lottery", told, "", CheckpointError)
         told = f"{self.config.ticket} must hold a learning rate for each parameter group, got {ticket.learning_rates}"
         fits = self.config.rewind != "none" or self._rates_held.fit(context.optimizers, ticket.learning_rates)
-        require(fits, "lottery", told, "train with the optimizer that it was found with", CheckpointError)
+        require(fits, "lottery", told, "use the optimizer that the ticket was found with", CheckpointError)
 
     # -- step k
 
     def _rewind(self, context: Context, *, others_begun: bool) -> None:
-        """Put the ticket's weights in place (Frankle and Carbin 2019, section 2: θ₀ ⊙ m; here θ_k ⊙ m)."""
-        # Late rewinding (Frankle et al. 2020, arXiv:1912.05671) takes θ_k instead of θ₀, since large networks have no
-        # winning tickets at 0 but have them a few hundred steps later; the other rewindings keep the trained weights
-        # θ_T.
+        """Load the ticket's weights (Frankle and Carbin 2019, section 2: θ₀ ⊙ m; here θ_k ⊙ m)."""
+        # Late rewinding (Frankle et al. 2020, arXiv:1912.05671) uses θ_k instead of θ₀, because large networks only
+        # have winning tickets a few hundred steps after the start. The other kinds of rewinding keep the trained
+        # weights θ_T.
         self._rewound = True
         if self._ticket is None:
             self._keep_weights(context)
@@ -187,17 +187,17 @@ class LotteryTicket(Technique):
                 if parameter.is_floating_point() and parameter not in context.unheld
             ]
             redraw_(parameters, self._drawn("weights"))
-        # A replay of steps 0 .. k gives θ_k, if the run is deterministic; that is checked, not assumed.
+        # A replay of steps 0 .. k gives θ_k if the run is deterministic, which is checked.
         elif self.config.rewind == "weights":
             self._check_replay(context, self._ticket)
         else:
             self._load_trained(context, self._ticket, others_begun=others_begun)
         self._masks.apply()
-        # the dense run's momentum would move pruned weights in every step, and by a norm of the update live ones too
+        # The dense run's momentum would move pruned weights, and, through a norm of the update, live ones too.
         clear_moments_(context.optimizers, self._weights, self._masks.parts)
 
     def _keep_weights(self, context: Context) -> None:
-        """Keep the dense run's weights of step k, where later runs rewind to them; the other rewindings need θ_T."""
+        """Save the dense run's weights of step k if later runs rewind to them. The other rewindings need θ_T."""
         if self.config.rewind == "weights":
             kept = Ticket({}, whole_tensors(context.model), self._at)
             self._digest = from_main(kept.digest())
@@ -205,7 +205,7 @@ class LotteryTicket(Technique):
                 self._folder.keep(kept)
 
     def _check_replay(self, context: Context, ticket: Ticket) -> None:
-        """Compare with the dense run bit for bit: an exact replay has θ_k already, and its optimizer's moments too."""
+        """Compare with the dense run bit for bit. An exact replay already has θ_k, and its optimizer moments."""
         odd = first_difference(own_tensors(context.model), ticket.weights, str(self.config.ticket))
         self._replay = BIT_EQUAL
         if odd is not None:
@@ -214,11 +214,11 @@ class LotteryTicket(Technique):
             context.services.say(f"efftrain: lottery: replay up to step {self._at}: {self._replay}")
 
     def _load_trained(self, context: Context, ticket: Ticket, *, others_begun: bool) -> None:
-        """Load θ_T; the schedule is replayed from step k (Renda, Frankle and Carbin 2020, arXiv:2003.02389)."""
-        first_difference(own_tensors(context.model), ticket.weights, str(self.config.ticket))  # refuses another model's
+        """Load θ_T. The schedule is replayed from step k (Renda, Frankle and Carbin 2020, arXiv:2003.02389)."""
+        first_difference(own_tensors(context.model), ticket.weights, str(self.config.ticket))  # checks the model
         load_(context.model, ticket.weights)
         for optimizer in context.optimizers:
-            optimizer.state.clear()  # it belongs to the weights of the replay
+            optimizer.state.clear()  # it belongs to the replayed weights
         if others_begun:
             context.weights_replaced()
 
@@ -231,21 +231,21 @@ class LotteryTicket(Technique):
         self._masks.set({name: masks[name].to(weight.device) for name, weight in self._weights.items()})
 
     def _drawn(self, what: str) -> torch.Generator:
-        # Two streams from one seed: masks and weights of controls are drawn independently.
+        # Two streams from one seed: masks and weights of controls are independent.
         return torch.Generator().manual_seed(2 * self.config.seed + (what == "weights"))
 
     # -- one step
 
     def before_step(self, context: Context) -> None:
-        """Zero the gradients of pruned weights where they would move live ones; hold a fine-tuning's learning rate."""
+        """Zero the gradients of pruned weights if they would move live ones, and hold the rates of a fine-tuning."""
         if self._masks and context.gradients_mix:
             self._masks.apply_to_gradients(context.optimizers)
         if self.config.rewind == "none":
             self._rates_held.hold(context.optimizers, rewound=self._rewound)
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Rewind at step k; from then on set every pruned weight to +0.0."""
-        # Held for the step alone: schedulers compute the next rate from the one that they find.
+        """Rewind at step k. After that, set every pruned weight to +0.0."""
+        # Held only for the step: schedulers compute the next rate from the current one.
         self._rates_held.give_back(context.optimizers)
         if not applied:
             self._masks.forget_gradients()
@@ -255,7 +255,7 @@ class LotteryTicket(Technique):
             self._masks.hold(context.optimizers)
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """Keep the figures of a validation, but not its times."""
+        """Record the metrics of a validation, without timings."""
         told = figures(metrics)
         if self._history and self._history[-1]["step"] == context.step:
             self._history[-1]["metrics"].update(told)
@@ -265,19 +265,19 @@ class LotteryTicket(Technique):
     # -- the end
 
     def finish(self, context: Context) -> None:
-        """Write the ticket that this run found, and its figures last: a run without these is not finished."""
-        told = f"run must go on beyond rewind_to = step {self._at}, but its final weights are of step {context.step}"
+        """Write the ticket and, last, the metrics, which mark the run as finished."""
+        told = f"run must train beyond rewind_to = step {self._at}, but it ended at step {context.step}"
         require(self._rewound, "lottery", told, "rewind to an earlier step, or train longer", TrainingError)
         self._masks.apply()
         unmeasured = self._evaluate(context)
         reshard_(context.model)
         self._result = self._figures(context, unmeasured)
-        found = self._find(context) if self.config.control == "none" else None  # controls leave no ticket
+        found = self._find(context) if self.config.control == "none" else None  # controls find no ticket
         if is_main():
             self._folder.finish(self._result, found)
 
     def _figures(self, context: Context, unmeasured: str | None) -> dict[str, Any]:
-        """Return what ``round.json`` holds of this run."""
+        """Return the content of ``round.json``."""
         tensors = [
             {
                 "name": name,
@@ -304,14 +304,14 @@ class LotteryTicket(Technique):
         }
 
     def _find(self, context: Context) -> Ticket:
-        """Return the next ticket, a share of what is left pruned by the trained weights; note what is nearly empty."""
+        """Return the next ticket after pruning a share of the remaining weights, and note nearly empty layers."""
         with naming_nan("lottery", self._weights, context.step):
             masks = next_masks(self._weights, self._masks, self._rates, self.config.max_layer_sparsity)
         kept = zip(masks.items(), count_kept([*masks.values()]), strict=True)
         counts = {name: (mask.numel(), mask.numel() - count) for (name, mask), count in kept}
         size, gone = (sum(pair) for pair in zip(*counts.values(), strict=True))
         self._result["found"] = size - gone
-        # The cap that counts is relative to what is gone of all tensors by now, over all rounds.
+        # The limit depends on the share pruned in all tensors so far, over all rounds.
         most = most_of_a_tensor(self.config.max_layer_sparsity, gone / size)
         capped = at_limit(most, gone / size, counts) if self.config.scope == "global" else []
         for note in limit_notes(self.key, most, capped, counts):
@@ -320,21 +320,21 @@ class LotteryTicket(Technique):
             return Ticket(masks, whole_tensors(context.model), self._at, self.config.rewind, self._rates_held.last)
         if self._ticket is not None:
             return Ticket(masks, self._ticket.weights, self._at)
-        # Only the main process has the file; the others write nothing.
+        # Only the main process has the file. The others write nothing.
         return Ticket(masks, (is_main() and self._folder.kept_weights()) or {}, self._at)
 
     def _evaluate(self, context: Context) -> str | None:
-        """Measure the final weights unless that was done; return why it could not be."""
+        """Evaluate the final weights unless already done. Return the reason if that is not possible."""
         if self._history and self._history[-1]["step"] == context.step:
             return None
         try:
             self.evaluated(context, context.services.evaluate())
-        except ValueError as error:  # the Trainer's own, and CompatibilityError
+        except ValueError as error:  # raised by the Trainer, or CompatibilityError
             return str(error)
         return None
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return that what the ticket prunes is 0."""
+        """Return the claim that everything the ticket prunes is 0."""
         zeros = zeros_of_sharded(self._weights)
         for entry in self._result["tensors"]:
             if entry["name"] in zeros:
@@ -349,7 +349,7 @@ class LotteryTicket(Technique):
         self._weights, self._masks.weights = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return if step k was reached, with which ticket, and the validations so far; masks lie in the ticket."""
+        """Return the state: whether step k was reached, the ticket, and the validations. The ticket holds the masks."""
         return {
             "rewound": self._rewound,
             "digest": self._digest,
@@ -360,7 +360,7 @@ class LotteryTicket(Technique):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         told = f"checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round"
-        remedy = "give every round an output folder of its own ({round} in the command stands for its name)"
+        remedy = "give every round its own output folder ({round} in the command is replaced by its name)"
         is_own = self.config.ticket is None or state["digest"] == self._digest
         require(is_own, "lottery", told, remedy, CheckpointError)
         self._digest, self._rewound = str(state["digest"]), bool(state["rewound"])
@@ -374,11 +374,11 @@ class LotteryTicket(Technique):
         return {"lottery/left": (numel - sum(self._masks.num_pruned.values())) / numel if numel else 1.0}
 
     def report(self) -> dict[str, Any]:
-        """Return what was trained, whether the replay was exact, per tensor how many weights are not zero."""
+        """Return what was trained, how exact the replay was, and how many weights of each tensor are not zero."""
         if not self._result:
             return {"rewind_step": self._at, "replay": self._replay, "left_out": dict(self._targets.left_out)}
         told = {name: value for name, value in self._result.items() if name not in ("format", "history", "tensors")}
-        # counted now: what `qat` rounds to zero is zero too
+        # Counted now, so that weights which `qat` rounds to zero are included.
         counted = {
             name: {"nonzero": int(weight.detach().count_nonzero())}
             for name, weight in self._weights.items()

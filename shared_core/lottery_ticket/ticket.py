@@ -1,7 +1,6 @@
-"""A ticket on disk: which weights are left, and what all weights are set to when training is rewound.
+"""A ticket on disk: the masks, and the weights to rewind to. Also loading it into a model, and the folder of a run.
 
-Putting a ticket's weights in place of a model's, under whose names, and whether anything moves at all. The folder of
-one run: the weights of step k, the ticket that it found, and last its figures, which end the run.
+The folder holds the weights of step k, then the ticket, and last the metrics, which mark the run as finished.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ _ENDS = 1024
 
 @dataclass(frozen=True)
 class Ticket:
-    """Masks, and the weights that training goes on from at `step`."""
+    """Masks, and the weights from which training continues at `step`."""
 
     masks: Mapping[str, Tensor]
-    """bool by the name of the weight, True = keep; empty before anything was pruned."""
+    """Weight name → bool mask, True = keep. Empty before anything is pruned."""
     weights: Mapping[str, Tensor]
-    """Parameters and buffers by name, dense; of a file, read one by one when asked for."""
+    """Parameters and buffers by name, dense. From a file, each is read when it is accessed."""
     step: int
-    """The optimizer step at which they are put in place."""
+    """The optimizer step at which they are loaded."""
     rewind: str = "weights"
-    """The kind of the values: those of that step (``weights``), or the trained ones (``learning_rate``, ``none``)."""
+    """Which weights: those of that step (``weights``), or the trained ones (``learning_rate``, ``none``)."""
     learning_rates: tuple[tuple[float, ...], ...] = field(default=())
-    """Of the last step, for each optimizer's parameter groups; only with ``none``."""
+    """Learning rates of the last step, for each optimizer's parameter groups. Only with ``none``."""
 
     @property
     def numel(self) -> int:
@@ -63,10 +62,10 @@ class Ticket:
         return sum(int(mask.count_nonzero()) for mask in self.masks.values())
 
     def digest(self) -> str:
-        """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
+        """Return a hash of the masks and of both ends of every weight, to distinguish tickets."""
         digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
         masks, weights = sorted(self.masks), sorted(self.weights)
-        # Two ends of each tensor: enough to tell runs apart, without hashing all of a large model.
+        # Both ends of each tensor distinguish runs, without hashing a whole large model.
         flat = (self.weights[name].detach().reshape(-1) for name in weights)
         ends = (torch.cat([values[:_ENDS], values[-_ENDS:]]) for values in flat)
         packed = (pack_bits(self.masks[name]) for name in masks)
@@ -76,14 +75,14 @@ class Ticket:
 
 
 def write_ticket(path: Path | str, ticket: Ticket) -> Path:
-    """Write a ticket as one safetensors file, whole or not at all, and return its path.
+    """Write a ticket atomically as one safetensors file, and return its path.
 
-    Tensors ``weight.<name>`` hold the weights, ``mask.<name>`` the masks, eight to a byte (``numpy.packbits`` of the
-    flattened mask); the metadata field ``eff_ticket`` is JSON: format, step, rewind, learning_rates.
+    Tensors ``weight.<name>`` hold the weights and ``mask.<name>`` the masks, packed eight to a byte (``numpy.packbits``
+    of the flattened mask). The metadata field ``eff_ticket`` is JSON: format, step, rewind, learning_rates.
 
     Args:
-        path: Of the file; one that exists is replaced.
-        ticket: Masks and weights to go back to.
+        path: The file, which is replaced if it exists.
+        ticket: Masks, and the weights to rewind to.
 
     Example:
         >>> import tempfile
@@ -95,7 +94,7 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
     """
     names = [_WEIGHT + name for name in ticket.weights] + [_MASK + name for name in ticket.masks]
     values = itertools.chain(ticket.weights.values(), map(pack_bits, ticket.masks.values()))
-    # A copy each: safetensors refuses two names for one storage.
+    # Copies, because safetensors refuses two names for one storage.
     tensors = {name: value.contiguous() for name, value in zip(names, copied_to_cpu(values), strict=True)}
     told = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
     path = Path(path)
@@ -105,13 +104,13 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
 
 
 def read_ticket(path: Path | str) -> Ticket:
-    """Return the ticket in a file; its masks are read, its weights when they are asked for.
+    """Return the ticket in a file. Masks are read now, weights when they are accessed.
 
     Args:
-        path: A ``ticket.safetensors``, as `LotterySearch` and ``eff lottery`` write it.
+        path: A ``ticket.safetensors`` written by `LotterySearch` or ``eff lottery``.
 
     Raises:
-        CheckpointError: If the file is missing, damaged, no ticket, or of a newer format.
+        CheckpointError: If the file is missing, damaged, not a ticket, or has a newer format.
     """
     path = Path(path)
     told = f"{path} must be a ticket file, but there is none"
@@ -122,7 +121,7 @@ def read_ticket(path: Path | str) -> Ticket:
             names = list(file.keys())
             newer = f"{path} was written by a newer efftrain"
             is_known = int(told["format"]) <= _FORMAT
-            require(is_known, "lottery", newer, "update it to read this file", CheckpointError)
+            require(is_known, "lottery", newer, "update efftrain to read it", CheckpointError)
             masks = {}
             for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
                 packed, shape = file.get_tensor(_MASK + name), file.get_slice(_WEIGHT + name).get_shape()
@@ -133,12 +132,12 @@ def read_ticket(path: Path | str) -> Ticket:
         rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
         return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        told = f"{path} must be a whole ticket file, got {error!r}"
-        raise CheckpointError("lottery", told, "it is damaged") from error
+        told = f"{path} is not a complete ticket file: {error!r}"
+        raise CheckpointError("lottery", told, "it is damaged; copy it again or rerun the round") from error
 
 
 class _InFile(Mapping[str, Tensor]):
-    """The weights in a ticket's file, each read when it is asked for."""
+    """The weights in a ticket's file, each read when it is accessed."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
         self._path, self._names = path, dict.fromkeys(names)
@@ -163,15 +162,15 @@ class _InFile(Mapping[str, Tensor]):
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied one once, under its first name."""
+    """Return parameters and persistent buffers by name. A tied tensor appears once, under its first name."""
     found: dict[str, Tensor] = {}
     seen: set[object] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
-        # Tied weights are equal in all four; other views of the same memory are not, and count by themselves.
+        # Tied weights agree in all four. Other views of the same memory do not, and count separately.
         storage: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
-        storage = id(value) if is_sharded(value) else storage  # this process's part of it may be empty
+        storage = id(value) if is_sharded(value) else storage  # the local part may be empty
         if storage not in seen:
             seen.add(storage)
             found[plain_name(name)] = value.detach()
@@ -179,9 +178,9 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return `own_tensors` to be written: what FSDP2 shards is gathered one by one, into the main process's memory.
+    """Return `own_tensors` for writing. Tensors sharded by FSDP2 are gathered one by one on the main process.
 
-    Every process must call it; the others then hold nothing.
+    Every process must call it. The others get an empty mapping.
     """
     own = own_tensors(model)
     if not any(map(is_sharded, own.values())):
@@ -191,15 +190,15 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticket:
-    """Return the ticket under the names of the weights to mask: a ticket found in one trainer serves in another.
+    """Return the ticket with the names of the weights to mask, so that a ticket from one trainer works in another.
 
-    The names may differ by a prefix that they all have (``net.`` in a LightningModule).
+    Names may differ by a common prefix (``net.`` in a LightningModule).
     """
-    # A Lightning module holds the model under a prefix ("model."), a Hugging Face trainer does not.
+    # A Lightning module holds the model under a prefix ("model."), the Hugging Face Trainer does not.
     add, remove = _prefixes(list(ticket.masks), list(weights))
     masks = {add + name.removeprefix(remove): mask for name, mask in ticket.masks.items()}
     told = f"{source} must be a ticket of this model's weights, but"
-    remedy = "train the model that it was found in, with the same include, skip and min_size"
+    remedy = "use the model that it was found with, and the same include, skip and min_size"
     for name in sorted({*masks, *weights}):
         side = "the model" if name not in masks else "the ticket"
         is_both = name in masks and name in weights
@@ -212,7 +211,7 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
 
 
 def _prefixes(theirs: list[str], own: list[str]) -> tuple[str, str]:
-    """Return what to add to all of their names and what to remove, so that they become our own; else nothing."""
+    """Return the prefix to add to all their names and the one to remove, so that they match, or empty strings."""
     if not theirs or set(theirs) == set(own):
         return "", ""
     for name in own:
@@ -244,9 +243,9 @@ class _Renamed(Mapping[str, Tensor]):
 
 
 def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], source: str) -> str | None:
-    """Return the name of the first tensor that is not equal bit for bit, None if all are; every process must call it.
+    """Return the name of the first tensor that is not bit-equal, or None if all are. Every process must call it.
 
-    Of a sharded one each process compares its part.
+    For sharded tensors each process compares its part.
     """
     odd = next((name for name in sorted({*own, *theirs}) if name not in own or name not in theirs), None)
     if odd is None:
@@ -255,10 +254,10 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
         told = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
         rule = f"but {odd} is {told[0]} in the model and {told[1]} in the ticket"
         rule = f"{source} must hold the weights of this model, {rule}"
-        raise CheckpointError("lottery", rule, "train the model that it was found in")
+        raise CheckpointError("lottery", rule, "use the model that the ticket was found with")
     if not any(map(is_sharded, own.values())):
         return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
-    # A shard is compared with its place in the whole tensor; one process that differs is enough.
+    # Compare each shard with its place in the whole tensor. A difference on one process is enough.
     differ = [not same_bits(local_part(value), theirs[name][place_of(value)]) for name, value in own.items()]
     all_reduce_(joined := torch.tensor(differ, dtype=torch.int32, device=next(iter(own.values())).device), "max")
     return next((name for name, is_odd in zip(own, joined.tolist(), strict=True) if is_odd), None)
@@ -269,7 +268,7 @@ def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype hold the same bits, also where these are NaN or -0.0.
+    """Return True if two tensors of the same shape and dtype have equal bits, including NaN and -0.0.
 
     Example:
         >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
@@ -290,19 +289,20 @@ def load_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 class HeldRates:
-    """Learning rates of a fine-tuning: every step is made at those of the ticket's last step (rewind ``none``).
+    """Holds learning rates for fine-tuning: every step uses those of the ticket's last step (rewind ``none``).
 
-    The user's scheduler goes on all the same: one that computes each rate from the one before must find its own.
+    The user's scheduler continues. Its rates are restored after each step, because it may compute the next from the
+    last.
     """
 
     def __init__(self) -> None:
         self.last: tuple[tuple[float, ...], ...] = ()
-        """Of the last step, for each optimizer's parameter groups."""
+        """Learning rates of the last step, for each optimizer's parameter groups."""
         self._held: Sequence[Sequence[float]] = ()
         self._scheduled: list[list[Any]] = []
 
     def fit(self, optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[float]]) -> bool:
-        """Take a ticket's rates; return whether they fit these groups. One that all groups had fits any groups."""
+        """Use a ticket's rates. Return True if they fit these groups. A single common rate fits any groups."""
         sizes = [len(optimizer.param_groups) for optimizer in optimizers]
         values = {rate for its in rates for rate in its}
         if [len(its) for its in rates] == sizes:
@@ -314,15 +314,15 @@ class HeldRates:
         return True
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], *, rewound: bool) -> None:
-        """Set the rates for one step, once the run has rewound; until `give_back`."""
-        # What the scheduler set is given back after the step, or it would go on from the held rate.
+        """Set the rates for one step, after the run has rewound, until `give_back`."""
+        # The scheduler's rate is restored after the step, or it would continue from the held rate.
         self._scheduled = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         if rewound and self._held:
             _set_rates(optimizers, self._held)
         self.last = tuple(tuple(float(group["lr"]) for group in each.param_groups) for each in optimizers)
 
     def give_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Set the scheduler's own again."""
+        """Restore the scheduler's rates."""
         if self._scheduled:
             _set_rates(optimizers, self._scheduled)
         self._scheduled = []
@@ -338,7 +338,7 @@ REWIND_FILE = "rewind.safetensors"
 
 
 class RunFolder:
-    """The folder of one run. Only the main process writes; `RESULT_FILE` comes last and ends the run."""
+    """The folder of one run. Only the main process writes. `RESULT_FILE` is written last and ends the run."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
@@ -348,38 +348,38 @@ class RunFolder:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError("lottery", f"out must be a folder that can be made, got {error}") from error
+            raise CheckpointError("lottery", f"out must be a folder that can be created, got {error}") from error
 
     def check_unfinished(self) -> None:
-        """Refuse to train into the folder of a run that is finished."""
+        """Refuse to train into the folder of a finished run."""
         file = self._path / RESULT_FILE
-        remedy = "choose another folder or remove it; a script that trains twice must give the recipe to one training"
+        remedy = "use another folder or remove it; in a script that trains twice, pass the recipe to one training only"
         told = f"out must not hold a finished run, got {file}"
         require(not file.exists(), "lottery", told, remedy, CheckpointError)
 
     def keep(self, ticket: Ticket) -> None:
-        """Keep the weights of step k until the run ends."""
+        """Save the weights of step k until the run ends."""
         write_ticket(self._path / REWIND_FILE, ticket)
 
     def kept_weights(self) -> Mapping[str, Tensor] | None:
-        """Return the weights of step k that a dense run kept, None if it did not get so far."""
+        """Return the weights of step k that a dense run saved, or None if it did not reach that step."""
         files = [self._path / name for name in (REWIND_FILE, TICKET_FILE)]
         return next((read_ticket(file).weights for file in files if file.is_file()), None)
 
     def check_kept(self, digest: str, step: int) -> None:
-        """Refuse to resume a dense run beyond step k without the weights that it kept there."""
+        """Refuse to resume a dense run after step k without its saved weights of step k."""
         weights = self.kept_weights()
-        told = f"{self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}"
+        told = f"{self._path} must hold {REWIND_FILE}, which the original run wrote at step {step}"
         require(weights is not None, "lottery", told, "resume with the same out, or start again", CheckpointError)
         is_same = Ticket({}, weights or {}, step).digest() == digest
-        told = f"{self._path} must hold weights of the run that is resumed, got those of another"
+        told = f"{self._path} must hold weights of the run to resume, got those of another"
         require(is_same, "lottery", told, "start again", CheckpointError)
 
     def finish(self, result: Mapping[str, Any], found: Ticket | None) -> None:
         """Write the ticket, if one was found, and then the figures."""
         if found is not None:
             write_ticket(self._path / TICKET_FILE, found)
-            # The rewinding weights are in the ticket now; the result comes last, as its file marks the run as
+            # The ticket now holds the weights to rewind to. The result comes last, because it marks the run as
             # finished.
             (self._path / REWIND_FILE).unlink(missing_ok=True)
         write_object(self._path / RESULT_FILE, result)

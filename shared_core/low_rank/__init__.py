@@ -1,4 +1,4 @@
-"""Layers as products of two smaller ones: by singular values, of weights or of what they make of inputs."""
+"""Replace layers by products of two smaller ones, chosen by the weights or also by their inputs."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -1,7 +1,4 @@
-"""What an option asks the ranks to be.
-
-The options of low-rank training.
-"""
+"""The options of low-rank training, and the meaning of `rank`."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class RankRule:
 
 
 def parse_rank(given: Any) -> RankRule:
-    """Return what a rank option means."""
+    """Parse a rank option."""
     text = str(given).strip()
     kind, colon, number = text.partition(":")
     if text.endswith(".json"):
@@ -48,7 +45,7 @@ def parse_rank(given: Any) -> RankRule:
 
 
 def read_report(path: str) -> dict[str, Mapping[str, Any]]:
-    """Return the structure that a report of `eff low-rank` tells: rank and scheme by layer."""
+    """Return the structure in a report of `eff low-rank`: rank and scheme by layer."""
     try:
         layers = parse_json(Path(path).read_text(encoding="utf-8"))["layers"]
         return {str(each["name"]): {"rank": int(each["rank"]), "scheme": str(each["scheme"])} for each in layers}
@@ -58,7 +55,7 @@ def read_report(path: str) -> dict[str, Mapping[str, Any]]:
 
 
 MEASURED = ("scaled", "whitened")
-"""Decompositions that look at the inputs of layers."""
+"""Decompositions that need the inputs of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +73,11 @@ class LowRankConfig(TechniqueConfig):
 
     needs_values: ClassVar[bool] = True
     saved_structure: ClassVar[tuple[str, str] | None] = (
-        "whose layers the checkpoint holds in two",
+        "whose layers are factorised in the checkpoint",
         "load the weights with shared_core.low_rank.load and start a new run",
     )
     own_checkpoints: ClassVar[tuple[str, str] | None] = (
-        "whose layers are whole",
+        "whose layers are not factorised",
         "load its weights into the model and start a new run",
     )
     finishes_after: ClassVar[tuple[str, ...]] = ("primary_weights",)
@@ -99,45 +96,45 @@ class LowRankConfig(TechniqueConfig):
         "the factors",
         "zero3": ZERO3,
         "fsdp1": FSDP1,
-        "peft": "what is saved of it are adapters alone, without the factors that they were trained over; factorise "
-        "before the adapters are added, or merge them first",
+        "peft": "only adapters are saved, without the factors below them. Factorise before adding adapters, or merge "
+        "them first",
         "averaging_callback": AVERAGED_COPY,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
         "layers": Figure("layers that are products of two"),
-        "parameters": Figure("share of the model's parameters that is left"),
+        "parameters": Figure("share of the model's parameters that remains"),
     }
 
     rank: Any = option(
         flag_type=str,
         help="Rank of the factors: a number (16), a share of the smaller side (0.25), energy:0.95 of each matrix, "
-        "budget:0.5 of those within reach, sensitivity:0.5 by measured loss (eff low-rank alone), or a report of eff "
-        "low-rank (.json).",
+        "budget:0.5 of all parameters within reach, sensitivity:0.5 by measured loss (only eff low-rank), or a report "
+        "of eff low-rank (.json).",
     )
     decomposition: Literal["svd", "scaled", "whitened"] = option(
         "svd",
-        help="What the truncation keeps best: the weight (svd), or the output for inputs of these sizes (scaled), or "
-        "of these second moments (whitened).",
+        help="What the truncation preserves best: the weight (svd), or the output for inputs with these sizes (scaled) "
+        "or second moments (whitened).",
     )
     calibration_batches: int = option(
-        16, help="Batches on which scaled and whitened look at the inputs, and sensitivity at the loss.", low=1
+        16, help="Batches that scaled and whitened use for inputs, and sensitivity for the loss.", low=1
     )
     conv: Literal["auto", "channel", "spatial"] = option(
         "auto",
-        help="Convolutions become k x k then 1 x 1 (channel), k x 1 then 1 x k (spatial), or what loses less (auto).",
+        help="Convolutions become k x k then 1 x 1 (channel), k x 1 then 1 x k (spatial), or the better one (auto).",
     )
-    force: bool = option(False, help="Also factorise where nothing is saved, up to full rank, which is exact.")
+    force: bool = option(False, help="Also factorise layers where it saves nothing, up to full rank, which is exact.")
     multiple_of: int = option(
         1, help="Round ranks up to a multiple of this: 8 or 16 for tensor cores, 16 for FP8.", low=1
     )
     merge: bool = option(
-        False, help="Multiply the factors at the end: the model keeps its layers; otherwise it stays factorised."
+        False, help="Multiply the factors at the end, to restore the model's layers. Otherwise it stays factorised."
     )
     include: tuple[str, ...] = option((), help="Only modules of these names (globs), types, or first, last.")
     skip: tuple[str, ...] = option(
         ("last",), help="No modules of these names (globs), types, or first, last; by default the head."
     )
-    min_size: int = option(4096, help="Leave layers with fewer weights than this alone.", low=0)
+    min_size: int = option(4096, help="Leave layers with fewer weights than this unchanged.", low=0)
 
     @property
     def rule(self) -> RankRule:
@@ -146,24 +143,24 @@ class LowRankConfig(TechniqueConfig):
 
     @property
     def needs_batches(self) -> bool:
-        """True if inputs are looked at."""
+        """True if the decomposition needs inputs."""
         return self.decomposition in MEASURED
 
     def validate(self) -> None:
-        """Refuse a rank that is none, and force where ranks are chosen by what they save."""
+        """Refuse an invalid rank, and force together with a rank that is chosen by its savings."""
         if self.rule.kind in ("budget", "sensitivity") and self.force:
             rule = f"must come with a number, a share or energy, got rank {self.rank!r}, chosen by what it saves"
             raise ConfigError("low_rank", f"force {rule}", "leave force out")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return True if the model stays factorised, beside what the product of factors would undo."""
+        """Return True if the model stays factorised, for techniques whose result the product would destroy."""
         return other in ("prune", "cluster", "qat") and not self.merge
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         if "fsdp2" in environment and self.merge:
             yield (
                 f"low_rank with merge cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}, which has sharded the "
-                "factors and gathers no weights beside them; leave merge out, and call shared_core.low_rank.merge on "
+                "factors and cannot gather their products. Leave merge out, and call shared_core.low_rank.merge on "
                 "the loaded model"
             )

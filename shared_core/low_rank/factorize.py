@@ -1,4 +1,4 @@
-"""A trained model factorised at once, by its weights alone or by what a few batches show; and saved ones loaded."""
+"""Factorise a trained model in one go, by its weights alone or with a few batches, and load saved factors."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class LowRankReport:
     """The result of `factorize`.
 
     Args:
-        layers: One entry a factorised layer: name, scheme, rank, full_rank, parameters before and after, the share of
-            energy kept, the relative error of its weight and, where inputs were looked at, of its output.
-        left_out: Every other layer within reach, with the reason why it stays as it is.
+        layers: One entry per factorised layer: name, scheme, rank, full_rank, parameters before and after, the share of
+            energy kept, the relative error of its weight and, with calibration, of its output.
+        left_out: Every other layer within reach → why it is left unchanged.
         parameters: Of the whole model, before and after.
-        decomposition: What the truncation kept best.
-        batches: How many batches were looked at.
-        seconds: What it took.
+        decomposition: What the truncation preserves best.
+        batches: Number of calibration batches.
+        seconds: Time taken.
         coverage: How much of the model is within reach (`shared_core.engine.checks.coverage.Reach`).
     """
 
@@ -67,7 +67,7 @@ class LowRankReport:
     coverage: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values that JSON can hold."""
+        """Return the report as values that JSON can hold."""
         before, after = self.parameters
         return asdict(self) | {"parameters": {"before": before, "after": after}}
 
@@ -81,26 +81,25 @@ def factorize(
     allow_partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LowRankReport:
-    r"""Replace layers of a model by products of two smaller ones in place, and return what was done.
+    r"""Replace layers of a model by products of two smaller ones in place, and return a report.
 
-    ``W ≈ B A`` with ``B`` (m, r) and ``A`` (r, n), where ``r (m + n) < m n``. All decompositions and inputs are those
-    of the model as it was given. The names of other parameters, modes, dtypes and devices stay; optimizers must be
-    made afterwards.
+    ``W ≈ B A`` with ``B`` (m, r) and ``A`` (r, n), where ``r (m + n) < m n``. All decompositions and inputs come from
+    the original model. Names of other parameters, modes, dtypes and devices stay. Make optimizers afterwards.
 
     Args:
-        model: Linear layers, transformers' Conv1D and `nn.Conv2d` within; changed in place.
-        config: Options as a recipe's ``low_rank`` section has them, or a `LowRankConfig`; ``merge`` must be left out.
-        batches: For ``scaled``, ``whitened`` and ``sensitivity``; the first ``calibration_batches`` are looked at. Each
-            is a tensor, a tuple of arguments or a mapping of keyword arguments, or whatever `loss` takes.
-        loss: ``loss(model, batch)`` returns the loss of a batch; by default the output's ``loss``.
-        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
-        progress: Called with (done, total) while sensitivity is measured, or batches are run.
+        model: Its linear layers, transformers' Conv1D and `nn.Conv2d` are replaced in place.
+        config: A `LowRankConfig`, or options as in a recipe's ``low_rank`` section. ``merge`` is not allowed.
+        batches: For ``scaled``, ``whitened`` and ``sensitivity``. The first ``calibration_batches`` are used. Each is a
+            tensor, a tuple of arguments, a mapping of keyword arguments, or what `loss` takes.
+        loss: ``loss(model, batch)`` returns the loss of a batch. By default the output's ``loss``.
+        allow_partial: Accept less than half of the weights that multiply activations within reach.
+        progress: Called with (done, total) while batches run or sensitivity is measured.
 
     Raises:
-        ConfigError: If an option breaks its rule, or batches are missing.
-        MatchError: If there is nothing to factorise, or too little (`allow_partial`).
-        CompatibilityError: If the model is factorised already, sharded, or batches are spread over processes.
-        TrainingError: If a weight or an input is not finite, or a layer saw none.
+        ConfigError: If an option is invalid, or batches are missing.
+        MatchError: If there is nothing to factorise, or too little (see `allow_partial`).
+        CompatibilityError: If the model is already factorised or sharded, or batches are spread over processes.
+        TrainingError: If a weight or an input is not finite, or a layer received no input.
 
     Source: Eckart and Young, 1936; Wang et al., 2024 (SVD-LLM), arXiv:2403.07378; of convolutions Zhang et al., 2015,
         arXiv:1505.06798 (channel), Jaderberg et al., 2014, arXiv:1405.3866 (spatial).
@@ -114,7 +113,7 @@ def factorize(
     started = time.perf_counter()
     check_model(model, "low_rank")
     config = config if isinstance(config, LowRankConfig) else LowRankConfig.from_dict(config)
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     if config.merge:
         raise ConfigError("low_rank", "merge must be left out here, got true", "call shared_core.low_rank.merge(model)")
     if factorised(model):
@@ -149,7 +148,7 @@ def plan_ranks(
     loss: Callable[[], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Plan, dict[str, str]]:
-    """Return each layer's decomposition and rank, and why others stay as they are."""
+    """Return each layer's decomposition and rank, and why others are left unchanged."""
     rule = config.rule
     if rule.kind == "report":
         structure = read_report(rule.value)
@@ -159,15 +158,15 @@ def plan_ranks(
         ]  # fmt: skip
         if unfit:
             got = {name: structure[name]["scheme"] for name in unfit[:5]}
-            wrong = f"report {rule.value} must tell of layers that can be factorised here by its scheme, got {got}"
-            remedy = "use it with the model that it was written for and the same include, skip and min_size"
+            wrong = f"report {rule.value} must name layers that can be factorised here with its scheme, got {got}"
+            remedy = "use the model that it was written for, and the same include, skip and min_size"
             raise ConfigError("low_rank", wrong, remedy)
         plan = {}
         for name, told in structure.items():
             scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
             each = candidates({name: layers[name]}, scheme, moments)[name]
             plan[name] = (each, min(told["rank"], each.full))
-        return plan, {name: "the report leaves it as it is" for name in layers if name not in structure}
+        return plan, {name: "the report does not factorise it" for name in layers if name not in structure}
     found = candidates(layers, config, moments)
     worth = measure_worth(found, loss, config.multiple_of, progress) if rule.kind == "sensitivity" and loss else None
     ranks, left_out = choose_ranks(found, config, worth)
@@ -175,7 +174,7 @@ def plan_ranks(
 
 
 def apply(model: nn.Module, plan: Plan, moments: Mapping[tuple[str, str], Tensor]) -> list[dict[str, Any]]:
-    """Put the factorised layers into a model, and return what each is like."""
+    """Put the factorised layers into a model, and return an entry for each."""
     new = put_in_(model, {name: {"rank": rank, "scheme": each.scheme} for name, (each, rank) in plan.items()})
     told = []
     for name, (each, rank) in plan.items():
@@ -190,7 +189,7 @@ def apply(model: nn.Module, plan: Plan, moments: Mapping[tuple[str, str], Tensor
 
 
 def errors(layer: LowRankLayer, moment: Tensor | None) -> dict[str, float]:
-    """Return how far the factors are from the user's weight and, with a moment, from what it makes of inputs."""
+    """Return the relative error of the weight and, with a moment, of the output."""
     factors = (whole(getattr(layer, part).weight) for part in ("first", "second"))
     pair = (layer.dense.weight, layer.weight_of(*factors))
     weight, merged = (as_matrix(value.detach().double(), layer.scheme, layer.transposed) for value in pair)
@@ -204,8 +203,8 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
     if not needs:
         return []
     if world_size() > 1:
-        rule = f"batches must be looked at in one process, got {world_size()}"
-        raise CompatibilityError("low_rank", rule, "factorise before starting them")
+        rule = f"batches must run in one process, got {world_size()}"
+        raise CompatibilityError("low_rank", rule, "factorise before starting several processes")
     if not (data := list(itertools.islice(() if batches is None else batches, config.calibration_batches))):
         raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     return data
@@ -213,7 +212,7 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
 
 @contextlib.contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    # a graph that was compiled before there were hooks would run without them
+    # A graph compiled before the hooks existed would run without them.
     with evaluated(model), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -244,30 +243,30 @@ def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
     if loss is None:
         found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
     if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):
-        remedy = "pass loss(model, batch), or batches with labels to a model whose output has a loss"
+        remedy = "pass loss(model, batch), or use batches with labels and a model whose output has a loss"
         raise ConfigError("low_rank", "loss must be a number for sensitivity", remedy)
     return sum(float(each) for each in found) / len(found)
 
 
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"
-"""A name that `from_pretrained` does not look for: it would load the rest, and draw the factorised layers anew."""
+"""A name that `from_pretrained` ignores: it would load the rest, and initialize the factorised layers randomly."""
 _OURS, _PLAIN = "low_rank*.safetensors", "model*.safetensors"
 
 
 def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Module:
-    """Return the model, factorised as saved weights are and holding them.
+    """Factorise a model like saved weights, load them, and return the model.
 
-    Ranks and schemes are read from the names and shapes of the weights, so every file will do: what a trainer saved
-    at the end or on the way, what `eff low-rank` wrote, a state dict.
+    Ranks and schemes come from the names and shapes of the weights, so every file works: a trainer's checkpoint or
+    final model, the output of `eff low-rank`, or a state dict.
 
     Args:
-        model: The user's model before it was factorised, its weights need not be trained; changed in place. Of
-            transformers ``AutoModel….from_config(AutoConfig.from_pretrained(folder))``.
+        model: The user's model before it was factorised, trained or not, changed in place. For transformers
+            ``AutoModel….from_config(AutoConfig.from_pretrained(folder))``.
         weights: A folder with ``.safetensors``, such a file, a Lightning ``.ckpt``, or a state dict.
 
     Raises:
-        CheckpointError: If it cannot be read, or is of another model.
+        CheckpointError: If the weights cannot be read, or belong to another model.
 
     Example:
         >>> import torch
@@ -304,7 +303,7 @@ def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return rank and scheme of the layers that weights hold in two factors, by name."""
+    """Return rank and scheme of the layers that the weights hold as two factors, by name."""
     modules: dict[str, Any] = dict(model.named_modules())
     structure = {}
     for key, first in state.items():
@@ -314,19 +313,19 @@ def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
             continue
         layer = modules.get(name)
         if not (isinstance(layer, nn.Linear | nn.Conv2d) or (layer is not None and is_transposed(layer))):
-            continue  # a user's own module with parts of these names
+            continue  # a user's own module with the same part names
         scheme = LINEAR
         if isinstance(layer, nn.Conv2d):
             scheme = CHANNEL if second.shape[2:].numel() == 1 and first.shape[2:] == layer.kernel_size else SPATIAL
         structure[name] = {"rank": len(first), "scheme": scheme}
     if not structure:
         rule = f"weights must hold factorised layers of {type(model).__name__}, got none"
-        raise CheckpointError("low_rank", rule, "weights of the whole model need no load of ours")
+        raise CheckpointError("low_rank", rule, "load weights of the whole model without this function")
     return structure
 
 
 def hide(folder: Path | str) -> None:
-    """Rename the weights of a factorised model in a folder, shards too, so that `from_pretrained` finds none."""
+    """Rename the weights of a factorised model in a folder, so that `from_pretrained` ignores them."""
     for old in Path(folder).glob(_OURS):
         old.unlink()
     for file in Path(folder).glob(_PLAIN):
@@ -335,7 +334,7 @@ def hide(folder: Path | str) -> None:
 
 
 def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the model's names, where its library saves them by others."""
+    """Return weights under the model's names, if its library saves them under others."""
     from shared_core.front_ends.finding import own_weights
 
     parts = ("first.weight", "second.weight", "second.bias")
@@ -353,6 +352,6 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".ckpt":
             return dict(load_checkpoint(path)["state_dict"])
         return {name: tensor for file in files or [path / WEIGHTS_FILE] for name, tensor in load_file(file).items()}
-    except Exception as error:  # libraries raise whatever the damage makes it
+    except Exception as error:  # libraries raise various errors for damaged files
         rule = f"{path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
         raise CheckpointError("low_rank", rule) from error

@@ -1,4 +1,4 @@
-"""Layers as matrices and back, the best product of two thin matrices, and the layer that computes with it."""
+"""Layers as matrices, their best low-rank products, and the factorised layer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def schemes(layer: nn.Module) -> tuple[str, ...]:
-    """Return how a layer can be factorised."""
+    """Return the ways in which a layer can be factorised."""
     if not isinstance(layer, nn.Conv2d):
         return (LINEAR,)
     return (CHANNEL, SPATIAL) if max(layer.kernel_size) > 1 else (CHANNEL,)
 
 
 def as_matrix(weight: Tensor, scheme: str, transposed: bool) -> Tensor:
-    """Return a layer's weight as the matrix that a scheme factorises.
+    """Return a layer's weight as the matrix to factorise.
 
     ``linear``: (out, in). ``channel``: (out, in·kh·kw). ``spatial``: (out·kw, in·kh).
     """
@@ -38,7 +38,7 @@ def as_matrix(weight: Tensor, scheme: str, transposed: bool) -> Tensor:
         return weight.T if transposed else weight
     if scheme == CHANNEL:
         return weight.flatten(1)
-    # Spatial: a k x k kernel becomes k x 1 then 1 x k, so the matrix mixes (out, width) with (in, height).
+    # Spatial: a k x k kernel becomes k x 1 then 1 x k, so the matrix maps (in, height) to (out, width).
     out, into, height, width = weight.shape
     return weight.permute(0, 3, 1, 2).reshape(out * width, into * height)
 
@@ -54,7 +54,7 @@ def from_matrix(matrix: Tensor, scheme: str, transposed: bool, shape: tuple[int,
 
 
 def empty_factors(layer: Any, scheme: str, rank: int) -> tuple[nn.Module, nn.Module]:
-    """Return the two layers, on the layer's device and in its dtype, without values; neither has a bias."""
+    """Return the two layers on the layer's device and in its dtype, uninitialized and without bias."""
     new: dict[str, Any] = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
     make: Any = torch.nn.utils.skip_init
     if scheme == LINEAR:
@@ -66,7 +66,7 @@ def empty_factors(layer: Any, scheme: str, rank: int) -> tuple[nn.Module, nn.Mod
         first = make(nn.Conv2d, into, rank, layer.kernel_size, **geometry, **new)
         return first, make(nn.Conv2d, rank, out, 1, **new)
     parts = []
-    # First along height, then along width; strides split the same way.
+    # First along height, then along width. Strides are split the same way.
     for axis, (inner, outer) in enumerate(((into, rank), (rank, out))):
         kernel, stride, padding, dilation = (
             _along(getattr(layer, name), axis, rest)
@@ -80,7 +80,7 @@ def empty_factors(layer: Any, scheme: str, rank: int) -> tuple[nn.Module, nn.Mod
 
 
 def _along(value: Any, axis: int, rest: int) -> Any:
-    """Return a pair with its value along one axis and `rest` along the other; ``"same"`` is both."""
+    """Return a pair with its value along one axis and `rest` along the other. ``"same"`` applies to both."""
     return value if isinstance(value, str) else tuple(value[i] if i == axis else rest for i in (0, 1))
 
 
@@ -104,19 +104,19 @@ def product(first: Tensor, second: Tensor, scheme: str) -> Tensor:
 
 
 def input_rows(layer: Any, inputs: Tensor, scheme: str) -> Tensor:
-    """Return what a scheme's matrix is multiplied with, one input a row, (n, columns).
+    """Return the inputs of a scheme's matrix, one per row, (n, columns).
 
-    Of ``spatial`` the columns of pixels that its first layer sees: the second adds what it makes of neighbours.
+    For ``spatial`` these are the pixel columns that its first layer sees. The second combines neighbouring columns.
     """
     if scheme == LINEAR:
         return inputs.flatten(0, -2) if inputs.dim() > 1 else inputs[None]
     if inputs.dim() == 3:
         inputs = inputs[None]
-    # Padding decides what the first factor sees, so it is applied as the layer does.
+    # Padding decides what the first factor sees, so pad as the layer does.
     if any(layer._reversed_padding_repeated_twice):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         sides = list(layer._reversed_padding_repeated_twice)
-        # The first factor slides along height only: width is not padded for it.
+        # The first factor moves along height only, so width is not padded for it.
         if scheme == SPATIAL:
             sides[:2] = 0, 0
         inputs = F.pad(inputs, sides, mode=mode)
@@ -128,12 +128,12 @@ def input_rows(layer: Any, inputs: Tensor, scheme: str) -> Tensor:
 
 
 class LowRankLayer(nn.Module):
-    """``y = B(A x) + b`` with `first` = A and `second` = B, plain layers that are trained and saved like any others.
+    """``y = B(A x) + b`` with `first` = A and `second` = B, plain layers that train and save as usual.
 
     Args:
-        dense: The user's layer; its bias goes over to `second`, the very same parameter.
-        rank: Of the factors.
-        scheme: How its weight becomes a matrix: ``linear``, ``channel`` or ``spatial``.
+        dense: The user's layer. Its bias becomes the bias of `second`, as the same parameter.
+        rank: Rank of the factors.
+        scheme: How the weight becomes a matrix: ``linear``, ``channel`` or ``spatial``.
 
     Example:
         >>> layer = LowRankLayer(nn.Linear(6, 4), 2, "linear")
@@ -150,23 +150,23 @@ class LowRankLayer(nn.Module):
         self.second.bias = dense.bias
         self.training = dense.training
         self.observer: Callable[[LowRankLayer, Tensor], Tensor] | None = None
-        """While inputs are looked at: what takes the place of the forward."""
-        # in a tuple, so that its parameters are not this model's
+        """Replaces the forward during calibration."""
+        # In a tuple, so that its parameters are not registered here.
         self._dense = (dense,)
 
     @property
     def dense(self) -> Any:
-        """The user's layer; after `release` without a weight."""
+        """The user's layer, without a weight after `release`."""
         return self._dense[0]
 
     @property
     def transposed(self) -> bool:
-        """True if the user's layer holds its weight as (in, out)."""
+        """True if the user's layer stores its weight as (in, out)."""
         return is_transposed(self.dense)
 
     @property
     def weight(self) -> Tensor:
-        """The product of the factors, as the user's layer would hold it: for code that looks at it."""
+        """The product of the factors in the layout of the user's layer, for code that reads it."""
         return self.weight_of(self._part("first"), self._part("second"))
 
     @property
@@ -180,28 +180,28 @@ class LowRankLayer(nn.Module):
         return weight
 
     def weight_of(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return what the user's layer holds for two factors, in at least float32 and then in their dtype."""
+        """Return the user's weight for two factors, computed in at least float32 and cast to their dtype."""
         wide = torch.promote_types(first.dtype, torch.float32)
         matrix = product(first.to(wide), second.to(wide), self.scheme)
         return from_matrix(matrix, self.scheme, self.transposed, tuple(self.dense.weight.shape)).to(first.dtype)
 
     @torch.no_grad()
     def set_factors_(self, a: Tensor, b: Tensor) -> None:
-        """Take over factors A (rank, columns) and B (rows, rank), whatever their dtype."""
+        """Copy factors A (rank, columns) and B (rows, rank) of any dtype."""
         for name, value in zip(("first", "second"), factor_weights(a, b, self.scheme, self.dense), strict=True):
             fill_(self._part(name), value)
 
     def release(self) -> None:
-        """Release the user's weight: its shape stays."""
+        """Release the user's weight, but keep its shape."""
         weight = self.dense.weight
         if not weight.is_meta:
-            # Meta: the shape stays for merging and for whoever asks, the memory does not.
+            # A meta tensor keeps the shape for merging, without the memory.
             self.dense.weight = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-            self.dense.bias = None  # a reference would keep an old one alive where a loader puts a new one
+            self.dense.bias = None  # a reference would keep the old bias alive when a loader replaces it
 
     @torch.no_grad()
     def merged(self) -> Any:
-        """Return the user's layer with the product for its weight."""
+        """Return the user's layer with the product as its weight."""
         dense = self.dense
         dense.weight = nn.Parameter(self.weight, self._part("first").requires_grad)
         dense.bias = self.second.bias
@@ -220,12 +220,12 @@ class LowRankLayer(nn.Module):
 
 
 def factorised(model: nn.Module) -> dict[str, LowRankLayer]:
-    """Return the factorised layers of a model by name, each once."""
+    """Return the factorised layers of a model by name, each only once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LowRankLayer)}
 
 
 def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever the model holds it."""
+    """Replace a module by another, everywhere in the model."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:
@@ -233,13 +233,13 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRankLayer]:
-    """Replace layers by factorised ones of zeros, into which weights are loaded."""
+    """Replace layers by factorised ones of zeros, into which weights are loaded later."""
     layers = {}
     for name, told in structure.items():
         dense = model.get_submodule(name)
         layers[name] = LowRankLayer(dense, int(told["rank"]), str(told["scheme"]))
         for part in ("first", "second"):
-            nn.init.zeros_(layers[name]._part(part))  # other techniques look at weights before these are loaded
+            nn.init.zeros_(layers[name]._part(part))  # other techniques read weights before these are loaded
         replace_(model, dense, layers[name])
     return layers
 
@@ -250,13 +250,13 @@ def structure_of(layers: Mapping[str, LowRankLayer]) -> dict[str, dict[str, Any]
 
 
 def merge(model: nn.Module) -> list[str]:
-    """Put plain layers, whose weights are the products, in the place of factorised ones; return their names.
+    """Replace factorised layers by plain ones whose weights are the products, and return their names.
 
-    Exact up to the rounding of the product to the weights' dtype. The model's own layers come back: same classes and
-    keys as before it was factorised.
+    Exact except for rounding the product to the weights' dtype. The model's own layers are restored, with the original
+    classes and keys.
 
     Args:
-        model: With factorised layers; changed in place.
+        model: A model with factorised layers, changed in place.
 
     Example:
         >>> from shared_core.low_rank import LowRankConfig, factorize
@@ -271,15 +271,15 @@ def merge(model: nn.Module) -> list[str]:
     return list(layers)
 
 
-# Directions without any input keep this share of the mean second moment: they come last, in the order of the weight.
+# Directions without input get this share of the mean second moment, so they come last, ordered by the weight.
 _FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A weight W, (rows, columns), orthonormal directions `u` of its output, (rows, k), and their worth `s`, (k,).
+    """A weight W, (rows, columns), orthonormal output directions `u`, (rows, k), and their values `s`, (k,).
 
-    In float64; `s` are the singular values of ``W S``, falling.
+    In float64. `s` are the singular values of ``W S``, in decreasing order.
     """
 
     weight: Tensor
@@ -289,42 +289,42 @@ class Spectrum:
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return ``(A, B)``, (rank, columns) and (rows, rank), of the best approximation ``B A = U Uᵀ W``.
 
-        Row i of A and column i of B are of the same size, so that both learn at the same pace; without a moment each
-        holds the root of a singular value.
+        Row i of A and column i of B have equal norm, so that both learn at the same rate. Without a moment each norm is
+        the root of a singular value.
         """
         # Eckart-Young: B A = U_r U_rᵀ W is the best rank-r approximation of W.
         u = self.u[:, :rank]
         rows = u.T @ self.weight
-        # Split so that both factors have rows of equal size: products of very different factors train badly.
+        # Balance the factors: products of very different factors train badly.
         root = rows.norm(dim=1).sqrt()
         root = root.where(root > 0, 1.0)
         return rows / root[:, None], u * root
 
     def energy(self) -> Tensor:
-        """Return which share of the squared size ranks 1, 2, … keep, (k,); 1 for a zero matrix."""
+        """Return the share of the squared norm that ranks 1, 2, … keep, (k,). For a zero matrix it is 1."""
         total = self.s.square().cumsum(0)
         return total / total[-1] if total[-1] > 0 else torch.ones_like(total)
 
 
 def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
-    r"""Return the decomposition whose truncation minimises ``‖(W − BA) X‖_F`` over all pairs of that rank.
+    r"""Return the decomposition whose truncation minimises ``‖(W − BA) X‖_F`` for every rank.
 
     With ``M = X Xᵀ = S Sᵀ`` the norm is ``‖(W − BA) S‖_F``, and ``W S = U Σ Vᵀ`` gives the best ``BA = U_r Σ_r V_rᵀ S⁻¹
-    = U_r U_rᵀ W``: nothing is inverted. S comes from eigenvectors, as any root of M gives the same U, and Cholesky's
-    fails where directions saw no input. The error is the root of the sum of the squared singular values left out.
+    = U_r U_rᵀ W`` without any inversion. S comes from eigenvectors, because every root of M gives the same U, and
+    Cholesky fails if a direction had no input. The error is the root of the sum of the omitted squared singular values.
 
     Args:
         weight: W, (rows, columns), any float dtype.
-        moment: M, (columns, columns), or its diagonal, (columns,), which leaves correlations out; None: the identity.
+        moment: M, (columns, columns), or its diagonal, (columns,), which ignores correlations. None: the identity.
 
     Returns:
-        In float64.
+        The decomposition in float64.
 
     Source: Eckart and Young, 1936; Wang et al., 2024 (SVD-LLM), arXiv:2403.07378; with a diagonal, after Yuan et al.,
         2023 (ASVD), arXiv:2312.05821.
     """
     weight = weight.detach().double()
-    # min ‖(W - BA) X‖_F: with X Xᵀ = M = V Λ Vᵀ, decompose W V Λ^½ and map back by U alone.
+    # min ‖(W - BA) X‖_F: with X Xᵀ = M = V Λ Vᵀ, decompose W V Λ^½ and map back using only U.
     scaled = weight
     if moment is not None and moment.dim() == 1:
         scaled = weight * _floored(moment.double()).sqrt()
@@ -335,14 +335,14 @@ def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
     return Spectrum(weight, u, s)
 
 
-# Directions without input would be free, and eigh may give tiny negative eigenvalues.
+# Directions without input would be unconstrained, and eigh may return tiny negative eigenvalues.
 def _floored(values: Tensor) -> Tensor:
     mean = values.mean()
     return values.clamp_min(float(mean) * _FLOOR) if mean > 0 else torch.ones_like(values)
 
 
 def relative_error(weight: Tensor, product: Tensor, moment: Tensor | None = None) -> float:
-    """Return ``‖(W − P) S‖ / ‖W S‖``, 0 where W does nothing; without a moment that of the weights alone."""
+    """Return ``‖(W − P) S‖ / ‖W S‖``, or 0 if ``W S`` is 0. Without a moment, S is the identity."""
     change, weight = (weight - product).double(), weight.double()
     if moment is not None and moment.dim() == 2:
         squared = [((each @ moment) * each).sum() for each in (change, weight)]
@@ -353,7 +353,7 @@ def relative_error(weight: Tensor, product: Tensor, moment: Tensor | None = None
 
 
 class InputStatistics:
-    """Sums ``x xᵀ`` over the inputs of layers, or its diagonal, in float64."""
+    """Sums ``x xᵀ``, or its diagonal, over the inputs of layers, in float64."""
 
     def __init__(self, layers: Mapping[str, tuple[Any, tuple[str, ...]]], *, diagonal: bool) -> None:
         self._layers, self._diagonal = layers, diagonal
@@ -361,7 +361,7 @@ class InputStatistics:
 
     @torch.no_grad()
     def see(self, name: str, inputs: Tensor) -> None:
-        """Take inputs of a layer into its sums."""
+        """Add inputs of a layer to its sums."""
         layer, schemes = self._layers[name]
         wide = inputs if inputs.dtype == torch.float64 else inputs.float()
         for scheme in schemes:
@@ -373,7 +373,7 @@ class InputStatistics:
             self._sums[name, scheme] = found if total is None else total + found
 
     def hooks(self) -> list[Any]:
-        """Return handles of hooks that show each layer's inputs to `see`."""
+        """Register hooks that pass each layer's inputs to `see`, and return their handles."""
 
         def hook(name: str) -> Callable[..., None]:
             return lambda _, args, kwargs: self.see(name, args[0] if args else next(iter(kwargs.values())))
@@ -383,16 +383,16 @@ class InputStatistics:
         ]
 
     def read(self) -> dict[tuple[str, str], Tensor]:
-        """Return the sums over all processes by (name, scheme); every process must call it."""
+        """Return the sums over all processes by (name, scheme). Every process must call it."""
         moments = {}
         for name, (layer, schemes) in self._layers.items():
             for scheme in schemes:
                 found = self._sums.get((name, scheme))
                 total = None if found is None else all_reduce_(found.to(layer.weight.device), "sum")
-                # One NaN input makes all directions NaN: better to stop than to factorise noise.
+                # One NaN input makes all directions NaN. Stop instead of factorising noise.
                 if total is None or not bool(total.isfinite().all()):
                     got = "no input" if total is None else "NaN or infinity"
                     rule = f"{name} must be reached by the calibration batches with finite inputs, got {got}"
-                    raise TrainingError("low_rank", rule, "leave it out with skip, or give other batches")
+                    raise TrainingError("low_rank", rule, "leave it out with skip, or use other batches")
                 moments[name, scheme] = total
         return moments

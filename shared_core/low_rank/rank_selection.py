@@ -1,6 +1,6 @@
-"""Which layers can be factorised, and to which rank; under a budget each parameter goes where it helps most.
+"""Which layers can be factorised, and to which rank. A budget is spent where each parameter helps most.
 
-The cost of a low rank is measured: the loss on calibration batches with one layer at a time truncated.
+The cost of a low rank can be measured: the loss on calibration batches with one layer at a time truncated.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from shared_core.modules.matching import chosen_modules, own_class
 from shared_core.modules.own_forward import stock_kind
 
 Point = tuple[int, float]
-"""(parameters, what they are worth)."""
+"""(parameters, value)."""
 
 
 def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, int]:
-    """Return which choice each layer gets so that the worth of all is greatest within a budget of parameters.
+    """Return the choice for each layer that maximises the total value within a budget of parameters.
 
-    Goes along the upper concave hulls of the layers' points by falling worth per parameter. Where the budget is spent
-    to the last parameter of a hull's step that is the optimum; between two such budgets it falls short of it by less
-    than one step.
+    Follows the upper concave hulls of the layers' points by decreasing value per parameter. This is optimal if the
+    budget ends exactly at a step of a hull. Between two such budgets the result is less than one step below the
+    optimum.
     """
     taken = dict.fromkeys(choices, 0)
-    # Every layer gets its cheapest choice; what is left is handed out step by step.
+    # Every layer gets its cheapest choice. The rest is distributed step by step.
     left = budget - sum(points[0][0] for points in choices.values())
     if left < 0:
         rule = f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}"
         raise ConfigError("low_rank", rule, "raise it")
-    # Steps along each layer's concave hull, by worth per parameter: the greedy order that is optimal for hulls.
+    # Steps along each layer's concave hull, by value per parameter: greedy order is optimal for hulls.
     steps = [
         ((points[end][1] - points[start][1]) / (points[end][0] - points[start][0]), name, start, end)
         for name, points in choices.items()
         for start, end in _hull(points)
     ]
-    # the sort is stable: of equal steps, the earlier layer's comes first
+    # The sort is stable: of equal steps, the earlier layer's comes first.
     for _, name, start, end in sorted(steps, key=lambda step: -step[0]):
         cost = choices[name][end][0] - choices[name][start][0]
-        # A step only follows the one before it of its own layer, and only while it fits.
+        # A step must follow the previous step of its layer, and fit into the rest of the budget.
         if taken[name] == start and cost <= left:
             taken[name], left = end, left - cost
     return taken
 
 
 def _hull(points: Sequence[Point]) -> list[tuple[int, int]]:
-    """Return the steps of the upper concave hull, as pairs of indices, up to the point that is worth most."""
+    """Return the steps of the upper concave hull, as pairs of indices, up to the point of the highest value."""
     corners = [0]
     for index in range(1, len(points)):
-        # A corner above the hull's slope replaces those before it: worth per parameter must fall along the hull.
+        # A point above the hull's slope replaces earlier corners: value per parameter must decrease along the hull.
         while len(corners) > 1 and _slope(points, corners[-1], index) >= _slope(points, corners[-2], corners[-1]):
             corners.pop()
         corners.append(index)
@@ -78,7 +78,7 @@ def _slope(points: Sequence[Point], start: int, end: int) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A user's layer, in one scheme, with the spectrum of its matrix."""
+    """A layer in one scheme, with the spectrum of its matrix."""
 
     module: Any
     scheme: str
@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def side(self) -> int:
-        """Parameters of one rank: rows + columns."""
+        """Parameters per rank: rows + columns."""
         return sum(self.spectrum.weight.shape)
 
     @property
@@ -96,18 +96,18 @@ class Candidate:
 
     @property
     def full(self) -> int:
-        """The rank of any matrix of its shape, at most."""
+        """Full rank: the largest possible rank of its matrix."""
         return len(self.spectrum.s)
 
     @property
     def largest(self) -> int:
-        """The largest rank that saves parameters, 0 if none does."""
-        # One parameter must be saved, and no rank beyond full helps.
+        """The largest rank that saves parameters, or 0 if none does."""
+        # At least one parameter must be saved, and ranks above full do not help.
         return min((self.numel - 1) // self.side, self.full)
 
 
 def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the layers that can be factorised, by name, and why others that could be thought of are left alone."""
+    """Return the layers that can be factorised, by name, and why other candidates are left unchanged."""
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
     found = chosen_modules(config, model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank")
     inside = _not_ours(model)
@@ -129,7 +129,7 @@ def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dic
 
 
 def _not_ours(model: nn.Module) -> dict[int, str]:
-    """Return, by identity, why layers inside of others are not to be replaced."""
+    """Return, by id, why layers inside others cannot be replaced."""
     reasons: dict[int, str] = {}
     for parent in model.modules():
         if hasattr(parent, "lora_A"):
@@ -153,7 +153,7 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
     if isinstance(module, nn.Conv2d) and module.groups > 1:
         return f"it has {module.groups} groups"
     if module._forward_hooks or module._forward_pre_hooks:
-        return "it has hooks of its own"
+        return "it has its own hooks"
     return None
 
 
@@ -170,13 +170,13 @@ def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config:
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
         rule = f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})"
-        raise MatchError("low_rank", rule, "choose other layers or a lower rank, or force it")
+        raise MatchError("low_rank", rule, "choose other layers or a lower rank, or use force")
 
 
 def candidates(
     layers: Mapping[str, Any], config: LowRankConfig, moments: Mapping[tuple[str, str], Tensor] | None = None
 ) -> dict[str, Candidate]:
-    """Return each layer in the scheme that its options ask for; ``auto`` is the one that loses less with half of it."""
+    """Return each layer in the scheme of its options. ``auto`` is the one that loses less with half the parameters."""
     chosen = {}
     for name, module in layers.items():
         able = [scheme for scheme in schemes(module) if config.conv in (scheme, "auto")] or schemes(module)[:1]
@@ -196,7 +196,7 @@ def _kept_by_half(candidate: Candidate) -> float:
 def choose_ranks(
     found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None = None
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the rank of each layer, and why others stay as they are."""
+    """Return the rank of each layer, and why others are left unchanged."""
     rule = config.rule
     if rule.kind in ("budget", "sensitivity"):
         wanted = _by_budget(found, config, worth)
@@ -205,13 +205,13 @@ def choose_ranks(
     ranks, left_out = {}, {}
     for name, rank in wanted.items():
         each = found[name]
-        # Rounded up to multiples (tensor cores), never above full rank.
+        # Rounded up to multiples (tensor cores), but not above full rank.
         rank = min(math.ceil(min(rank, each.full) / config.multiple_of) * config.multiple_of, each.full)
         if rank <= each.largest or config.force:
             ranks[name] = rank
         else:
             left_out[name] = (
-                "it is worth its parameters as it is"
+                "the budget is best spent on keeping it whole"
                 if rule.kind in ("budget", "sensitivity")
                 else f"rank {rank} saves nothing: {rank * each.side} parameters instead of {each.numel}"
             )
@@ -225,16 +225,16 @@ def _by_itself(each: Candidate, kind: str, value: float) -> int:
     if kind == "share":
         return max(round(value * each.full), 1)
     kept = each.spectrum.energy()
-    # The least rank that keeps at least this share; the slack is float64's rounding of the sums.
+    # The lowest rank that keeps at least this share. The tolerance covers float64 rounding of the sums.
     return min(int((kept < value - 1e-12).sum()) + 1, each.full)
 
 
 def _by_budget(
     found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None
 ) -> dict[str, int]:
-    """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
-    # Without a measured worth, that of a rank is the logarithm of the share of energy that it keeps: layers follow one
-    # another, so the product of their shares is made greatest. A sum would starve large layers at small budgets.
+    """Return ranks within a share of all parameters. Full rank means that the layer is left unchanged."""
+    # Without measurements, the value of a rank is the logarithm of the share of energy it keeps. Layers follow one
+    # another, so this maximises the product of their shares. A sum would starve large layers at small budgets.
     points: dict[str, list[Point]] = {}
     ranks: dict[str, list[int]] = {}
     for name, each in found.items():
@@ -245,14 +245,14 @@ def _by_budget(
         else:
             gain = dict(worth[name])
         ranks[name] = sorted(gain)
-        # At full rank the layer stays as it is, with its own parameters.
+        # At full rank the layer stays unchanged, with its own parameters.
         points[name] = [(rank * each.side if rank <= each.largest else each.numel, gain[rank]) for rank in ranks[name]]
     budget = math.floor(config.rule.value * sum(each.numel for each in found.values()))
     return {name: ranks[name][index] for name, index in share_out(points, budget).items()}
 
 
 _SHARES = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)
-"""Of the largest rank that saves: the ranks that are tried."""
+"""The ranks to try, as shares of the largest rank that saves parameters."""
 
 
 def measure_worth(
@@ -261,11 +261,11 @@ def measure_worth(
     multiple_of: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[int, float]]:
-    """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank."""
+    """Return by layer and rank the decrease of the loss: negative if it rises, 0 at full rank."""
     before = loss()
     if not before < float("inf"):
         rule = f"loss on calibration batches must be finite, got {before}"
-        raise TrainingError("low_rank", rule, "look at the batches")
+        raise TrainingError("low_rank", rule, "check the batches")
     tried = {
         name: sorted({max(round(share * (each.largest // multiple_of)), 1) * multiple_of for share in _SHARES})
         if each.largest >= multiple_of
@@ -289,7 +289,7 @@ def measure_worth(
 
 @contextmanager
 def truncated(each: Candidate, rank: int) -> Iterator[None]:
-    """Give a layer the best weight of a rank while the block runs."""
+    """Give a layer its best weight of a rank during the block."""
     weight: nn.Parameter = each.module.weight
     kept = weight.detach().clone()
     a, b = each.spectrum.factors(rank)

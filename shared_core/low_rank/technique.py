@@ -1,4 +1,4 @@
-"""Low-rank training: layers are factorised before a run, trained as two, and multiplied at its end if asked to."""
+"""Low-rank training: layers are factorised before a run, trained as two, and optionally multiplied at the end."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from shared_core.printing import amount, counted, listed, share_text
 
 
 class LowRank(Technique):
-    """Trains ``y = B A x + b`` in A and B, which start as the best product for the user's weight.
+    """Trains ``y = B A x + b`` in A and B, which start as the best approximation of the user's weight.
 
-    A change of structure: from `attach` on the model holds two plain layers for one, every trainer treats them so, and
-    checkpoints hold both. At the end they stay (`shared_core.low_rank.load` loads them), or with `merge` the user's own
-    layers come back, of low rank and at full cost.
+    This changes the model's structure: from `attach` on each layer is two plain layers, for the trainer and in
+    checkpoints. At the end they stay (`shared_core.low_rank.load` loads them). With `merge` the user's own layers are
+    restored, with low rank and at full cost.
 
     Example:
         >>> from shared_core.engine.recipe import Recipe
@@ -73,7 +73,7 @@ class LowRank(Technique):
     # -- start
 
     def attach(self, context: Context) -> Touched:
-        """Factorise the model, as a checkpoint that will be loaded needs it, or as the options say."""
+        """Factorise the model as the options say, or as the checkpoint to resume from needs it."""
         model = context.model
         context.undo.callback(self._detach, context.model)
         config, before = self.config, sum(parameter.numel() for parameter in model.parameters())
@@ -81,20 +81,20 @@ class LowRank(Technique):
         self.layers = factorised(model)
         if self.layers:
             self._stays = True
-            context.services.say(f"efftrain: low_rank: {len(self.layers)} layers are factorised already; they stay so")
+            context.services.say(f"efftrain: low_rank: {len(self.layers)} layers are already factorised and stay so")
         elif resumed is not None:
             self.layers = self._as_saved(model, resumed)
         else:
             if config.rule.kind == "sensitivity":
                 rule = f"rank must not need the loss of a whole model in training, got {config.rank!r}"
-                remedy = "run eff low-rank with it and give its report (eff_low_rank.json) as the rank"
+                remedy = "run eff low-rank with this rank, and pass its report (eff_low_rank.json) as the rank"
                 raise ConfigError("low_rank", rule, remedy)
             chosen, left_out = select(model, config)
             plan, kept_out = plan_ranks(config, chosen, {})
             self._told, self.left_out = apply(model, plan, {}), left_out | kept_out
             self.layers, self._is_fresh = factorised(model), True
         self._structure = structure_of(self.layers)
-        every_name = model.named_modules(remove_duplicate=False)  # a layer at two places has two keys
+        every_name = model.named_modules(remove_duplicate=False)  # a layer used twice has two names
         self._of_name = {name: layer for name, layer in every_name if isinstance(layer, LowRankLayer)}
         self._undo = fast_paths_off(model, (LowRankLayer,))
         self._parameters = (before, sum(parameter.numel() for parameter in model.parameters()))
@@ -107,10 +107,10 @@ class LowRank(Technique):
             return put_in_(model, saved["layers"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             rule = f"checkpoint must hold layers of this {type(model).__name__}, got {error!r}"
-            raise CheckpointError("low_rank", rule, "build the model that it was saved from") from error
+            raise CheckpointError("low_rank", rule, "build the model that the checkpoint was saved from") from error
 
     def _detach(self, model: nn.Module) -> None:
-        """Restore the user's layers: their own weights if training has not begun, else the products."""
+        """Restore the user's layers: with their own weights before training has begun, otherwise with the products."""
         layers, self.layers = self.layers, {}
         if self._stays or self._is_complete or any(hasattr(p, "device_mesh") for p in model.parameters()):
             return
@@ -128,7 +128,7 @@ class LowRank(Technique):
         return not self.config.merge and context is not None and total is not None and context.step >= total
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Restore the user's layers where no optimizer holds the factors, but in copies of what is trained."""
+        """Restore the user's layers whose factors no optimizer holds, except copies of trained layers."""
         model = context.model
         copied = layers_of_copies("low_rank", model, context.unheld, context.shapes)
         out = {
@@ -136,7 +136,7 @@ class LowRank(Technique):
             for name, layer in self.layers.items()
             if layer not in copied and any(part.weight in context.unheld for part in (layer.first, layer.second))
         }
-        # of all: the optimizer was made before the factors, which `prepare_optimizers` refuses
+        # If that is all layers, the optimizer was made before the factors, which `prepare_optimizers` refuses.
         if not self._is_fresh or not out or len(out) == len(self.layers):
             return self._touched()
         for name, layer in out.items():
@@ -152,7 +152,7 @@ class LowRank(Technique):
         return self._touched()
 
     def prepare_optimizers(self, context: Context) -> None:
-        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own."""
+        """Check that the factors will be trained, before other techniques give the optimizer copies."""
         self._is_checked = True
         held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
         unheld = {id(parameter) for parameter in context.unheld}
@@ -161,13 +161,13 @@ class LowRank(Technique):
         for name, layer in self.layers.items():
             wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
             if context.optimizers and not held | unheld >= wanted:
-                rule = f"optimizer must hold the factors of {name}, but it was made before they were"
+                rule = f"optimizer must hold the factors of {name}, but it was made before them"
                 remedy = "let the trainer make the optimizer, or make it from the parameters after attach"
                 raise CompatibilityError("low_rank", rule, remedy)
 
     def plan(self, context: Context) -> Plan:
-        """Return what happens before and after training; the layers must stay."""
-        after = [(None, "factors are multiplied out")] if self.config.merge else []
+        """Return what happens before and after training. The layers must stay."""
+        after = [(None, "factors are multiplied")] if self.config.merge else []
         return Plan([(0, "layers are factorised"), *after], guards=self.layers)
 
     def _touched(self) -> Touched:
@@ -175,7 +175,7 @@ class LowRank(Technique):
         return Touched.modules(self.layers, self.left_out, "factorised layers")
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Look at inputs if the decomposition does, then release the user's weights."""
+        """Calibrate on inputs if the decomposition needs them, then release the user's weights."""
         if state is not None:
             self._restore(state)
         self._context = context
@@ -189,10 +189,10 @@ class LowRank(Technique):
 
     @torch.no_grad()
     def _calibrate(self, context: Context) -> None:
-        """Make the factors the best ones for the inputs that the user's own layers get."""
+        """Fit the factors to the inputs of the user's own layers."""
         names = {layer: name for name, layer in self.layers.items()}
         for layer in self.layers.values():
-            layer.dense.to(layer.first.weight)  # the trainer has moved the model since
+            layer.dense.to(layer.first.weight)  # the trainer may have moved the model
         moments = InputStatistics(
             {name: (layer.dense, (layer.scheme,)) for name, layer in self.layers.items()},
             diagonal=self.config.decomposition == "scaled",
@@ -200,7 +200,7 @@ class LowRank(Technique):
 
         def observe(layer: LowRankLayer, x: Tensor) -> Tensor:
             moments.see(names[layer], x)
-            # FSDP2 casts inputs to what it gathers weights in, and these are not its own
+            # FSDP2 casts inputs to the dtype of its gathered weights, and these weights are not among them.
             weights = {name: value.to(x.dtype) for name, value in layer.dense.named_parameters()}
             out: Tensor = torch.func.functional_call(layer.dense, weights, (x,))
             return out
@@ -218,7 +218,7 @@ class LowRank(Technique):
         for name, layer in self.layers.items():
             moment = found[name, layer.scheme]
             spectrum = decompose(as_matrix(layer.dense.weight, layer.scheme, layer.transposed), moment)
-            # processes may round a decomposition otherwise
+            # Processes may round the decomposition differently.
             layer.set_factors_(*(broadcast_(factor.contiguous()) for factor in spectrum.factors(layer.rank)))
             told[name] |= errors(layer, moment) | {"energy": round(float(spectrum.energy()[layer.rank - 1]), 6)}
         self._looked_at = self.config.calibration_batches
@@ -226,11 +226,11 @@ class LowRank(Technique):
     # -- end
 
     def finish(self, context: Context) -> None:
-        """Multiply the factors if asked to; otherwise they stay."""
+        """Record that the factors stay, unless they are to be multiplied."""
         self._stays = not self.config.merge
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return that factors keep their shapes, or that products have their rank and no factor is left."""
+        """Return the claims that factors keep their shapes, or that products have their rank and no factor is left."""
         said: dict[str, Claim] = {}
         for name, layer in self._of_name.items():
             factors = {f"{plain_name(name)}.{part}.weight": getattr(layer, part).weight for part in ("first", "second")}
@@ -243,7 +243,7 @@ class LowRank(Technique):
         return said
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict with the products under the user's own names, if factors are to be multiplied."""
+        """Return the state dict with the products under the user's names, if factors are to be multiplied."""
         if not self.config.merge:
             return state_dict
         baked: dict[str, Tensor] = {}
@@ -261,24 +261,24 @@ class LowRank(Technique):
         return baked
 
     def deployment(self) -> dict[str, Any]:
-        """Return the structure that the saved weights have; nothing where they are the plain model's."""
+        """Return the structure of the saved weights, or nothing if they are the plain model's."""
         return {} if self.config.merge else {"layers": self._structure}
 
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank and scheme of each layer, and what the receipt says of how they were found."""
+        """Return rank and scheme of each layer, and how they were found, for the receipt."""
         found = {"batches": self._looked_at, "per_layer": self._told, "left_out": dict(self.left_out)}
         return {"layers": self._structure, "found": found}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the model has the layers that were saved."""
+        """Return True if the model has the saved layers."""
         return bool(state.get("layers") == self._structure)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Check that the model has the structure that was saved."""
+        """Check that the model has the saved structure."""
         if not self.fits(state):
-            # sharded weights are loaded before that is known
+            # Sharded weights are loaded before this is known.
             rule = "checkpoint must have the same layers and ranks, got others"
             raise CheckpointError("low_rank", rule, "start from the same model with the same options")
         self._is_fresh = False
@@ -289,12 +289,12 @@ class LowRank(Technique):
     # -- figures
 
     def figures(self) -> dict[str, float]:
-        """Return how many layers are factorised, and which share of the model's parameters is left."""
+        """Return how many layers are factorised, and the share of the model's parameters that remains."""
         before, after = self._parameters
         return {"low_rank/layers": float(len(self._structure)), "low_rank/parameters": after / before}
 
     def report(self) -> dict[str, Any]:
-        """Return what was factorised to which rank, what that saved and lost, and what was left alone."""
+        """Return which layers were factorised to which rank, what that saved and lost, and what was left unchanged."""
         return {
             "decomposition": self.config.decomposition,
             "calibration_batches": self._looked_at,

@@ -1,4 +1,4 @@
-"""Pruning: which weights to zero, when, keeping them zero, removing them, and storing what is left."""
+"""Pruning: choose which weights to zero and when, keep them zero, and remove pruned units."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -12,42 +12,43 @@ from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
 
 GATHERED = ("taylor", "movement", "fisher", "wanda", "sparsegpt", "neuron_taylor", "shapley")
-"""Criteria that need gradients or activations: at least one step has to pass before the first update."""
+"""Criteria that need gradients or activations, so at least one step must run before the first update."""
 RELATIVE = ("magnitude", "l1_norm", "l2_norm", "geometric_median")
-"""Criteria by which units of different layers are compared only after division by their group's mean: sizes of weights.
-The others estimate what the loss or the output loses, are trained to be compared (bn_scale), or are drawn."""
+"""Criteria based on the size of weights. Units of different layers are compared only after dividing by the mean of
+their group. Other criteria estimate the effect on loss or output, are trained to be comparable (bn_scale), or are
+random."""
 UNITS = ("neuron", "channel", "filter", "head", "layer")
-"""Granularities that prune output units whole."""
+"""Granularities that prune whole output units."""
 TRACED = ("neuron", "channel", "head")
-"""Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
+"""Granularities that prune a unit throughout the network, found by tracing one micro-batch."""
 MOST_OF_WEIGHTS, MOST_OF_STRUCTURES = 0.98, 0.9
-"""The largest share of one layer that goes by default, unless more is asked of all."""
+"""Default limits for the share pruned from one layer, unless `sparsity` is higher."""
 DURING_TRAINING = (
     "schedule", "initial_sparsity", "begin", "end", "every", "dynamic", "drop_share", "sr_ste", "regularizer",
     "regularizer_strength",
 )  # fmt: skip
-"""Options that say what happens while a model trains."""
+"""Options that only matter while a model trains."""
 _GROWING = ("linear", "cubic", "cosine", "exponential", "iterative")
 _WEIGHTS = ("unstructured", "n_m", "block")
 _BESIDE_OTHERS = ("neuron", "channel", "filter", "head")
 _ROWS = ("unstructured", "n_m")
 _CRITERIA: dict[str, dict[str, tuple[str, ...]]] = {
     "threshold": {"granularity": ("unstructured",)},
-    # decides until end
+    # Scores build up until end.
     "movement": {"granularity": _WEIGHTS, "schedule": _GROWING, "dynamic": ("none", "recompute")},
-    # compares the weights of one output, and prunes every output alike
+    # Compares the weights within one output, and prunes every output by the same share.
     "wanda": {"granularity": _ROWS, "scope": ("auto", "global", "local")},
-    # solves layer by layer
+    # Solves one layer at a time.
     "sparsegpt": {"granularity": _ROWS, "scope": ("auto", "local")},
     "l1_norm": {"granularity": UNITS},
     "l2_norm": {"granularity": UNITS},
     "geometric_median": {"granularity": _BESIDE_OTHERS},
-    # of the batch norms that a trace finds
+    # Needs the batch norms that tracing finds.
     "bn_scale": {"granularity": TRACED},
     "neuron_taylor": {"granularity": _BESIDE_OTHERS},
     "shapley": {"granularity": UNITS},
 }
-"""What criteria need of other options."""
+"""Other options that a criterion requires."""
 _OF_WEIGHTS = {"granularity": ("unstructured", "block")}
 
 
@@ -85,7 +86,7 @@ class PruneConfig(OverridableConfig):
         "geometric_median", "bn_scale", "neuron_taylor", "shapley",
     ] = option(
         "magnitude",
-        help="What a weight, or a unit, is worth; the lowest goes first. sparsegpt: after training alone (eff prune).",
+        help="How weights or units are scored. The lowest go first. sparsegpt: only after training (eff prune).",
         each=_CRITERIA,
     )  # fmt: skip
     threshold: float | None = option(
@@ -128,20 +129,19 @@ class PruneConfig(OverridableConfig):
         only_with={"schedule": _GROWING},
     )
     begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
-    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes at begin alone.")
-    every: int = option(10, help="Optimizer steps between two updates; there is always one at end.", low=1)
+    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes only at begin.")
+    every: int = option(10, help="Optimizer steps between updates. The last update is always at end.", low=1)
     scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
-        help="global: all compete under one threshold; tower: those of each part at the top (a vision and a text "
-        "encoder) under one of its own; local: every tensor gets the same sparsity; erdos_renyi: large "
-        "tensors get more of it, by their layers' sizes (kernel: by kernels' too); auto: local for structures without "
-        "a cost, else global.",
+        help="global: one threshold for all; tower: one threshold for each top-level part (a vision and a text encoder); "
+        "local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer sizes "
+        "(kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
         each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(
         None,
-        help="Largest share of one layer that may go; what it does not give, others give. By default 0.98, for "
-        "structures 0.9, or sparsity where that is higher.",
+        help="Largest share of one layer to prune; other layers make up for the rest. By default 0.98, for structures "
+        "0.9, or sparsity if that is higher.",
         above=0,
         high=1,
         at_least="sparsity",
@@ -149,7 +149,7 @@ class PruneConfig(OverridableConfig):
     )
     dynamic: Literal["none", "recompute", "rigl"] = option(
         "none",
-        help="none: what is pruned stays pruned; recompute: pruned weights go on learning and may come back until end; "
+        help="none: what is pruned stays pruned; recompute: pruned weights keep learning and may come back until end; "
         "rigl: from begin to end live weights move to where the gradient is large.",
         each={
             "rigl": {"granularity": ("unstructured",), "schedule": ("one_shot",)},
@@ -165,7 +165,7 @@ class PruneConfig(OverridableConfig):
     )
     sr_ste: float = option(
         0.0,
-        help="Weights under the mask go on learning, and decay by this; take every 1.",
+        help="Masked weights keep learning, and decay by this factor; use every 1.",
         low=0,
         only_with={"granularity": ("n_m",)},
     )
@@ -187,12 +187,12 @@ class PruneConfig(OverridableConfig):
     )
 
     def validate(self) -> None:
-        """Raise `ConfigError` where n_m, block or an override cannot be."""
+        """Raise `ConfigError` if n_m, block or an override is invalid."""
         kept, of = self.kept_of
         if self.granularity == "n_m" and not abs(self.sparsity - (1 - kept / of)) < 1e-6:
             raise self._error("sparsity", f"must be {1 - kept / of:g} with n_m = {self.n_m}")
         _ = self.block_size
-        whole = {"n_m": f"n_m = {self.n_m} fixes it", "layer": "a layer goes whole"}.get(self.granularity)
+        whole = {"n_m": f"n_m = {self.n_m} fixes it", "layer": "layers are pruned whole"}.get(self.granularity)
         for pattern, _, value in self.override_options():
             asked = coerce(value, float, "prune.overrides")
             if not 0 <= asked < 1 or (asked and whole):
@@ -201,7 +201,7 @@ class PruneConfig(OverridableConfig):
 
     @property
     def resolved_scope(self) -> str:
-        """The scope, ``auto`` resolved."""
+        """The scope, with ``auto`` resolved."""
         if self.scope != "auto":
             return self.scope
         alike = self.prunes_units and self.granularity != "layer" and self.cost == "none"
@@ -209,7 +209,7 @@ class PruneConfig(OverridableConfig):
 
     @property
     def layers_compete(self) -> bool:
-        """True if a layer whose weights score lower loses more of them."""
+        """True if layers with lower scores lose more weights."""
         return self.resolved_scope in ("global", "tower") and self.granularity != "n_m" and self.criterion != "wanda"
 
     @property
@@ -219,19 +219,19 @@ class PruneConfig(OverridableConfig):
 
     @property
     def most_of_a_layer(self) -> float:
-        """The largest share of one layer that may go."""
+        """The largest share of one layer that may be pruned."""
         if self.max_layer_sparsity is not None:
             return self.max_layer_sparsity
         return max(self.sparsity, MOST_OF_STRUCTURES if self.prunes_units else MOST_OF_WEIGHTS)
 
     @property
     def straight_through(self) -> bool:
-        """True if masks act in forward and backward alone, so that weights under them go on learning until end."""
+        """True if masks act only in forward and backward, so that weights under them keep learning until end."""
         return self.criterion == "movement" or self.dynamic == "recompute" or self.sr_ste > 0
 
     @property
     def updates_until_end(self) -> bool:
-        """True if masks change from begin to end, also where sparsity does not."""
+        """True if masks change from begin to end, even at constant sparsity."""
         return self.schedule != "one_shot" or self.straight_through or self.dynamic == "rigl"
 
     @property
@@ -245,7 +245,7 @@ class PruneConfig(OverridableConfig):
 
     @property
     def prunes_units(self) -> bool:
-        """True if output units go whole, not weights or tiles."""
+        """True if whole output units are pruned instead of weights or tiles."""
         return self.granularity in UNITS
 
     @property
@@ -255,12 +255,12 @@ class PruneConfig(OverridableConfig):
 
     @property
     def counts_calls(self) -> bool:
-        """True if costs come from what passes through each layer."""
+        """True if costs depend on the inputs of each layer."""
         return self.cost in ("flops", "energy")
 
     @property
     def acts_on_gradients(self) -> bool:
-        """True if scores come from gradients, or the optimizer's step is another one than without."""
+        """True if scores come from gradients, or pruning changes the optimizer's step."""
         return (
             self.straight_through
             or self.dynamic == "rigl"
@@ -270,44 +270,44 @@ class PruneConfig(OverridableConfig):
 
     @property
     def watches_layers(self) -> bool:
-        """True if layers must be called as modules, for hooks to see what passes through them."""
+        """True if layers must be called as modules, so that hooks see their inputs and outputs."""
         return self.gathers_at_layers or self.counts_calls
 
     @property
     def gathers_at_layers(self) -> bool:
-        """True if scores come from what passes through each layer."""
+        """True if scores come from the inputs or outputs of each layer."""
         return self.criterion == "sparsegpt" or self.weight_criterion in ("fisher", "wanda", "neuron_taylor")
 
     @property
     def why_not_sharded(self) -> str | None:
-        """Why these options need more than one whole weight at a time, which is what FSDP2 lets a process have."""
+        """Why these options need more than one whole weight at a time, which FSDP2 does not allow."""
         if self.is_traced:
             return (
-                f"granularity {self.granularity} is traced through a forward, where FSDP2 puts gathered tensors in the "
-                "place of the parameters; take filter, layer or weights, or use DDP"
+                f"granularity {self.granularity} is found by tracing a forward pass, in which FSDP2 replaces the "
+                "parameters by gathered tensors. Use filter, layer or weights, or DDP"
             )
         return {
-            "fisher": "criterion fisher keeps as much as the whole model on every process; take taylor, or use DDP",
-            "sparsegpt": "criterion sparsegpt solves for whole weights; prune the saved model",
-            "shapley": "criterion shapley silences units in whole weights; take l2_norm, or use DDP",
+            "fisher": "criterion fisher keeps as much as the whole model on every process. Use taylor, or DDP",
+            "sparsegpt": "criterion sparsegpt needs whole weights. Prune the saved model instead",
+            "shapley": "criterion shapley masks units in whole weights. Use l2_norm, or DDP",
         }.get(self.criterion)
 
     @property
     def sees_weights_alone(self) -> bool:
-        """True if neither gradients nor activations decide, and no term of its own joins the loss."""
+        """True if only weight values decide, without gradients, activations or an extra loss term."""
         plain = self.criterion in ("magnitude", "threshold", "random") and not self.prunes_units
         return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
 
     @property
     def weight_criterion(self) -> str:
-        """The scorer of single weights that the criterion builds on."""
+        """The scorer of single weights that the criterion uses."""
         if self.criterion in ("random", "movement", "fisher", "wanda", "neuron_taylor"):
             return self.criterion
         return "taylor" if self.criterion == "taylor" and not self.prunes_units else "magnitude"
 
     @property
     def kept_of(self) -> tuple[int, int]:
-        """`n_m` as numbers: kept, of how many."""
+        """`n_m` as numbers: how many are kept, out of how many."""
         return self._pair("n_m", ":", "n:m with 1 <= n < m, such as 2:4")
 
     @property
@@ -322,22 +322,22 @@ class PruneConfig(OverridableConfig):
         return int(found[1]), int(found[2])
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         for way in ("fsdp2", "tensor_parallel"):
             if way in environment and self.why_not_sharded:
                 yield f"prune cannot be combined with {RUN_ENVIRONMENTS[way]}: {self.why_not_sharded}"
         if "tensor_parallel" in environment and self.criterion in ("wanda", "neuron_taylor"):
             yield (
                 f"prune with criterion {self.criterion} cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: "
-                "a process sees a part of what some layers take in or give out; take taylor or magnitude"
+                "each process sees only part of some layers' inputs or outputs. Use taylor or magnitude"
             )
         if self.straight_through and "primary_weights" in recipe:
             yield (
-                "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other "
-                "weights than the model holds for the optimizer; load the model in float32"
+                "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep their own "
+                "copy of the weights for the optimizer. Load the model in float32"
             )
         if self.criterion == "wanda" and "average" in recipe and recipe["average"].bn_batches:
             yield (
-                "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches "
-                "on which statistics are estimated; leave bn_batches at 0, which averages them"
+                "prune with criterion wanda cannot be combined with bn_batches of average: wanda would count their "
+                "batches too. Leave bn_batches at 0, which averages the statistics"
             )

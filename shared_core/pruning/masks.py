@@ -1,7 +1,7 @@
-"""The masks of a run: where they are kept, how they are chosen and held, and what the receipt tells of them.
+"""The masks of a run: how they are stored, chosen, applied and reported.
 
-`MaskPolicy` is the plain one: what is pruned stays pruned. Others say in subclasses what differs: RigL, weights that
-learn under their masks, whole units.
+`MaskPolicy` is the default: pruned weights stay pruned. Subclasses implement RigL, weights that learn under their
+masks, and whole units.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from shared_core.pruning.targets import Targets, block_of
 
 
 class MaskStore(Mapping[str, Tensor]):
-    """The whole masks of named weights; empty before the first update.
+    """The whole masks of named weights. Empty before the first update.
 
-    A weight that FSDP2 shards is masked in the part that this process holds; its whole mask is kept packed, eight
-    weights to a byte, so that saving needs no other process.
+    For a weight sharded by FSDP2, the mask of the local part is applied, and the whole mask is stored packed (8 weights
+    per byte), so that saving needs no other process.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._weights: Mapping[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
-        """By name, bool, True = keep: of the whole weight, or of this process's part."""
+        """Name → bool mask, True = keep, of the whole weight or of this process's part."""
         self._num_pruned: dict[str, int] | None = {}
         self._kept: list[Tensor] = []
         self._packed: dict[str, Tensor] = {}
         self._masked: list[Tensor] = []
         self._masks: list[Tensor] = []
         self.forgotten = False
-        """True if optimizers hold zeros for every pruned weight."""
+        """True if the optimizers hold zero moments for every pruned weight."""
         self._versions: list[int] = []
         self._zeroed: list[tuple[Tensor, int]] = []
 
     @property
     def num_pruned(self) -> dict[str, int]:
-        """Of each whole weight how many elements are pruned; what lies on a GPU is read when it is first asked for."""
+        """Number of pruned elements of each whole weight. On a GPU, counts are read at the first access."""
         if self._num_pruned is None:
             kept = zip(self.parts, read_together(self._kept), strict=True)
             self._num_pruned = {name: self.weights[name].numel() - count for name, count in kept}
@@ -63,13 +63,13 @@ class MaskStore(Mapping[str, Tensor]):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights that the masks are for."""
+        """The weights that the masks belong to."""
         return self._weights
 
     @weights.setter
     def weights(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
-        # Lists in one order, made once: after every step all weights are masked in one call over many tensors.
+        # Lists in a fixed order, built once: after every step all weights are masked in one multi-tensor call.
         self._masked = [weights[name] for name in self.parts]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -79,7 +79,7 @@ class MaskStore(Mapping[str, Tensor]):
         return self.parts[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.parts  # Mapping's own would unpack the mask
+        return name in self.parts  # Mapping's default would unpack the mask
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
@@ -88,24 +88,24 @@ class MaskStore(Mapping[str, Tensor]):
         return len(self.parts)
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
-        """Take whole masks, equal on every process, in place of all there were."""
+        """Replace all masks by whole ones, equal on every process."""
         on_cpu = all(mask.is_cpu for mask in masks.values())
         counts = zip(masks, count_kept([*masks.values()]) if on_cpu else (), strict=on_cpu)
         self._num_pruned = {name: masks[name].numel() - count for name, count in counts} if on_cpu else None
         self._kept = [] if on_cpu else [mask.count_nonzero() for mask in masks.values()]
         sharded = {name: mask for name, mask in masks.items() if is_sharded(self.weights[name])}
-        # A whole mask of each sharded weight, in bits on the CPU: 1/32 of the weights' bytes in float32.
+        # The whole mask of each sharded weight, as bits on the CPU: 1/32 of the bytes of float32 weights.
         self._packed = {name: pack_bits(mask).cpu() for name, mask in sharded.items()}
         self.parts = {**masks, **{name: part_of(mask, self.weights[name]) for name, mask in sharded.items()}}
         self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
         self.forgotten, self._versions = False, []
 
     def packed(self) -> dict[str, Tensor]:
-        """Return all masks, eight weights to a byte, as they are saved."""
+        """Return all masks packed (8 weights per byte), as they are saved."""
         return {name: pack_bits(mask).cpu() for name, mask in self.parts.items()} | self._packed
 
     def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
+        """Set every pruned weight to exactly +0.0, in this process's part of the weights or in their `values`."""
         if values is None:
             apply_mask_(self._held(self._masked), self._masks)
             self._versions = [weight._version for weight in self._masked]
@@ -114,8 +114,8 @@ class MaskStore(Mapping[str, Tensor]):
         apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
 
     def apply_to_gradients(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Set the gradient of every pruned weight to exactly +0.0, or to next to nothing where optimizers want it."""
-        # Some weights may have no gradient (experts, frozen meanwhile); the lists must stay aligned.
+        """Set the gradient of every pruned weight to exactly +0.0, or to almost 0 where zeros are slow."""
+        # Some weights may have no gradient (experts, frozen meanwhile), so the lists must be realigned.
         live, masks = [gradient for weight in self._masked if (gradient := weight.grad) is not None], self._masks
         if len(live) != len(masks):
             masks = [mask for mask, weight in zip(masks, self._masked, strict=True) if weight.grad is not None]
@@ -128,24 +128,24 @@ class MaskStore(Mapping[str, Tensor]):
         self._zeroed = [(gradient, gradient._version) for gradient in live] if is_plain else []
 
     def forget_gradients(self) -> None:
-        """Hold no gradients any longer: the step is over."""
+        """Release the gradients after the step."""
         self._zeroed = []
 
     def is_held(self) -> bool:
-        """Return True if every pruned weight, of what this process holds, is zero."""
+        """Return True if every pruned weight in this process's part is zero."""
         pairs = zip(self._held(self._masked), self._masks, strict=True)
         grown = [(weight.ne(0) & ~mask).any() for weight, mask in pairs]
         return not grown or not bool(torch.stack(grown).any())
 
     def hold(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Set every pruned weight to exactly +0.0 after a step; without a pass over the weights where all are so still.
+        """Set every pruned weight to exactly +0.0 after a step, but skip the work if all are still zero.
 
-        A fused Adam or AdamW makes +0.0 of a weight, a gradient and moments that are +0.0. So nothing is left to do
-        after `apply_to_gradients` if since then, and since the last pass, nothing wrote into the weights, and nothing
-        but clipping into the gradients: torch counts what is written in place, but not a fused step.
+        A fused Adam or AdamW turns a weight, gradient and moments of +0.0 into +0.0. So after `apply_to_gradients`
+        nothing is left to do if nothing wrote to the weights since the last call, and only clipping wrote to the
+        gradients. Torch counts in-place writes, but not a fused step.
         """
         zeroed, self._zeroed = self._zeroed, []
-        # one more write than of the masks: clipping's
+        # Clipping adds one write.
         untouched = bool(zeroed) and all(
             weight.grad is gradient and gradient._version <= version + 1
             for weight, (gradient, version) in zip(self._masked, zeroed, strict=True)
@@ -153,26 +153,26 @@ class MaskStore(Mapping[str, Tensor]):
         if not (untouched and all(map(keeps_zeros, optimizers))):
             self.forgotten = False
         elif not self.forgotten:
-            # of the steps before, in which the gradients of pruned weights were not zeroed
+            # Clear moments from earlier steps, in which the gradients of pruned weights were not zeroed.
             clear_moments_(optimizers, {name: self.weights[name] for name in self.parts}, self.parts)
             self.forgotten, self._versions = True, []
         if not self.forgotten or self._versions != [weight._version for weight in self._masked]:
             self.apply()
 
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return what this process holds of the weights, or of their gradients."""
+        """Return this process's part of the weights or of their gradients."""
         return [*map(local_part, tensors)] if self._packed else tensors
 
 
 def refuse_sparse(where: str, gradients: Iterable[Tensor]) -> None:
-    """Refuse gradients of which no element can be set."""
+    """Refuse sparse gradients, whose single elements cannot be set."""
     if not {gradient.layout for gradient in gradients} <= {torch.strided}:
         raise CompatibilityError(where, "gradients must be dense, got a sparse one", "use sparse=False")
 
 
 @contextlib.contextmanager
 def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator[None]:
-    """Surround what ranks weights, so that its error names a weight that is NaN."""
+    """Wrap code that ranks weights, so that an error names a weight that is NaN."""
     try:
         with checked_together():
             yield
@@ -180,19 +180,19 @@ def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator
         name = next((name for name, weight in weights.items() if whole(weight.detach()).isnan().any()), None)
         if name is None:
             raise
-        rule = f"weights must be numbers, got NaN in {name} at step {step}"
+        rule = f"weights must not be NaN, got NaN in {name} at step {step}"
         raise TrainingError(where, rule, "training has diverged: lower the learning rate, or clip gradients") from error
 
 
 _STAND_IN = 2.0**-45
-"""Stands for a gradient of 0: of a norm it is nothing, and its square in second moments is an ordinary number."""
+"""Replaces a gradient of 0: negligible in a norm, and its square is still a normal number in second moments."""
 
 
 def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer takes the square root of second moments by a kernel that is slow on zeros.
+    """Return True if an optimizer takes the square root of second moments with a kernel that is slow on zeros.
 
-    That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros and subnormal
-    numbers, so that a step with the masked gradients of a half pruned model takes more than twice as long.
+    That is Adam on a CPU without ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros and subnormal
+    numbers. With masked gradients of a half pruned model a step then takes more than twice as long.
     """
     return isinstance(optimizer, torch.optim.Adam) and any(
         not group["fused"] and any(parameter.is_cpu for parameter in group["params"])
@@ -201,9 +201,9 @@ def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer makes +0.0 of a weight, gradient and moments that are +0.0, and writes uncounted.
+    """Return True if uncounted steps keep +0.0 where weight, gradient and moments are +0.0.
 
-    ``0 - lr·λ·0 - lr·0 / (√0 + ε)`` with ε > 0, which ``fused=True`` adds in float32 whatever the weight's type.
+    ``0 - lr·λ·0 - lr·0 / (√0 + ε)`` with ε > 0, which ``fused=True`` adds in float32 for every weight type.
     """
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] and group["eps"] > _SMALLEST for group in optimizer.param_groups
@@ -215,24 +215,23 @@ class HidesMoments(Protocol):
     """An optimizer whose ``state`` does not hold the moments of its parameters as tensors of their shape."""
 
     def clear_moments_(self, parameter: Tensor, kept: Tensor) -> None:
-        """Zero what it keeps for the elements of a parameter where `kept`, a bool of its shape, is False."""
+        """Zero the state of the elements of a parameter where `kept`, a bool tensor of its shape, is False."""
         ...
 
 
 WEIGHTS = frozenset({"z", "ax"})
-"""State of optimizers that holds weights, not moments: what schedule-free ones average, and ASGD's average."""
+"""Optimizer state that holds weights instead of moments: schedule-free averages and ASGD's average."""
 
 
 @torch.no_grad()
 def clear_moments_(
     optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]
 ) -> None:
-    """Zero, in place, what the optimizers' states hold for weights that are not kept.
+    """Zero, in place, the optimizer state of weights that are not kept.
 
-    That is every floating-point state tensor whose last dimensions are the weight's (moments, momentum,
-    their maxima), and bitsandbytes' 8-bit codes, where zero is the position of 0.0 in the code book
-    ``qmap<i>`` beside ``state<i>`` (127 in the signed one, 0 in the unsigned) and the scale of a block need
-    not change.
+    That covers every floating-point state tensor whose last dimensions are the weight's (moments, momentum, their
+    maxima), and bitsandbytes' 8-bit codes. For those, zero is the position of 0.0 in the code book ``qmap<i>`` of
+    ``state<i>`` (127 if signed, 0 if unsigned), and the block scales need not change.
     """
     for optimizer in optimizers:
         for name, weight in weights.items():
@@ -242,7 +241,7 @@ def clear_moments_(
                 continue
             state, mask = optimizer.state[weight], masks[name]
             for key, value in state.items():
-                # Moments have the weight's shape, possibly behind a dim of their own (history); counts of steps do not.
+                # Moments have the weight's shape, possibly after a history dimension. Step counts do not.
                 if not isinstance(value, Tensor) or value.shape[-weight.ndim :] != weight.shape:
                     continue
                 value = local_part(value)
@@ -250,7 +249,7 @@ def clear_moments_(
                     continue
                 if value.is_floating_point():
                     apply_mask_([value], [mask.to(value.device)])
-                # bitsandbytes keeps moments as codes of a table: 0 is the code whose entry is nearest to 0
+                # bitsandbytes stores moments as codes of a table: use the code whose entry is nearest to 0.
                 elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
                     zero = int(state[key.replace("state", "qmap")].abs().argmin())
                     value.masked_fill_(~mask.to(value.device), zero)
@@ -268,16 +267,16 @@ UNITS_NOTE = "Masked units cost as much as before. `eff shrink` removes them and
 
 
 class MaskPolicy:
-    """Masks of single weights that stay: a pruned weight is +0.0 after every step, and scores below every live one.
+    """Masks of single weights that stay pruned: +0.0 after every step, and scored below every live weight.
 
-    A technique calls `begin`, then `observe`, `shape_gradients`, and `take` or `hold`, and `end_step` in every step,
-    and `freeze` when the masks are final.
+    A technique calls `begin`, then in every step `observe`, `shape_gradients`, `take` or `hold`, and `end_step`.
+    `freeze` makes the masks final.
     """
 
     stays_pruned: ClassVar[bool] = True
-    """True if a weight that is pruned once is pruned in every later mask."""
+    """True if a pruned weight stays pruned in every later mask."""
 
-    why_short: ClassVar[str] = "hardly any of the weights within reach could be scored"
+    why_short: ClassVar[str] = "hardly any weights within reach could be scored"
     """The likely reason where `is_short` is true."""
 
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
@@ -286,24 +285,24 @@ class MaskPolicy:
         self.weights: Mapping[str, nn.Parameter] = {}
         self.schedule = Schedule(config)
         self.is_final = False
-        """True if no mask changes any more."""
+        """True if the masks no longer change."""
 
     def take_costs(self, costs: dict[str, float]) -> None:
-        """Divide scores by costs, from now on; more costs may join them."""
+        """Divide scores by costs from now on. More costs may be added later."""
         self.scorer.costs = costs
 
     def begin(self, model: nn.Module, schedule: Schedule) -> None:
-        """Take hold of the parameters that the modules hold now."""
+        """Look up the parameters that the modules hold now."""
         self.weights = self.targets.weights()
         self.store.weights = self.maskable(model)
         self.schedule = schedule
 
     def maskable(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Return by name every tensor that a mask may reach."""
+        """Return every tensor that a mask may cover, by name."""
         return self.weights
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put saved masks on the weights' devices, and apply them."""
+        """Move saved masks to the weights' devices, and apply them."""
         weights, packed = self.store.weights, dict(state["masks"])
         odd = sorted(packed.keys() - weights.keys())
         if packed and not self.config.prunes_units:
@@ -311,116 +310,116 @@ class MaskPolicy:
         both = sorted(weights.keys() & packed.keys())
         odd += [name for name in both if not _fits(packed[name], weights[name])]
         if odd:
-            rule = f"saved masks must be those of this model's weights, got a difference at {odd[0]}"
+            rule = f"saved masks must match this model's weights, got a difference at {odd[0]}"
             raise CheckpointError("prune", rule, SAME_RUN)
-        there = {name: mask.to(weights[name].device) for name, mask in packed.items()}  # an eighth of the bytes travels
+        there = {name: mask.to(weights[name].device) for name, mask in packed.items()}  # packed, to copy fewer bytes
         self.store.set({name: unpack_bits(mask, weights[name].shape) for name, mask in there.items()})
         self.store.apply()
         if self.is_final:
             self.scorer.detach()
 
     def listen(self, model: nn.Module) -> None:
-        """Watch what the run shows until `freeze`, beyond what the scorer's hooks see."""
+        """Watch the run until `freeze`, beyond the scorer's hooks."""
 
     def new_micro_batch(self) -> None:
-        """Forget what was watched of the micro-batch before."""
+        """Forget the previous micro-batch."""
 
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
-        """Take in the complete gradients of a step, before it is applied."""
+        """Take in the complete gradients of a step before it is applied."""
         if self.scorer.needs:
             self.scorer.observe_step(self.weights, gradients)
 
     def shape_gradients(self, context: Context) -> None:
-        """Zero the gradients of pruned weights where they would move live ones, by a norm or a mixing optimizer."""
+        """Zero the gradients of pruned weights if they would move live ones, through a norm or a mixing optimizer."""
         if self.store and context.gradients_mix:
             self.store.apply_to_gradients(context.optimizers)
 
     def hold(self, context: Context) -> None:
-        """The step was applied and masks stay: undo what momentum and weight decay did under them."""
+        """Call after an applied step without new masks: undo the effects on pruned weights."""
         self.store.hold(context.optimizers)
 
     def end_step(self) -> None:
-        """Forget what the step showed, whether it was applied or skipped."""
+        """Forget the step, whether it was applied or skipped."""
         self.scorer.discard_step()  # a probe may have run another backward through the hooks
         self.store.forget_gradients()
 
     @property
     def is_ready(self) -> bool:
-        """True if masks can be made by what was seen so far."""
+        """True if masks can be made from the observations so far."""
         return self.scorer.ready and (not self.weights or any(map(self.scorer.has_seen, self.weights)))
 
     def next_masks(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return whole masks by what was observed; a weight that nothing has reached yet keeps what it has."""
+        """Return whole masks from the observations. Weights that no input has reached keep their mask."""
         self.scorer.reduce()
         self.lay_open()
         return self.choose(context, sparsity, own)
 
     def unseen(self) -> list[str]:
-        """Return the names of weights that stay dense because nothing has reached them that they could be scored by."""
+        """Return the names of weights that stay dense because no input has reached them, so they have no score."""
         return [name for name in self.weights if not self.scorer.has_seen(name)]
 
     def is_short(self, sparsity: float) -> bool:
-        """Return True if the masks prune nothing, or far less than asked, other than by a limit or by rounding."""
+        """Return True if far less is pruned than asked for, and neither a limit nor rounding explains it."""
         alone = self.own
         counts = {name: found for name, found in self.layers().items() if name not in alone}
         if not sparsity or (self.targets.own and not counts):
             return False
         gone = sum(lost for _, lost in counts.values())
-        # each layer may round by one and keeps its last
+        # Each layer may round by one and keeps its last weight.
         asked = sum(max(sparsity * size - 1, 0.0) for size, _ in counts.values())
         config = self.config
         is_limited = config.layers_differ and at_limit(config.most_of_a_layer, config.sparsity, counts)
         return not gone or (2 * gone < asked and not is_limited)
 
     def lay_open(self) -> None:
-        """Put the weights that are scored in place: what is pruned scores as 0, and begins there if it comes back."""
+        """Prepare the weights for scoring: pruned ones score as 0, and start at 0 if they come back."""
         self.store.apply()
 
     def choose(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return whole masks by the weights and what is gathered now; arguments are those of `next_masks`."""
+        """Return whole masks from the current weights and statistics. See `next_masks` for the arguments."""
         store, unseen = self.store, self.unseen() if self.scorer.ready else []
-        # Masks that only grow, and as many pruned as asked: ranking again would give the same masks.
+        # Masks only grow, and enough is pruned already: ranking again would give the same masks.
         if store and self.stays_pruned and self.config.resolved_scope == "global":
             sizes = {name: weight.numel() for name, weight in self.weights.items()}
             count = round(sparsity * sum(size for name, size in sizes.items() if name not in own))
             if sum(store.num_pruned.values()) == count + sum(round(share * sizes[name]) for name, share in own.items()):
                 return dict(store)
-        # Weights that no input has reached have no score. They keep their mask, and the others share the sparsity.
+        # Weights that no input has reached have no score: they keep their mask, and the others make up for them.
         kept = {
             name: store[name] if name in store else torch.ones_like(self.weights[name], dtype=torch.bool)
             for name in unseen
         }
         scored = {name: weight for name, weight in self.weights.items() if name not in kept}
-        # Pruned weights rank below all: without that a live weight of 0 could take the place of one.
+        # Pruned weights rank below all others, or they could swap places with live weights of 0.
         scores = RankedScores(scored, store if self.stays_pruned else {}, self.scorer)
         return kept | select_weights(self.config, self.targets.modules, scored, scores, sparsity, own)
 
     def take(self, context: Context, masks: Mapping[str, Tensor]) -> None:
-        """Put new masks in place of those there were."""
+        """Replace the masks."""
         before = dict(self.store.parts)
         forgotten = self.store.forgotten or not before
         self.store.set(masks)
-        # Of those that changed alone: moments that grew again under older zeros reach no live weight, and AdamW's
-        # square root is several times slower on zeros (torch 2.13, CPU). Grown again, a weight starts without moments.
-        for name, part in self.store.parts.items():  # one by one: few more than the masks are held at a time
+        # Only where masks changed: moments that grew under older zeros affect no live weight, and AdamW's square root
+        # is several times slower on zeros (torch 2.13, CPU). A weight that comes back starts without moments.
+        for name, part in self.store.parts.items():  # one by one, to save memory
             live = before.pop(name).eq(part) if name in before else part
             clear_moments_(context.optimizers, {name: self.store.weights[name]}, {name: live})
         self.store.forgotten = forgotten
         self.store.apply()
 
     def freeze(self, context: Context) -> None:
-        """Make the masks final: nothing learns under them any more, and nothing is gathered."""
+        """Make the masks final: masked weights stop learning, and nothing is gathered."""
         self.is_final = True
         self.scorer.detach()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.scorer.detach()
         self.store.set({})
         self.weights, self.store.weights = {}, {}
 
     def gather(self) -> None:
-        """Hold whole what is kept in parts, until `release`; every process must call it."""
+        """Gather sharded data until `release`. Every process must call it."""
         self.scorer.gather()
 
     def release(self) -> None:
@@ -428,26 +427,26 @@ class MaskPolicy:
         self.scorer.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, eight weights to a byte, what lies under them, and what was gathered."""
+        """Return the packed masks, the values under them, and the gathered statistics."""
         return {"masks": self.store.packed(), "hidden": {}, "scorer": self.scorer.state_dict(), "units": {}}
 
     @property
     def own(self) -> Mapping[str, float]:
-        """By layer the share that it loses by itself at the end."""
+        """Layer → its own sparsity at the end, for layers that have one."""
         modules = self.targets.modules
         return {
             matrix: share
             for name, share in self.targets.own.items()
-            if name in self.weights  # which `begin` finds: a run may be refused before
+            if name in self.weights  # empty before `begin`
             for matrix in matrix_names(name, modules[name], len(self.weights[name]))
         }
 
     def touched(self) -> Touched:
-        """Return the weights that masks of this granularity reach."""
+        """Return the weights that masks of this granularity cover."""
         return self.targets.touched()
 
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Return by layer how many there are of what is pruned whole, and how many of them are gone."""
+        """Return by layer the number of units that are pruned whole (weights, tiles), and how many are pruned."""
         if self.config.granularity != "block":
             return self._lost()
         tiles = {
@@ -458,7 +457,7 @@ class MaskPolicy:
         return _lost_of(tiles)
 
     def _lost(self) -> dict[str, tuple[int, int]]:
-        """Return by matrix how many weights it has, and how many of them are gone."""
+        """Return by matrix the number of weights, and how many are pruned."""
         found: dict[str, tuple[int, int]] = {}
         for name in (name for name in self.store if name in self.targets.modules):
             if not isinstance(self.targets.modules[name], StackedExperts):
@@ -476,15 +475,15 @@ class MaskPolicy:
         return found
 
     def units(self) -> list[list[UnitSlices]]:
-        """Return where the units of each group lie; none where weights are pruned one by one."""
+        """Return where the units of each group are. Empty if weights are pruned one by one."""
         return []
 
     def report(self) -> dict[str, Any]:
-        """Return what the receipt tells of units."""
+        """Return what the receipt reports about units."""
         return {}
 
     def layers_report(self) -> dict[str, Any]:
-        """Return by which scope layers lost what they did, which could not give more, and what a user should know."""
+        """Return the scope, the layers at their limit, and notes for the user."""
         config = self.config
         capped: list[str] = []
         if config.layers_differ:
@@ -507,8 +506,8 @@ def _fits(packed: Tensor, weight: Tensor) -> bool:
 
 
 def unseen_note(where: str, names: Collection[str]) -> list[str]:
-    """Return the note on weights that nothing has reached, if there are any."""
-    return [f"{where}: {listed([*names])} stay dense: no input has reached them"] if names else []
+    """Return a note on weights that no input has reached, if there are any."""
+    return [f"{where}: {listed([*names])} stay dense, because no input has reached them"] if names else []
 
 
 def _lost_of(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -517,13 +516,13 @@ def _lost_of(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def zeros_of_sharded(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return by name how many elements of sharded weights are 0, of all processes; each must call it."""
+    """Return how many elements of each sharded weight are 0 on all processes. Each process must call it."""
     sharded = {name: whole(weight.detach()) for name, weight in weights.items() if is_sharded(weight)}
     return {name: weight.numel() - int(weight.count_nonzero()) for name, weight in sharded.items()}
 
 
 def weights_report(targets: Targets, counted: Mapping[str, int]) -> dict[str, Any]:
-    """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights."""
+    """Return how many weights are zero, per tensor (and per stacked expert) and in total, counted in the weights."""
     tensors: list[dict[str, Any]] = []
     for name, weight in targets.weights().items():
         pruned = counted.get(name, 0) if is_sharded(weight) else weight.numel() - int(weight.detach().count_nonzero())

@@ -1,6 +1,6 @@
-"""Masks of a fixed pattern, and sparsities by layers' sizes: tiles, N of M, rows, Erdős–Rényi.
+"""Masks with a fixed pattern (tiles, N:M, rows), and Erdős–Rényi sparsities.
 
-N:M keeps N of every M neighbours along the input axis; blocks keep or prune whole tiles of a matrix.
+N:M keeps N of every M neighbours along the input axis. Blocks keep or prune whole tiles of a matrix.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shared_core.numerics.deferred_checks import refuse
 def erdos_renyi_sparsities(
     shapes: Sequence[Sequence[int]], sparsity: float, *, kernel: bool = False, most: float = 1.0
 ) -> list[float]:
-    """Return a sparsity for each tensor, so that large ones are sparser and all together reach `sparsity`.
+    """Return a sparsity for each tensor, higher for larger ones, so that all together reach `sparsity`.
 
-    Density is ``ε·(n_in + n_out)/(n_in·n_out)``, with `kernel` ``ε·(n_in + n_out + k_h + k_w)/numel``, and 1 where that
-    is more, ``1 - most`` where it is less; ε is solved again for the others until it holds (Mocanu et al. 2018,
-    arXiv:1707.04780; Evci et al. 2020, arXiv:1911.11134).
+    Density is ``ε·(n_in + n_out)/(n_in·n_out)``, or with `kernel` ``ε·(n_in + n_out + k_h + k_w)/numel``, clipped to
+    [``1 - most``, 1]. After clipping, ε is solved again for the other tensors (Mocanu et al. 2018, arXiv:1707.04780;
+    Evci et al. 2020, arXiv:1911.11134).
 
     Args:
         shapes: Of two or more dimensions, ``(n_out, n_in, *kernel)``.
         sparsity: Share of all elements to prune, in [0, 1].
-        kernel: Whether kernel sizes count (Erdős–Rényi kernel), or a convolution's kernel is part of its size only.
+        kernel: If True, include kernel sizes (Erdős–Rényi kernel).
         most: The largest sparsity of one tensor, at least `sparsity`.
 
     Raises:
@@ -48,7 +48,7 @@ def erdos_renyi_sparsities(
             rule = f"shapes must have two dimensions or more and hold weights, got {tuple(shape)}"
             raise ConfigError("erdos_renyi_sparsities", rule)
         numels.append(numel)
-        # without the kernel's sizes a convolution is a matrix n_out x n_in of kernels
+        # Without kernel sizes a convolution counts as an n_out x n_in matrix of kernels.
         shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
     fixed: dict[int, float] = {}  # densities
     kept = (1 - sparsity) * sum(numels)
@@ -57,14 +57,14 @@ def erdos_renyi_sparsities(
     while True:
         open_ = [i for i in range(len(numels)) if i not in fixed]
         weight = sum(shares[i] * numels[i] for i in open_)
-        # ε from Σ ε share_i n_i = what the open tensors must keep.
+        # ε follows from Σ ε share_i n_i = the number of weights that the open tensors must keep.
         epsilon = (kept - sum(density * numels[i] for i, density in fixed.items())) / weight if weight else 0.0
         over = {i: 1.0 for i in open_ if epsilon * shares[i] > 1}
         under = {i: 1 - most for i in open_ if epsilon * shares[i] < 1 - most}
         if not over and not under:
             return [1 - fixed.get(i, max(0.0, epsilon) * shares[i]) for i in range(len(numels))]
-        # what those over may not keep raises ε for the others, what those under must keep lowers it: where more is to
-        # be handed out than taken back those over stay over, whatever becomes of the others
+        # Clipping at 1 raises ε for the others, clipping at 1 - most lowers it. Fix only the side that dominates: its
+        # tensors stay clipped whatever happens to the others.
         surplus = sum((epsilon * shares[i] - density) * numels[i] for i, density in (over | under).items())
         fixed |= (over if surplus >= 0 else {}) | (under if surplus <= 0 else {})
 
@@ -74,7 +74,7 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the mean score of every tile of ``block[0]`` outputs times ``block[1]`` inputs.
 
     Trailing dimensions (a kernel) belong to the inputs: a convolution's weight is the matrix
-    ``(n_out, n_in·k_h·k_w)``. Tiles at the edge may be smaller; their mean is of what they hold.
+    ``(n_out, n_in·k_h·k_w)``. Tiles at the edge may be smaller; their mean covers only the elements they have.
 
     Returns:
         Tensor of shape ``(ceil(rows/block[0]), ceil(columns/block[1]))``.
@@ -94,7 +94,7 @@ def _sizes(length: int, block: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    """Return the mask of elements that a mask of tiles means, of the weight's shape."""
+    """Expand a mask of tiles to a mask of elements with the weight's shape."""
     columns = shape[1:].numel()
     full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return full[: shape[0], :columns].reshape(shape)
@@ -102,14 +102,14 @@ def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Te
 
 @torch.no_grad()
 def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
-    """Return which elements to keep: of every `m` neighbours along the input axis the `n` of largest magnitude.
+    """Return the mask that keeps, of every `m` neighbours along the input axis, the `n` of largest magnitude.
 
     Among equal magnitudes the lowest index is kept (Mishra et al. 2021, arXiv:2104.08378: 2:4).
 
     Args:
         weight: Floating point scores or weights, two or more dimensions, without NaN.
-        n: How many of each group stay, from 1 to `m`.
-        m: Size of a group, at least 1; divides the input axis.
+        n: How many of each group are kept, from 1 to `m`.
+        m: Group size, at least 1. It must divide the input axis.
         axis: The input axis: 1 for `torch.nn.Linear` and convolutions, 0 for transposed ones.
 
     Returns:
@@ -134,7 +134,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
 
 @torch.no_grad()
 def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int, magnitudes: bool = False) -> Tensor:
-    """Return `nm_mask` of scores, whose sign counts but for `magnitudes`: the `n` largest of each group stay."""
+    """Return `nm_mask` of scores: the `n` largest of each group are kept, by magnitude if `magnitudes`."""
     mask, has_nan = ranked_n_of_m(scores, n, m, axis, magnitudes=magnitudes)
     refuse(has_nan, lambda: ConfigError("nm_mask", "scores must not be NaN"))
     return mask
@@ -142,18 +142,18 @@ def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int, magnitudes: 
 
 @torch.no_grad()
 def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
-    """Return which elements to keep when those of one output compete among themselves, as Wanda's do.
+    """Return the mask when the weights of one output compete with each other, as in Wanda.
 
-    Exactly ``n - round(sparsity·n)`` of each output's n stay, at least one; ties by lowest index (Sun et al. 2023,
-    arXiv:2306.11695).
+    Of n weights per output exactly ``n - round(sparsity·n)`` are kept, at least one. Of equal scores the lowest index
+    is kept (Sun et al. 2023, arXiv:2306.11695).
 
     Args:
         module: The layer whose ``weight`` is scored.
-        scores: Of its shape.
+        scores: Scores with the shape of the weight.
         sparsity: Share to prune, in [0, 1].
     """
     rows = output_rows(module, scores)
-    # At least one weight of each output stays; n of m with m the length of a row is a row's ranking.
+    # A row's ranking is n of m with m = the row length.
     kept = max(1, rows.shape[1] - round(sparsity * rows.shape[1]))
     mask = nm_mask_of_scores(rows, kept, rows.shape[1], axis=1)
     return from_output_rows(module, mask, scores.shape)

@@ -1,6 +1,6 @@
-"""Pruning of a trained model at once: scored by its weights alone or on a few batches, no training.
+"""Prune a trained model in one go, without training, by its weights alone or with a few batches.
 
-Batches run through the model so that a criterion sees inputs or gradients, and leave nothing in it.
+Batches only let the criterion see inputs or gradients. They leave no trace in the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 
 class Calibration:
-    """Runs batches in eval mode; modes, gradients, hooks and running statistics are afterwards what they were."""
+    """Runs batches in eval mode, and restores modes, gradients, hooks and running statistics."""
 
     def __init__(self, model: nn.Module, policy: MaskPolicy, loss: Loss | None) -> None:
         self._model, self._policy, self._loss = model, policy, loss
@@ -48,7 +48,7 @@ class Calibration:
         self.batches = self.batches_left_out = self.examples = 0
 
     def look_at(self, config: PruneConfig, batch: Any) -> None:
-        """Run one batch to see what each layer costs and which units there are."""
+        """Run one batch to measure layer costs and find the units."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,11 +73,11 @@ class Calibration:
             self._count(batch)
         if isinstance(self._policy, UnitPruning):
             if not calls:
-                raise ConfigError("prune", "loss must call the model as a whole, got no call of it", "call model(...)")
+                raise ConfigError("prune", "loss must call the model as a whole, got no such call", "call model(...)")
             self._policy.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
 
     def run(self, config: PruneConfig, batches: Sequence[Any], progress: Callable[[int, int], None] | None) -> None:
-        """Let the criterion see every batch."""
+        """Show every batch to the criterion."""
         gradients = config.criterion in _OF_GRADIENTS
         self._scorer.attach()
         try:
@@ -93,7 +93,7 @@ class Calibration:
             self._scorer.detach()
         if not self.batches:
             rule = f"calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches"
-            raise TrainingError("prune", rule, "look at the loss")
+            raise TrainingError("prune", rule, "check the loss")
 
     def solve(
         self,
@@ -102,7 +102,7 @@ class Calibration:
         own: Mapping[str, float],
         progress: Callable[[int, int], None] | None,
     ) -> dict[str, Tensor]:
-        """Prune linear layers in the order of the forward, the kept weights moved to make up; return the masks."""
+        """Prune linear layers in forward order, adjusting the kept weights to compensate, and return the masks."""
         masks: dict[str, Tensor] = {}
         n_m = config.kept_of if config.granularity == "n_m" else None
 
@@ -123,15 +123,15 @@ class Calibration:
         return call_on_batch(self._model, batch, self._loss, "prune: calibration")
 
     def _observe(self, config: PruneConfig, output: Any) -> bool:
-        """Show the gradients of one batch to the criterion; return whether they are finite."""
+        """Show the gradients of one batch to the criterion. Return True if they are finite."""
         found = output if self._loss is not None else _loss_of(output)
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
             kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             rule = f"loss must be a scalar that depends on the weights for criterion {config.criterion}, got {kind}"
-            remedy = "pass loss(model, batch), or batches with labels to a model whose output has a loss"
+            remedy = "pass loss(model, batch), or use batches with labels and a model whose output has a loss"
             raise ConfigError("prune", rule, remedy)
         wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
-        # Only for the scored weights: no gradient of the others is made.
+        # Compute gradients only for the scored weights.
         found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]
         gradients = {name: tensor.grad for name, tensor in wanted.items() if tensor.grad is not None}
         is_finite = all_finite(gradients.values())
@@ -140,7 +140,7 @@ class Calibration:
             if isinstance(self._policy, UnitPruning):
                 self._policy.observe_units()
         else:
-            # One bad batch (overflow in half precision) must not decide: it is counted and left out.
+            # One bad batch (overflow in half precision) must not decide: skip and count it.
             self._scorer.discard_step()
             self.batches_left_out += 1
         for tensor in wanted.values():
@@ -159,16 +159,16 @@ class Calibration:
             for tensor, _, _ in before if gradients else ():
                 tensor.grad = None
             for name in self._scorer.modules if gradients else ():
-                self._tensors[name].requires_grad_(True)  # a frozen one that include names
+                self._tensors[name].requires_grad_(True)  # also frozen ones that include names
             with (
                 evaluating(self._model),
                 torch.set_grad_enabled(gradients),
-                # a graph that was compiled before there were hooks would run without them
+                # A graph compiled before the hooks existed would run without them.
                 torch.compiler.set_stance("force_eager"),
             ):
                 for module in self._scorer.modules.values():
-                    # scorers count forwards in train mode; linear and convolutional layers do the same in either, and
-                    # recurrent ones without dropout, whose backward cuDNN has in train mode alone
+                    # Scorers count forwards in train mode. Linear and convolutional layers behave the same in both
+                    # modes, as do recurrent ones without dropout, for which cuDNN supports backward only in train mode.
                     module.training = not isinstance(module, nn.MultiheadAttention)
                     if isinstance(module, nn.RNNBase):
                         module.dropout = 0.0
@@ -186,7 +186,7 @@ def _loss_of(output: Any) -> Any:
 
 
 def _num_examples(batch: Any) -> int:
-    """Return how many examples a batch holds: the first axis of its first tensor that has one."""
+    """Return the number of examples in a batch: the first axis of its first tensor that has axes."""
     leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
@@ -201,23 +201,24 @@ class PruneReport:
         tensors: One entry a weight: name, shape, numel, how many of it are zero, sparsity.
         numel: Weights within reach.
         pruned: How many of them are zero.
-        sparsity: The share of them.
-        criterion: What they were scored by.
-        granularity: What was pruned whole.
-        left_out: Every other matrix, with the reason why it stays dense.
-        batches: Calibration batches that scores come from.
-        batches_left_out: Those whose gradients held NaN or infinity.
-        examples: How many examples these held.
-        seconds: What it took.
-        note: What this sparsity is good for.
-        scope: How it was shared out over layers.
-        max_layer_sparsity: The largest share of one layer that could go; None where all lose the same, or go whole.
-        capped: Layers, or groups of units, that reached it.
-        overrides: The sparsity of each weight that had one of its own.
-        notes: What a user should know of layers that lost most of what they had.
-        units: One entry a group of units: group, kind, units, pruned.
-        groups_left_out: Groups that cannot be pruned, with the reason.
-        coverage: How much of the model is within reach (`engine.checks.coverage.Reach`); of units what they hold.
+        sparsity: Their share.
+        criterion: How weights were scored.
+        granularity: What was pruned as a whole.
+        left_out: Every other matrix → why it stays dense.
+        batches: Calibration batches used for the scores.
+        batches_left_out: Batches skipped because their gradients held NaN or infinity.
+        examples: Number of examples in the used batches.
+        seconds: Time taken.
+        note: What this kind of sparsity is good for.
+        scope: How the sparsity was distributed over layers.
+        max_layer_sparsity: Limit for the share pruned from one layer. None if all lose the same share or are pruned
+            whole.
+        capped: Layers, or groups of units, that reached the limit.
+        overrides: Weight → its own sparsity, for weights that have one.
+        notes: Warnings about layers that lost most of their weights.
+        units: One entry per group of units: group, kind, units, pruned.
+        groups_left_out: Groups that cannot be pruned → why.
+        coverage: How much of the model is within reach (`engine.checks.coverage.Reach`), or what the units hold.
     """
 
     masks: dict[str, Tensor] = field(repr=False)
@@ -243,7 +244,7 @@ class PruneReport:
     coverage: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but the masks as plain values that JSON can hold."""
+        """Return everything except the masks as values that JSON can hold."""
         names = [each.name for each in dataclasses.fields(self) if each.name != "masks"]
         return {name: getattr(self, name) for name in names}
 
@@ -259,35 +260,35 @@ def prune(
     allow_partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PruneReport:
-    """Prune a trained model in place, at once to ``config.sparsity``, and return what was done.
+    """Prune a trained model in place to ``config.sparsity``, and return a report.
 
-    Weights become zero; names, shapes, classes, modes, gradients and running statistics stay as they are. All scores
-    are those of the dense model in evaluation mode. Each batch counts as the gradients of one step do in training:
-    ``taylor`` is the mean over batches of the magnitude of w·g, ``fisher`` takes every example by itself.
+    Weights become zero. Names, shapes, classes, modes, gradients and running statistics do not change. All scores come
+    from the dense model in evaluation mode. Each batch counts like the gradients of one training step: ``taylor`` is
+    the mean over batches of the magnitude of w·g, ``fisher`` treats every example separately.
 
-    ``sparsegpt`` (Frantar & Alistarh 2023, arXiv:2301.00774) also moves the weights that it keeps: `compensated` says
-    how, `solve_in_order` in which order and on which inputs. An error in mid-work leaves the layers done so far pruned.
+    ``sparsegpt`` (Frantar & Alistarh 2023, arXiv:2301.00774) also adjusts the weights that it keeps, see `compensated`,
+    layer by layer, see `solve_in_order`. If it raises midway, the layers finished so far stay pruned.
 
     Args:
         model: Trained; its weights change.
-        config: Options as a recipe's ``prune`` section has them, or a `PruneConfig`. Those about the time of training
-            must be left out, and so must criterion ``movement``.
-        calibration: Batches, for criteria that look at inputs or gradients; the first alone is looked at for neurons,
-            channels and heads, for ``cost: flops`` or ``energy``, and for ``shapley``. Each is a tensor, a tuple of
-            arguments or a mapping of keyword arguments, or whatever `loss` takes.
-        loss: ``loss(model, batch)`` returns the mean loss of a batch, a scalar; it runs every batch, whatever the
-            criterion. By default the model is called with the batch, and where gradients are needed its output must
-            have a ``loss`` (models of transformers, given labels).
-        num_batches: How many batches are run, at most.
-        seed: Of the draws of ``random`` and ``shapley``.
-        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
-        progress: Called with (batches run, batches) after each batch, to show a bar.
+        config: A `PruneConfig`, or options as in a recipe's ``prune`` section. Options that only matter during training
+            and criterion ``movement`` are not allowed.
+        calibration: Batches for criteria that need inputs or gradients. Neurons, channels, heads, ``cost: flops`` or
+            ``energy``, and ``shapley`` use only the first. Each batch is a tensor, a tuple of arguments, a mapping of
+            keyword arguments, or what `loss` takes.
+        loss: ``loss(model, batch)`` returns the mean loss of a batch, a scalar. It runs every batch, for every
+            criterion. By default the model is called with the batch. If gradients are needed, its output must have a
+            ``loss`` (models of transformers, given labels).
+        num_batches: Maximum number of batches to run.
+        seed: Seed of ``random`` and ``shapley``.
+        allow_partial: Accept less than half of the weights that multiply activations within reach.
+        progress: Called with (batches run, batches) after each batch, for example to show a bar.
 
     Raises:
-        ConfigError: If an option breaks its rule, or calibration or loss is missing or not what the model takes.
-        CompatibilityError: If a weight is not finite, or weights are sharded or batches spread over processes.
-        MatchError: If there is nothing to prune, or too little (`allow_partial`).
-        TrainingError: If no batch has finite gradients, or a layer saw no input.
+        ConfigError: If an option is invalid, or calibration or loss is missing or does not fit the model.
+        CompatibilityError: If a weight is not finite, weights are sharded, or batches are spread over processes.
+        MatchError: If there is nothing to prune, or too little (see `allow_partial`).
+        TrainingError: If no batch has finite gradients, or a layer received no input.
 
     Example:
         >>> net = nn.Linear(2, 2, bias=False)
@@ -300,7 +301,7 @@ def prune(
     started = time.perf_counter()
     check_model(model, "prune")
     config = as_config(config)
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     batches = _checked_batches(config, calibration, num_batches)
     targets = find_targets(model, config)
     weights = targets.weights()
@@ -342,20 +343,20 @@ def prune(
 
 
 def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
-    """Return a config from either form that `prune` takes, without options of training."""
+    """Return a config from either form that `prune` accepts. Training options are refused."""
     defaults = {each.name: each.default for each in dataclasses.fields(PruneConfig)}
     is_made = isinstance(config, PruneConfig)
     given: Mapping[str, Any] = {name: getattr(config, name) for name in defaults} if is_made else config  # type: ignore[assignment]
     if not isinstance(given, Mapping):
-        return PruneConfig.from_dict(given)  # which refuses it
+        return PruneConfig.from_dict(given)  # raises
     if given.get("criterion") == "movement":
-        rule = "criterion must be another after training, got 'movement', which looks at how weights move in training"
-        raise ConfigError("prune", rule, "take taylor")
+        rule = "criterion must not be movement after training, because it needs to see how weights move"
+        raise ConfigError("prune", rule, "use taylor")
     for name in DURING_TRAINING:
         asked = name in given and not (is_made and given[name] == defaults[name])
         if asked and (name, given[name]) != ("schedule", "one_shot"):
             rule = f"{name} must be left out after training, got {given[name]!r}"
-            remedy = "it says what happens while a model trains: put it into the recipe of a run"
+            remedy = "it only matters while a model trains: use it in a run's recipe"
             raise ConfigError("prune", rule, remedy)
     return config if isinstance(config, PruneConfig) else PruneConfig.from_dict({**config, "schedule": "one_shot"})
 
@@ -366,8 +367,8 @@ def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num
     if not needs:
         return []
     if world_size() > 1:
-        rule = f"calibration must run in one process, got {world_size()}, each with masks of its own batches"
-        raise CompatibilityError("prune", rule, "prune before they start, and load the result")
+        rule = f"calibration must run in one process, got {world_size()}, which would make different masks"
+        raise CompatibilityError("prune", rule, "prune before starting several processes, and load the result")
     batches = list(itertools.islice(() if calibration is None else calibration, num_batches))
     if not batches:
         raise ConfigError("prune", f"calibration must be given with {needs}, got no batches", "pass some")
@@ -379,4 +380,4 @@ def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if not bool(torch.isfinite(local_part(weight.detach())).all()):
             rule = f"weights of {name} must be finite, got NaN or infinity"
-            raise CompatibilityError("prune", rule, "look for the diverged step")
+            raise CompatibilityError("prune", rule, "find the training step that diverged")

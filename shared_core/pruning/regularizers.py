@@ -1,6 +1,6 @@
-"""Penalties that drive weights towards zero before they are pruned, as gradients: exact under accumulation and DDP.
+"""Penalties that drive weights towards zero before pruning.
 
-The regulariser of pruning: a penalty on what may be pruned, added to complete gradients until the last update.
+They are added to complete gradients until the last update, so they are exact under accumulation and DDP.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ def add_l1_gradient_(gradient: Tensor, weight: Tensor, strength: float) -> None:
 def add_group_lasso_gradient_(
     gradient: Tensor, weight: Tensor, strength: float, *, axis: int | tuple[int, ...]
 ) -> None:
-    """Add the gradient of ``strength·Σ_g √p_g·‖w_g‖₂`` in place; a group is what one output of the layer owns.
+    """Add the gradient of ``strength·Σ_g √p_g·‖w_g‖₂`` in place. A group is the weights of one output.
 
-    ``strength·√p_g·w_g/‖w_g‖₂`` with p_g the weights of a group, 0 for a group that is zero (Yuan and Lin 2006;
+    ``strength·√p_g·w_g/‖w_g‖₂`` with p_g weights per group, and 0 for a group of zeros (Yuan and Lin 2006;
     Wen et al. 2016, arXiv:1608.03665).
 
     Args:
-        gradient: Of the weight's shape; changed in place.
+        gradient: Shape of the weight, changed in place.
         weight: Two or more dimensions.
         strength: Factor of the penalty, at least 0.
-        axis: The output axis; of stacked experts with that of the experts.
+        axis: The output axis. For stacked experts, the expert axis and the output axis.
     """
-    # float32 at least: squares of half-precision weights vanish below 2e-4.
+    # At least float32: squares of half-precision weights below 2e-4 vanish.
     weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     kept = (axis,) if isinstance(axis, int) else axis
     others = [dim for dim in range(weight.ndim) if dim not in kept]
-    # Squares in float64: those of float32 weights below 1e-19 would be 0, and the direction undefined.
+    # Squares in float64: in float32 those of weights below 1e-19 would be 0, and the direction undefined.
     norms = weight.double().square().sum(others, keepdim=True).sqrt()
-    # a group of zeros is divided by 1; strength / norm itself would overflow where weights are subnormal
-    # w / ‖w‖ is at most 1 whatever the scale.
+    # Groups of zeros are divided by 1. w / ‖w‖ is at most 1, but strength / norm would overflow for subnormal weights.
     directions = weight / norms.masked_fill(norms == 0, 1.0).to(weight.dtype)
     per_group = weight.numel() / norms.numel()
     gradient.add_(directions.to(gradient.dtype), alpha=strength * per_group**0.5)
@@ -58,9 +57,9 @@ def add_group_lasso_gradient_(
 
 @torch.no_grad()
 def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float, block: tuple[int, int]) -> None:
-    """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group, smaller at the edge."""
+    """Add the gradient of `add_group_lasso_gradient_` in place, with each tile as a group."""
     values = whole(weight.detach()).double()
-    # √p·w/‖w‖ is w over the root of the mean square
+    # √p·w/‖w‖ equals w divided by the root mean square.
     rms = expand_blocks(block_scores(values.square(), block).sqrt(), values.shape, block)
     directions = (values / rms.masked_fill(rms == 0, 1.0)).to(gradient.dtype)
     local_part(gradient).add_(part_of(directions, weight), alpha=strength)
@@ -70,7 +69,7 @@ def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float,
 def add_unit_lasso_gradient_(
     gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], strength: float, unit: Sequence[UnitSlices]
 ) -> None:
-    """Add what `add_group_lasso_gradient_` adds, in place, where each unit is a group of weights of several tensors."""
+    """Add the gradient of `add_group_lasso_gradient_` in place, with each unit, across its tensors, as a group."""
     found = [gather_units(weights[part.name], part.axis, part.positions).double() for part in unit]
     rms = (sum(part.square().sum(1) for part in found) / sum(part.shape[1] for part in found)).sqrt()  # type: ignore[union-attr]
     scales = strength / rms.masked_fill(rms == 0, 1.0)
@@ -87,7 +86,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Penalty:
-    """Adds the gradient of a penalty once per optimizer step, whatever the accumulation and number of processes."""
+    """Adds the gradient of a penalty once per optimizer step, for any accumulation and number of processes."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Penalty:
             }
             if not self._modules:
                 rule = "regularizer bn_l1 must find a batch norm with a scale"
-                raise MatchError("prune", rule, "take l1 or group_lasso")
+                raise MatchError("prune", rule, "use l1 or group_lasso")
         self._rates: dict[str, float] = {}
 
     @property
@@ -117,8 +116,8 @@ class Penalty:
         return list(self._modules)
 
     def add_(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        """Add to the gradients there are; weight decay waits for `decay_`, after the step."""
-        # lr may change with each step: it is read when the gradients are there and used after the step.
+        """Add to the existing gradients. Weight decay is applied in `decay_`, after the step."""
+        # The learning rate may change every step: read it together with the gradients, and use it after the step.
         if self.kind == "weight_decay":
             rates = {
                 parameter: float(group["lr"])
@@ -155,11 +154,11 @@ class Penalty:
 
     @torch.no_grad()
     def decay_(self) -> None:
-        """Shrink the weights by ``1 - lr·strength``, decoupled from the gradient: the step was applied."""
+        """Shrink the weights by ``1 - lr·strength``, decoupled from the gradient, after an applied step."""
         for name, rate in self._rates.items():
             weight_of(name, self._modules[name]).detach().mul_(1 - rate * self.strength)
         self._rates = {}
 
     def forget_step(self) -> None:
-        """The step was skipped: no weight decays."""
+        """Call after a skipped step: no weight decays."""
         self._rates = {}

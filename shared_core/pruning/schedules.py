@@ -1,6 +1,6 @@
-"""When masks change in a run, and how sparsity grows over its steps.
+"""When masks change in a run, and how sparsity grows.
 
-The functions of a step take the arguments of `linear_sparsity`.
+All schedule functions take the arguments of `linear_sparsity`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shared_core.pruning.config import PruneConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of one run at which masks are made, and how sparse they are then; `resolve` finds the steps."""
+    """The steps at which masks are made, and the sparsity at each. Create it with `resolve`."""
 
     config: PruneConfig
     begin: int = 0
     """Step of the first update."""
     end: int = 0
-    """Step of the last one."""
+    """Step of the last update."""
 
     @classmethod
     def resolve(cls, config: PruneConfig, context: Context) -> Schedule:
@@ -36,14 +36,14 @@ class Schedule:
         return cls(config, first, last)
 
     def is_due(self, step: int) -> bool:
-        """Return True if masks are made after `step`: each `every` steps from `begin`, and at `end`."""
+        """Return True if masks are made after `step`: every `every` steps from `begin`, and at `end`."""
         on_time = (step - self.begin) % self.config.every == 0 or step == self.end
         return self.begin <= step <= self.end and on_time
 
     def sparsity(self, step: int, final: float) -> float:
-        """Return the sparsity after `step` of what is to have `final` in the end."""
+        """Return the sparsity after `step` for a final sparsity of `final`."""
         config = self.config
-        # A layer whose own sparsity is below the common start starts, and stays, at its own.
+        # A layer whose own sparsity is below the common start begins and stays at its own.
         initial = min(config.initial_sparsity, final)
         grown: Callable[..., float] = functools.partial(iterative_sparsity, every=config.every)
         grown = SCHEDULES.get(config.schedule, grown)
@@ -54,26 +54,26 @@ class Schedule:
         config = self.config
         shares = ", ".join([f"sparsity {config.sparsity:g}", *(f"{name} {share:g}" for name, share in own.items())])
         if not config.updates_until_end:
-            return [(self.begin, f"masks are made once, {shares}; they stay to the end")]
+            return [(self.begin, f"masks are made once, {shares}, and kept until the end")]
         growth = f"{config.schedule} from {config.initial_sparsity:g}" if config.schedule != "one_shot" else "at once"
         moving = f"; {config.dynamic} moves them" if config.dynamic != "none" else ""
         return [
             (self.begin, f"first masks, sparsity grows ({growth}), new masks {every(config.every)}{moving}"),
-            (self.end, f"last masks, {shares}; they stay to the end"),
+            (self.end, f"last masks, {shares}, kept until the end"),
         ]
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    # The two ends are exact: 1.0 and 0.0, never a quotient that rounding leaves a bit off.
+    # Exactly 1.0 and 0.0 at the ends, without rounding.
     if step >= end:
         return 1.0
     return (step - begin) / (end - begin) if step > begin else 0.0
 
 
 def one_shot_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
-    """Return `final` from `begin` on, `initial` before; `end` plays no part.
+    """Return `final` from `begin` on and `initial` before. `end` is ignored.
 
-    Args: As of `linear_sparsity`.
+    Args: See `linear_sparsity`.
 
     Example:
         >>> one_shot_sparsity(10, begin=10, end=10, initial=0.0, final=0.8)
@@ -83,16 +83,16 @@ def one_shot_sparsity(step: int, *, begin: int, end: int, initial: float, final:
 
 
 def linear_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
-    """Return a sparsity that grows evenly, exactly `initial` at `begin` and `final` at `end`.
+    """Return a sparsity that grows linearly, exactly `initial` at `begin` and `final` at `end`.
 
     ``s = s_f + (s_0 - s_f)(1 - τ)`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
 
     Args:
         step: Applied optimizer steps.
         begin: First step of the schedule.
-        end: Last step; not before `begin`.
-        initial: Sparsity at and before `begin`, in [0, 1]; exponential and iterative: below 1.
-        final: Sparsity at and after `end`, likewise.
+        end: Last step, not before `begin`.
+        initial: Sparsity at and before `begin`, in [0, 1]. Below 1 for exponential and iterative.
+        final: Sparsity at and after `end`, with the same range.
 
     Example:
         >>> linear_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
@@ -102,13 +102,13 @@ def linear_sparsity(step: int, *, begin: int, end: int, initial: float, final: f
 
 
 def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
-    """Return a sparsity that grows ever slower, exactly `initial` at `begin` and `final` at `end`.
+    """Return a sparsity that grows fast first and slowly at the end, exactly `initial` at `begin` and `final` at `end`.
 
-    ``s = s_f + (s_0 - s_f)(1 - τ)³`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1]: much is
-    pruned while the network has weights to spare, little when it has few (Zhu and Gupta 2017,
+    ``s = s_f + (s_0 - s_f)(1 - τ)³`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1]: prune much while
+    the network has redundant weights, and little when few are left (Zhu and Gupta 2017,
     arXiv:1710.01878, equation 1).
 
-    Args: As of `linear_sparsity`.
+    Args: See `linear_sparsity`.
 
     Example:
         >>> cubic_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
@@ -116,7 +116,7 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
     """
     # Zhu and Gupta, 2017: s_f + (s_i - s_f) (1 - t)³
     remaining = 1.0 - _progress(step, begin, end)
-    # products, not a power: each is rounded correctly, so the sparsity never falls from one step to the next
+    # Products instead of a power: each is correctly rounded, so the sparsity never falls between steps.
     return _interpolate(initial, final, remaining * remaining * remaining)
 
 
@@ -125,7 +125,7 @@ def cosine_sparsity(step: int, *, begin: int, end: int, initial: float, final: f
 
     ``s = s_f + (s_0 - s_f)(1 + cos πτ)/2`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
 
-    Args: As of `linear_sparsity`.
+    Args: See `linear_sparsity`.
 
     Example:
         >>> round(cosine_sparsity(50, begin=0, end=100, initial=0.0, final=0.8), 12)
@@ -135,11 +135,11 @@ def cosine_sparsity(step: int, *, begin: int, end: int, initial: float, final: f
 
 
 def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
-    """Return a sparsity whose remaining share shrinks by the same factor every step.
+    """Return a sparsity for which the remaining share shrinks by a constant factor per step.
 
     ``1 - s = (1 - s_0)·((1 - s_f) / (1 - s_0))^τ`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
 
-    Args: As of `linear_sparsity`.
+    Args: See `linear_sparsity`.
 
     Example:
         >>> exponential_sparsity(50, begin=0, end=100, initial=0.0, final=0.75)
@@ -150,16 +150,16 @@ def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, fin
         return final if progress else initial
     # The density falls geometrically: (1 - s_i) ((1 - s_f) / (1 - s_i))^t.
     sparsity = 1.0 - (1.0 - initial) * math.pow((1.0 - final) / (1.0 - initial), progress)
-    return min(max(sparsity, initial), final)  # rounding must not carry it past an end, to fall again there
+    return min(max(sparsity, initial), final)  # rounding must not overshoot, or sparsity would fall at the end
 
 
 def iterative_sparsity(step: int, *, begin: int, end: int, initial: float, final: float, every: int) -> float:
-    """Return a sparsity that takes the same share of what is left at each update, the first of them at `begin`.
+    """Return a sparsity that prunes the same share of the remaining weights at each update, first at `begin`.
 
-    With n updates (at ``begin``, each `every` steps, and at ``end``) the remaining share after update j of n is
+    With n updates (at ``begin``, every `every` steps, and at ``end``) the remaining share after update j of n is
     ``(1 - s_0)·((1 - s_f) / (1 - s_0))^(j/n)`` (iterative pruning, Han et al. 2015, arXiv:1506.02626).
 
-    Args: As of `linear_sparsity`; `every`: steps between two updates, at least 1.
+    Args: See `linear_sparsity`; `every`: steps between updates, at least 1.
 
     Example:
         >>> [iterative_sparsity(step, begin=0, end=10, initial=0.0, final=0.75, every=10) for step in (0, 9, 10)]
@@ -167,7 +167,7 @@ def iterative_sparsity(step: int, *, begin: int, end: int, initial: float, final
     """
     if step < begin:
         return initial
-    # ceil((end - begin) / every) intervals, and one update more, at begin.
+    # ceil((end - begin) / every) intervals, plus the update at begin.
     num_updates = -((begin - end) // every) + 1
     update = num_updates if step >= end else (step - begin) // every + 1
     return exponential_sparsity(update, begin=0, end=num_updates, initial=initial, final=final)
@@ -184,4 +184,4 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "cosine": cosine_sparsity,
     "exponential": exponential_sparsity,
 }
-"""By name: functions of ``(step, *, begin, end, initial, final)``; `iterative_sparsity` takes `every` too."""
+"""By name: functions of ``(step, *, begin, end, initial, final)``. `iterative_sparsity` also takes `every`."""

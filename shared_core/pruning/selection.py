@@ -1,6 +1,6 @@
-"""From scores to masks under one threshold, exact and with ties broken alike on every machine; and by layers' limits.
+"""From scores to masks: one exact threshold, the same tie-breaking on every machine, and limits per layer.
 
-A limit per layer keeps one layer from losing nearly everything while others stay dense.
+The limits keep a layer from losing nearly everything while others stay dense.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.scorers.scorer import below_threshold_mask
 from shared_core.pruning.targets import block_of, tower_names, tower_notes
 
-# Elements of a piece in which ties are searched, and scores that are held rather than computed twice.
+# Piece size for the search for ties, and the largest number of scores kept in memory instead of computed twice.
 _PIECE = 1 << 21
 _HELD = 12_000_000
 
 
 @torch.no_grad()
 def prune_mask(scores: Tensor, sparsity: float) -> Tensor:
-    """Return which elements to keep: the lowest scores go, exactly ``n - round(sparsity·n)`` stay.
+    """Return the mask that prunes the elements with the lowest scores. Exactly ``n - round(sparsity·n)`` are kept.
 
     ``round`` is Python's (halves to even). Among equal scores the lowest flat index is kept.
 
@@ -63,23 +63,22 @@ def prune_mask(scores: Tensor, sparsity: float) -> Tensor:
 
 
 def lowest_pruned(scores: Tensor, number: int) -> Tensor:
-    """Return `prune_mask` by how many elements go."""
+    """Return `prune_mask` for a given number of elements to prune."""
     return _masks([scores], number)[0]
 
 
 @torch.no_grad()
 def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] | None = None) -> list[Tensor]:
-    """Return which elements of several tensors to keep when all compete under one threshold.
+    """Return the masks of several tensors whose elements all compete under one threshold.
 
-    ``round(sparsity·n)`` of all n elements go, lowest scores first; among equal scores the earlier tensor,
-    then the lowest flat index is kept. Each tensor keeps at least its best element, so that none is ever
-    emptied, and loses `most` elements at most: what it may not give, the others give. The count is exact, unless all
-    together may not give as much.
+    ``round(sparsity·n)`` of all n elements are pruned, lowest scores first. Among equal scores the earlier tensor, then
+    the lowest flat index is kept. Each tensor keeps at least its best element and loses at most `most`; the others make
+    up for it. The count is exact unless these limits make it impossible.
 
     Args:
-        scores: Floating point, any shapes. Read by index, several times: may be computed on access.
+        scores: Floating point, any shapes. Read by index several times, so they may be computed on access.
         sparsity: Share of all elements to prune, in [0, 1].
-        most: How many elements of each tensor may go; its scores of -inf go beyond that, as they are pruned already.
+        most: Limit for each tensor. Scores of -inf, which are pruned already, do not count.
 
     Returns:
         bool tensors of the same shapes and devices, True = keep.
@@ -94,12 +93,12 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
         [tensor([ True, False,  True]), tensor([ True, False, False])]
     """
     sizes = [tensor.numel() for tensor in getattr(scores, "tensors", scores)]
-    # At least one weight of each tensor stays, whatever the limit.
+    # Each tensor keeps at least one weight, whatever its limit.
     limits = [max(min(size - 1, limit), 0) for size, limit in zip(sizes, most or sizes, strict=True)]
     left = min(round(_share(sparsity) * sum(sizes)), sum(limits))
     masks: dict[int, Tensor] = {}
-    # Water-filling: rank all; fix those over their limit at it; let the others compete for the rest. Each round fixes
-    # one tensor at least.
+    # Water-filling: rank all, fix the tensors over their limit at it, and let the others compete for the rest. Each
+    # round fixes at least one tensor.
     competing = list(range(len(sizes)))
     while competing:
         found, counts = _counted_masks(some(scores, competing), left)
@@ -107,33 +106,33 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
         over = [i for i, count in zip(competing, counts, strict=True) if sizes[i] - count > limits[i]]
         if not over:
             break
-        # one that gives less makes the others give more, so that what is over its limit now is so in the end
+        # Fixing one tensor takes more from the others, so a tensor over its limit now stays over it.
         gone = read_together([scores[i].eq(-torch.inf).count_nonzero() for i in over])
         for i, count in zip(over, gone, strict=True):
             limits[i] = max(limits[i], min(count, sizes[i] - 1))
             masks[i] = _masks([scores[i]], limits[i])[0]
-            left = max(left - limits[i], 0)  # what is pruned already may be more than all were to give
+            left = max(left - limits[i], 0)  # more may be pruned already than the target
         competing = [i for i in competing if i not in over]
     return [masks[i] for i in range(len(sizes))]
 
 
 def count_kept(masks: Sequence[Tensor]) -> list[int]:
-    """Return how many elements of each mask are True; a GPU is read once."""
+    """Return the number of True elements of each mask. A GPU is read once."""
     if all(mask.is_cpu for mask in masks):
-        # numpy counts bool thirty times as fast as torch 2.13 does on a CPU
+        # On a CPU, numpy counts bool thirty times as fast as torch 2.13.
         return [int(np.count_nonzero(mask.numpy())) for mask in masks]
     return read_together([mask.count_nonzero() for mask in masks])
 
 
 def some(scores: Sequence[Tensor], chosen: list[int]) -> Sequence[Tensor]:
-    """Return the scores at some places; what is computed on access stays so."""
+    """Return the chosen scores. Scores computed on access stay lazy."""
     if len(chosen) == len(scores):
         return scores
     return [scores[i] for i in chosen] if isinstance(scores, list | tuple) else _Some(scores, chosen)
 
 
 class _Some(Sequence[Tensor]):
-    """Some of the scores that are computed on access."""
+    """A selection of scores that are computed on access."""
 
     def __init__(self, scores: Any, chosen: list[int]) -> None:
         self._scores, self._chosen = scores, chosen
@@ -173,12 +172,12 @@ def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
         for index, nan in enumerate(told[:, 1].bool().unbind()):
             refuse(nan, partial(_nan_in, index))
         return masks
-    # The sample gives up (None) where it cannot be exact; the histogram always is.
+    # Sampling returns None where it cannot be exact. The histogram always is.
     return _masks_by_sample(scores, num_pruned) or _masks_by_histogram(scores, num_pruned)
 
 
 def _counted_masks(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], list[int]]:
-    """Return the masks, and how many elements each keeps; a GPU is read once."""
+    """Return the masks, and the number of elements each keeps. A GPU is read once."""
     if (marked := _marked(scores, num_pruned)) is None:
         masks = _masks(scores, num_pruned)
         return masks, count_kept(masks)
@@ -189,7 +188,7 @@ def _counted_masks(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tens
 
 
 def _marked(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], Tensor] | None:
-    """Return what `marked_largest` does of scores that are at hand, or so few that they can be."""
+    """Return `marked_largest` of the scores on a GPU if they fit in memory, else None."""
     like: Sequence[Tensor] = getattr(scores, "tensors", scores)
     if not like or not like[0].is_cuda or (sum(tensor.numel() for tensor in like) > _HELD and scores is not like):
         return None
@@ -202,7 +201,7 @@ def _nan_in(index: int, place: int | None = None) -> ConfigError:
 
 
 def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] | None:
-    """Return the masks in one pass over the scores, on CPU; None where that cannot be."""
+    """Return the masks with one pass over the scores, on a CPU, or None if that is not possible."""
     like: Sequence[Tensor] = getattr(scores, "tensors", scores)
     numel = sum(tensor.numel() for tensor in like)
     # One dtype and the CPU: the kernel compares pieces in numpy.
@@ -214,7 +213,7 @@ def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] 
     part = getattr(scores, "part", None)
     if part is None:
         if not isinstance(scores, list | tuple):
-            return None  # scores computed on access would be computed whole for every slice
+            return None  # scores computed on access would be computed in full for every slice
 
         def part(index: int, where: slice) -> Tensor:
             return _comparable(scores[index].reshape(-1)[where])
@@ -223,9 +222,9 @@ def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] 
     try:
         threshold = keep_largest_(masks, part, num_pruned)
     except ValueError:
-        return None  # the other way names the place of the NaN
+        return None  # the histogram finds the position of the NaN
     floor: float | None = getattr(scores, "floor", None)
-    # at or below what pruned weights score a live one may tie with them
+    # At or below the score of pruned weights, a live one may tie with them.
     return None if threshold is None or (floor is not None and threshold <= floor) else masks
 
 
@@ -237,7 +236,7 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
     for i in range(len(scores)):
         score = scores[i]
         numel += score.numel()
-        # few scores are computed once and held; of many only one tensor's at a time
+        # Few scores are computed once and kept, many are held one tensor at a time.
         held = [*held, score] if numel <= _HELD else []
         if not score.is_floating_point():
             raise ConfigError("prune_mask", f"scores must be floating point, got {score.dtype} in tensor {i}")
@@ -256,8 +255,8 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
 
 
 def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
-    """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU."""
-    # The order of ties is that of tensors and elements, so that every process agrees.
+    """Keep everything above the threshold, then the first elements equal to it, `count` in total, without GPU syncs."""
+    # Ties are broken in the order of tensors and elements, so that every process agrees.
     left = torch.full((), count, dtype=torch.int64, device=threshold.device)
     for i, mask in enumerate(masks):
         torch.gt(_comparable(scores[i]), threshold.to(mask.device), out=mask)
@@ -275,16 +274,16 @@ def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: T
 
 _NAMED = 5
 NEARLY_EMPTY = 0.99
-"""From this share on a layer is named."""
-# of products such as 0.29 * 100, which lies below 29
+"""Layers with at least this share pruned are named in a note."""
+# Floating-point tolerance: 0.29 * 100 is slightly less than 29.
 _ROUNDING = 1e-6
 
 
 def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int]:
-    """Return how many elements of each layer may go.
+    """Return how many elements of each layer may be pruned.
 
-    Of n elements ``floor(most·n)``, but never the last one. Where rounding keeps all together from reaching `sparsity`
-    (that of a few heads, or `most` equal to it) ``ceil(sparsity·n)`` of each.
+    That is ``floor(most·n)`` of n elements, but never all. If rounding makes `sparsity` unreachable in total (with few
+    heads, or `most` equal to `sparsity`), layers may lose ``ceil(sparsity·n)``.
 
     Example:
         >>> layer_limits(0.9, 0.5, [64, 10, 4, 1])
@@ -295,31 +294,30 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
     limits = [max(min(math.floor(most * size + _ROUNDING), size - 1), 0) for size in sizes]
     if sum(limits) >= round(sparsity * sum(sizes)):
         return limits
-    # No limit may make the sparsity unreachable: where rounding down would, every layer may lose its share rounded
-    # up.
+    # Limits must not make the sparsity unreachable. If rounding down would, every layer may lose its share rounded up.
     rounded_up = (min(math.ceil(sparsity * size - _ROUNDING), size - 1) for size in sizes)
     return [max(pair) for pair in zip(limits, rounded_up, strict=True)]
 
 
 def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the names of the layers that have given all that they may."""
+    """Return the names of the layers that reached their limit."""
     limits = layer_limits(most, sparsity, [size for size, _ in layers.values()])
     pairs = zip(layers.items(), limits, strict=True)
     return [name for (name, (_, gone)), limit in pairs if 0 < limit <= gone]
 
 
 def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return what a user should know of layers and towers that lost most of what they had, a line each."""
+    """Return a warning for each kind of layer or tower that lost most of its weights."""
     notes = []
     if capped:
         notes.append(
             f"{where}: {listed(capped)} reached {100 * most:.4g} %, the most that one layer may lose "
-            "(max_layer_sparsity); others gave what was missing"
+            "(max_layer_sparsity), so other layers lost more"
         )
     nearly = {name: counts for name, counts in weights.items() if counts[1] > NEARLY_EMPTY * counts[0]}
     if nearly:
         named = [f"{name} ({gone:,} of {size:,})" for name, (size, gone) in nearly.items()]
-        notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is gone: {listed(named)}")
+        notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is pruned: {listed(named)}")
     return notes + tower_notes(where, weights)
 
 
@@ -330,9 +328,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 class RankedScores(Sequence[Tensor]):
-    """The scores of several weights, computed on access, with what is pruned already below everything.
+    """The scores of several weights, computed on access. Pruned weights rank below all others.
 
-    Of a weight that stacks experts each expert's matrix is one of them: `names` and `owners` say whose.
+    Each expert's matrix of stacked experts is a separate entry: `owners` says which weight it belongs to.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], scorer: Scorer) -> None:
@@ -340,18 +338,18 @@ class RankedScores(Sequence[Tensor]):
         stacked = {name for name in weights if isinstance(modules.get(name), StackedExperts)}
         parts = {name: len(weight) if name in stacked else 0 for name, weight in weights.items()}
         self.owners = [name for name, num in parts.items() for _ in range(num or 1)]
-        """The weight that each matrix is of, in the order in which ties are broken."""
+        """The weight that each matrix belongs to, in tie-breaking order."""
         self._experts = [expert for num in parts.values() for expert in (range(num) if num else [None])]
         self.tensors = [_like(weights[n], expert) for n, expert in zip(self.owners, self._experts, strict=True)]
-        """The matrices that scores are for: their shapes and devices, without computing a score."""
+        """The matrices to score: shapes and devices, without computing a score."""
         self._weights, self._masks, self._scorer = weights, masks, scorer
-        self._last: tuple[str, Tensor] | None = None  # of stacked experts, whose matrices are asked for one by one
+        self._last: tuple[str, Tensor] | None = None  # stacked experts, whose matrices are requested one by one
         sharded = any(hasattr(weight, "device_mesh") for weight in weights.values())
-        # others compute the whole tensor for every slice, and a sharded one is gathered whole
+        # Others compute the whole tensor for every slice, and a sharded one is gathered as a whole.
         streams = scorer.criterion in ("magnitude", "random", "taylor", "fisher", "movement") and not sharded
         self.part: Callable[[int, slice], Tensor] | None = self._part if streams else None
         self.floor: float | None = 0.0 if masks and scorer.zero_is_lowest else None
-        """The score of pruned weights where `part` does not rank them lower; None while nothing is pruned."""
+        """Score of pruned weights if `part` does not rank them lower. None while nothing is pruned."""
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -367,26 +365,26 @@ class RankedScores(Sequence[Tensor]):
     def _of(self, name: str) -> Tensor:
         scores = self._scorer.scores(name, whole(self._weights[name]))
         if name in self._masks:
-            # -inf, not 0: live scores may be negative (movement), or 0.
+            # -inf instead of 0: live scores may be negative (movement) or 0.
             scores = rank_below_(scores.contiguous(), self._masks[name].to(scores.device))
         return scores
 
     def _part(self, index: int, where: slice) -> Tensor:
         """Return a slice of one tensor's flattened scores."""
-        # Where 0 is the lowest score, pruned weights score it without a mask: ranking them below live zeros is left to
-        # `self[index]`, which is slower.
+        # If 0 is the lowest score, pruned weights have it without a mask. Ranking them below live zeros is left to the
+        # slower `self[index]`.
         name, expert = self.owners[index], self._experts[index]
         if expert is not None:
             start, stop, _ = where.indices(numel := self.tensors[index].numel())
             where = slice(expert * numel + start, expert * numel + stop)
         scores = self._scorer.part(name, self._weights[name], where)
-        # Their scores are 0 already and nothing is lower, so `_part` needs no masks.
+        # Their scores are already 0, the lowest score, so no mask is needed.
         if name not in self._masks or self._scorer.zero_is_lowest:
             return scores
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
 
     def joined(self, masks: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return by weight what was chosen of each matrix."""
+        """Join the masks of matrices to one mask per weight."""
         found: dict[str, list[Tensor]] = {}
         for name, mask in zip(self.owners, masks, strict=True):
             found.setdefault(name, []).append(mask)
@@ -395,7 +393,7 @@ class RankedScores(Sequence[Tensor]):
 
 
 def _like(weight: Tensor, expert: int | None) -> Tensor:
-    """Return a tensor as one matrix of a weight is, of no values; indexing a sharded one would gather it."""
+    """Return an empty tensor shaped like one matrix of a weight. Indexing a sharded weight would gather it."""
     return weight if expert is None else weight.new_empty(()).expand(weight.shape[1:])
 
 
@@ -407,16 +405,16 @@ def select_weights(
     sparsity: float,
     own: Mapping[str, float],
 ) -> dict[str, Tensor]:
-    """Return by name which elements to keep, for the granularities of weights (not of units)."""
+    """Return the mask of each weight, for granularities that prune weights instead of units."""
     owners = scores.owners
     alone = [own.get(name) for name in owners]
     if config.granularity == "n_m":
         kept, of = config.kept_of
-        # from the end: a matrix of stacked experts has one axis less than the parameter
+        # Counted from the end: a matrix of stacked experts has one axis less than the parameter.
         axes = [input_axis(modules[name]) - weights[name].ndim for name in owners]
         return scores.joined([nm_mask_of_scores(scores[i], kept, of, axis=axis) for i, axis in enumerate(axes)])
     if config.criterion == "wanda":
-        # Each output row by itself: rows lose the same share, so scope has no part in it.
+        # Each output row separately: all rows lose the same share, so scope does not matter.
         return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(owners)}
     if config.granularity == "block":
         blocks = [block_of(config, modules[name]) for name in owners]
@@ -428,7 +426,7 @@ def select_weights(
         masks = _by_scope(config, scores, sparsity, alone, owners)
     found = scores.joined(masks)
     if config.threshold is not None:
-        # A threshold caps what goes: |w| at or above it stays, even if the sparsity is then not reached.
+        # Weights with |w| at or above the threshold stay, even if the sparsity is then not reached.
         for name, mask in found.items():
             mask |= below_threshold_mask(whole(weights[name]), config.threshold)
     return found
@@ -441,7 +439,7 @@ def _by_scope(
     alone: Sequence[float | None],
     names: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Return the masks of those with a share of their own, each by itself, and of the others as the scope says."""
+    """Return the masks: tensors with their own share each separately, the others according to the scope."""
     rest = [i for i, share in enumerate(alone) if share is None]
     masks: dict[int, Tensor] = {}
     towers = tower_names([names[i] for i in rest]) if config.resolved_scope == "tower" else [""] * len(rest)
@@ -454,7 +452,7 @@ def _by_scope(
 def _together(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     shapes = [tensor.shape for tensor in getattr(scores, "tensors", scores)]
     if config.resolved_scope in ("global", "tower"):
-        # of the sparsity at the end: what a layer may lose is the same at every update
+        # Of the final sparsity, so that limits are the same at every update.
         sizes = [shape.numel() for shape in shapes]
         return prune_masks(scores, sparsity, layer_limits(config.most_of_a_layer, config.sparsity, sizes))
     if config.resolved_scope == "local":
@@ -470,8 +468,8 @@ def select_units(
 ) -> list[Tensor]:
     """Return which units of each group to keep.
 
-    With scope local or global every group keeps at least its best unit, with global at least what `layer_limits` leaves
-    it; with granularity layer a group is one layer, and all of them compete.
+    With scope local or global every group keeps at least its best unit, and with global at least what `layer_limits`
+    leaves. With granularity layer each group is one layer, and all layers compete.
     """
     if config.granularity == "layer":
         keep = prune_mask(torch.cat(list(scores)), sparsity)

@@ -1,7 +1,7 @@
 """Pruning whole output units: found once, scored over all their tensors, masked together.
 
-A unit is a neuron, channel, head, filter or layer, with its part of every tensor. Its Shapley value is what it adds to
-keeping the outputs of a micro-batch as they are.
+A unit is a neuron, channel, head, filter or layer, with its part of every tensor. Its Shapley value measures how much
+it contributes to preserving the outputs of a micro-batch.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from shared_core.pruning.scorers.scorer import all_finite
 from shared_core.pruning.selection import select_units
 from shared_core.pruning.targets import Targets, refuse_nothing
 
-# Weights that read a unit (role "in") keep their values: they meet zeros, and `eff shrink` cuts them.
+# Weights that read a unit (role "in") keep their values: their inputs are zero, and `eff shrink` removes them.
 _MASKED = ("out", "norm")
 
 
 def layer_groups(modules: Mapping[str, nn.Module], kind: Kind) -> list[ChannelGroup]:
-    """Return every layer as a group: of its output units, a row of the weight and its bias each, or of one, itself."""
+    """Return one group per layer: of its output units (weight row and bias), or of the layer as one unit."""
     return [_layer_group(name, module, kind) for name, module in modules.items()]
 
 
@@ -60,7 +60,7 @@ def _layer_group(name: str, module: nn.Module, kind: Kind) -> ChannelGroup:
     slices = [Slice(name, axis, outputs.reshape(units, -1), "out")]
     bias = module._parameters.get("bias")
     if bias is not None:
-        # a grouped transposed convolution holds outputs of one group in the weight and all of them in the bias
+        # A grouped transposed convolution has one group's outputs in the weight, but all of them in the bias.
         of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T.reshape(units, -1)
         slices.append(Slice(f"{name.removesuffix('weight')}bias", 0, of_bias, "out"))
     return ChannelGroup(name=name, kind=kind, units=units, slices=tuple(slices))
@@ -76,7 +76,7 @@ def prunable_groups(groups: Iterable[ChannelGroup], granularity: str, chosen: It
 
 
 def masked_slices(group: ChannelGroup) -> list[Slice]:
-    """Return what of a group is set to zero: outputs, their biases, and the scales and shifts of their norms."""
+    """Return the parts of a group to set to zero: outputs, their biases, and the scales and shifts of their norms."""
     return [part for part in group.slices if part.role in _MASKED]
 
 
@@ -84,10 +84,10 @@ def masked_slices(group: ChannelGroup) -> list[Slice]:
 def masks_of_units(
     groups: Iterable[ChannelGroup], keeps: Iterable[Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return by name which elements to keep, given which units of each group are kept."""
+    """Return the mask of each tensor, given which units of each group are kept."""
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
-        # positions[gone]: (units that go, positions each), flat for index_fill_.
+        # positions[gone]: (pruned units, positions each), flattened for index_fill_.
         gone = (~keep).cpu().numpy()
         for part in masked_slices(group):
             if part.tensor not in tensors:
@@ -103,12 +103,12 @@ def masks_of_units(
 
 @torch.no_grad()
 def kept_units(groups: Sequence[ChannelGroup], masks: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return which units of each group whole masks keep, on the CPU: those that keep any element of any output."""
+    """Return which units of each group the masks keep, on the CPU. A unit is kept if any of its elements is."""
     parts = [[part for part in masked_slices(group) if part.tensor in masks] for group in groups]
     axes = {(part.tensor, part.axis): masks[part.tensor].movedim(part.axis, 0) for each in parts for part in each}
     kept = dict(zip(axes, copied_to_cpu(mask.reshape(len(mask), -1).any(1) for mask in axes.values()), strict=True))
     keeps = [torch.zeros(group.units, dtype=torch.bool) for group in groups]
-    # A unit is kept if any element of it is, in any tensor: masks of units are all or nothing.
+    # Masks of units are all or nothing, so one kept element in any tensor is enough.
     for keep, each in zip(keeps, parts, strict=True):
         for part in each:
             keep |= kept[part.tensor, part.axis][torch.from_numpy(np.asarray(part.positions))].any(1)
@@ -129,24 +129,25 @@ def shapley_of_units(
     permutations: int,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Return one score a unit, a vector a group; 0 for units that are not live.
+    """Return a vector of scores per group, one score per unit, and 0 for units that are not live.
 
-    The value of a set of units is ``-Σ(y - y_all)² / Σ y_all²`` with y the floating-point outputs when all others are
-    masked (a set that changes nothing is worth 0), in eval mode. With several processes it is rank 0's micro-batch.
+    The value of a set of units is ``-Σ(y - y_all)² / Σ y_all²``, with y the floating-point outputs in eval mode when
+    all other units are masked. A set that changes nothing has value 0. With several processes, rank 0's micro-batch
+    decides.
     """
     sizes = [group.units for group in groups]
-    # Players are live units; the value of a coalition is minus how far the outputs move when only it is there.
+    # Players are the live units. A coalition's value is minus the change of the outputs when only it is kept.
     players = torch.cat(list(live)).nonzero().view(-1)
     with evaluated(model):
         reference = _outputs(replay())
-        # Relative to the outputs' square, so that values of different models are comparable.
+        # Relative to the square of the outputs, so that values of different models are comparable.
         square = sum(float(output.double().square().sum()) for output in reference) or 1.0
 
         def value(kept: Tensor) -> float:
             keep = torch.cat(list(live))
             keep[players] = kept
             masks = masks_of_units(groups, torch.split(keep, sizes), tensors)
-            # Only tensors that a group reaches are saved: one coalition at a time changes the model.
+            # Save only the tensors that a group covers: each coalition changes the model temporarily.
             before = {name: tensors[name].detach().clone() for name in masks}
             try:
                 apply_mask_([tensors[name] for name in masks], list(masks.values()))
@@ -160,12 +161,12 @@ def shapley_of_units(
         values, _ = shapley_values(value, len(players), permutations=permutations, generator=generator)
     scores = torch.zeros(sum(sizes), dtype=torch.float64)
     scores[players] = values
-    # Rank 0's values: batches differ between processes, and masks must not.
+    # Use rank 0's values: batches differ between processes, but masks must not.
     return list(torch.split(broadcast_(scores), sizes))
 
 
 def _outputs(out: Any) -> list[Tensor]:
-    """Return the floating-point tensors of an output: of a mapping with logits, those alone."""
+    """Return the floating-point tensors of an output, or only the logits of a mapping that has them."""
     if isinstance(out, list) and out and all(hasattr(each, "logits") for each in out):
         out = [each.logits for each in out]
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -175,15 +176,15 @@ _NAMED = 3
 
 
 class UnitPruning(MaskPolicy):
-    """Masks that prune the units of one granularity whole, with what belongs to them in norms and biases.
+    """Masks that prune whole units of one granularity, with their biases and norm parameters.
 
-    Filters and layers are known at once. Neurons, channels and heads are found by tracing the user's own first
-    micro-batch, so that everything that depends on a unit is masked with it and `shrink` can remove it.
+    Filters and layers are known from the start. Neurons, channels and heads are found by tracing the user's first
+    micro-batch, so that everything that depends on a unit is masked with it, and `shrink` can remove it.
     """
 
     replays: ClassVar[bool] = False
-    """True if a micro-batch runs again at each update."""
-    why_short: ClassVar[str] = "the units were not found or scored, as no training forward of their layers was seen"
+    """True if a micro-batch is run again at each update."""
+    why_short: ClassVar[str] = "no units were found or scored, because no training forward of their layers was seen"
 
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
         super().__init__(config, targets, scorer)
@@ -196,14 +197,14 @@ class UnitPruning(MaskPolicy):
         self._costs: Mapping[str, float] | None = None
         self._uncalled: list[str] = []
         self.left_out: dict[str, str] = {}
-        """Groups that were found and cannot be pruned, with the reason."""
+        """Group that cannot be pruned → why."""
         self.groups: list[ChannelGroup] = []
         self.found = not config.is_traced
         if self.found:
             self._take(layer_groups(self._modules, cast("Kind", config.granularity)))
 
     def touched(self) -> Touched:
-        """Return the weights that hold units, once these are known."""
+        """Return the weights that hold units, once the units are known."""
         found = self.targets.touched()
         if not self.found:
             return found
@@ -217,30 +218,30 @@ class UnitPruning(MaskPolicy):
         )
 
     def take_costs(self, costs: dict[str, float]) -> None:
-        """Divide the score of a unit by what all of it costs."""
-        # not those of its weights before they are added up: that would count costs twice
+        """Divide the score of a unit by the cost of all its weights."""
+        # Not passed to the scorer of single weights: that would count costs twice.
         self._costs = costs
 
     def maskable(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Return every parameter: masks reach weights, biases, scales and shifts of norms."""
+        """Return every parameter: masks cover weights, biases, and the scales and shifts of norms."""
         self._tensors = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         return self._tensors
 
     def listen(self, model: nn.Module) -> None:
-        """Keep the arguments of the next micro-batch, if units are to be found by tracing, or scored by it."""
+        """Record the arguments of the next micro-batch if it is needed to find or score units."""
         self._stop_listening()
         if not self.found or self.replays:
             self._calls = ExampleCalls(model, set(self._modules.values()))
 
     def show(self, model: nn.Module, replay: Callable[[], Any]) -> None:
-        """Take a micro-batch that runs whenever `replay` is called, in place of one that was listened for."""
+        """Use a micro-batch that `replay` runs, instead of a recorded one."""
         self._shown = replay
         if not self.found:
             self._trace(model, replay)
 
     def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
         granularity = self.config.granularity
-        with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
+        with stock_layers(model):  # quantized layers round over whole tensors, which does not change the units
             traced = [_plainly_named(group) for group in find_groups(model, replay, cuts=False)]
         if not self.replays:
             self._stop_listening()
@@ -254,11 +255,11 @@ class UnitPruning(MaskPolicy):
             raise MatchError(_found_none(traced, granularity, self._modules))
         used = {part.tensor for group in traced if group.reason_kept != UNREAD for part in group.slices}
         self._uncalled = [name for name in self._modules if name not in used]
-        # What the masks depend on, without arrays: compared as text with rank 0's.
+        # Compare everything the masks depend on, except arrays, with rank 0's as text.
         found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
-        # on every process, where one that differs would not come to the next collective
+        # Checked on every process, since one that raises alone would leave the others waiting in the next collective.
         if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
-            rule = f"every process must find the same {granularity}s, got first micro-batches on different paths"
+            rule = f"every process must find the same {granularity}s, but first micro-batches took different paths"
             raise CompatibilityError("prune", rule, "use granularity filter")
         self._take(groups)
 
@@ -272,14 +273,14 @@ class UnitPruning(MaskPolicy):
                 self._taylor.load_state_dict(self._saved_taylor)
 
     def units(self) -> list[list[UnitSlices]]:
-        """Return where the units of each group lie; none before they are found."""
+        """Return where the units of each group are. Empty before they are found."""
         return [
             [UnitSlices(part.tensor, part.axis, part.positions) for part in masked_slices(group)]
             for group in self.groups
         ]
 
     def _shares(self, groups: Sequence[ChannelGroup], shares: Mapping[str, float]) -> dict[str, float]:
-        """Return by group the share that it is to lose by itself, given those of weights."""
+        """Return each group's own sparsity, given those of weights."""
         found: dict[str, float] = {}
         lost = set(shares)
         for group in groups:
@@ -299,17 +300,17 @@ class UnitPruning(MaskPolicy):
         return found
 
     def new_micro_batch(self) -> None:
-        """A later update looks at a later micro-batch."""
+        """Let a later update use a later micro-batch."""
         if self._calls and self.found:
             self._calls.expire()
 
     def end_step(self) -> None:
-        """Forget the micro-batch too."""
+        """Also forget the micro-batch."""
         super().end_step()
         self.new_micro_batch()
 
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
-        """Trace the micro-batch that was kept; then take in gradients."""
+        """Trace the recorded micro-batch, then take in the gradients."""
         if not self.found and self._calls is not None and self._calls.calls:
             self._trace(context.model, self._calls.replay)
             for line in unseen_note("prune", self._uncalled):
@@ -319,13 +320,13 @@ class UnitPruning(MaskPolicy):
 
     @property
     def is_ready(self) -> bool:
-        """True if units are found too, and there is a micro-batch or a gradient to score them by."""
+        """True if units are also found, and there is a micro-batch or a gradient to score them with."""
         if not self.found:
             return False
         return super().is_ready if self._taylor is None else self._taylor.num_observed > 0
 
     def observe_units(self) -> None:
-        """Take in the gradients of one complete step, if the criterion is about units' gradients."""
+        """Take in the gradients of one complete step, if the criterion scores units by gradients."""
         if self._taylor is None:
             return
         gradients = {name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None}
@@ -333,7 +334,7 @@ class UnitPruning(MaskPolicy):
             self._taylor.observe_step(self._tensors, gradients)
 
     def unseen(self) -> list[str]:
-        """Return weights that the traced forward did not use, and those of groups that nothing was gathered of."""
+        """Return weights that the traced forward did not use, and those of groups without gathered statistics."""
         groups = [group for group in self.groups if not self._has_seen(group)] if self.store else []
         dense = {part.tensor for group in groups for part in masked_slices(group)}
         return [name for name in self._modules if name in dense or name in self._uncalled]
@@ -344,21 +345,21 @@ class UnitPruning(MaskPolicy):
         return any(self.scorer.has_seen(part.tensor) for part in masked_slices(group) if part.tensor in self._modules)
 
     def choose(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return the masks of every tensor that a group reaches; pruned units stay pruned."""
+        """Return the masks of every tensor that a group covers. Pruned units stay pruned."""
         before = dict(self.store)
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
         live = kept_units(self.groups, before) if before else everything
         scores = self._scores_of_all(context, live)
         if self.config.layers_differ and self.config.criterion in RELATIVE:
-            # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
+            # Norms of weights depend on the layer's width. Divided by their mean, layers become comparable.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
-        # Score per cost: what a unit is worth for each FLOP, byte or joule that goes with it.
+        # Score per cost: the value of a unit per FLOP, byte or joule.
         scores = [found / self._cost(group) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
             # Pruned units rank below all: they stay pruned.
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
-        # A group that nothing was gathered of keeps what it has, and the others share the sparsity.
+        # A group without gathered statistics keeps its mask, and the others make up for it.
         seen = [*map(self._has_seen, self.groups)]
         scored = [found for found, is_seen in zip(scores, seen, strict=True) if is_seen]
         alone = [shares.get(group.name) for group, is_seen in zip(self.groups, seen, strict=True) if is_seen]
@@ -384,15 +385,15 @@ class UnitPruning(MaskPolicy):
         parts = self._scored_by_size(group)
         if criterion == "bn_scale" and not parts:
             rule = f"criterion bn_scale must find a norm's scale in every group, got none in {group.name}"
-            raise MatchError("prune", rule, "take another criterion, or skip its layers")
+            raise MatchError("prune", rule, "use another criterion, or skip its layers")
         weights = [
             gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
         ]
         return group_scores(criterion, weights)
 
     def _scored_by_size(self, group: ChannelGroup) -> list[Slice]:
-        """Return the parts of a group whose sizes tell what its units are worth."""
-        # magnitude is that of all weights of a unit: those that make it, scale it in a norm, and read it
+        """Return the parts of a group that its size score uses."""
+        # magnitude covers all weights of a unit: those that produce it, scale it in a norm, and read it.
         roles = {"magnitude": ("out", "norm", "in"), "bn_scale": ("norm",)}.get(self.config.criterion, ("out",))
         parts = [part for part in group.slices if part.tensor in self._tensors and part.role in roles]
         if self.config.criterion == "bn_scale":
@@ -401,13 +402,13 @@ class UnitPruning(MaskPolicy):
 
     def _added(self, group: ChannelGroup, scores: Callable[[Slice], Tensor], axis: int | None) -> Tensor:
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
-        # Scores come in the layout of outputs (axis 0) or of the weight; each row of `gather_units` is one unit.
+        # Scores have the layout of outputs (axis 0) or of the weight. Each row of `gather_units` is one unit.
         rows = [gather_units(scores(part), part.axis if axis is None else axis, part.positions) for part in parts]
         return torch.stack([row.sum(1).to(rows[0].device) for row in rows]).sum(0)
 
     def _cost(self, group: ChannelGroup) -> float:
-        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
-        # A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
+        """Return the cost of one unit, summed over its weights, or 1 without costs."""
+        # A layer not reached yet (an expert) has no cost, so units that lie only in such layers are pruned last.
         if self._costs is None:
             return 1.0
         cost = 0.0
@@ -419,12 +420,12 @@ class UnitPruning(MaskPolicy):
         return cost or 1e-30
 
     def freeze(self, context: Context) -> None:
-        """Stop listening too."""
+        """Also stop recording."""
         super().freeze(context)
         self._stop_listening()
 
     def close(self) -> None:
-        """Let go of the micro-batch too."""
+        """Also release the micro-batch."""
         super().close()
         self._stop_listening()
 
@@ -434,21 +435,21 @@ class UnitPruning(MaskPolicy):
             self._calls = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the units that were traced, and what was gathered of them, too."""
+        """Add the traced units and their statistics."""
         traced = self.config.is_traced and self.found
         found = {"groups": list(map(_saved, self.groups)), "left_out": dict(self.left_out)} if traced else {}
         found |= {"uncalled": list(self._uncalled)} if traced else {}
         return super().state_dict() | {"units": found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore units too, as another micro-batch may lead to others, unless options have changed."""
+        """Also restore units, because another micro-batch may give others, unless options have changed."""
         super().restore(state)
         state = state.get("units", {})
         self._saved_taylor = state.get("taylor", {})
         try:
             saved, left_out = [*map(_restored, state.get("groups", ()))], dict(state.get("left_out", {}))
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError("prune", f"state must hold units that prune saved, got {error!r}") from error
+            raise CheckpointError("prune", f"state does not hold units that prune saved: {error!r}") from error
         groups = [*prunable_groups(saved, self.config.granularity, self._modules)]
         if groups and len(groups) == len(saved):
             self.left_out, self._uncalled = left_out, [*state.get("uncalled", ())]
@@ -460,11 +461,11 @@ class UnitPruning(MaskPolicy):
 
     @property
     def own(self) -> Mapping[str, float]:
-        """By group the share that it loses by itself at the end."""
+        """Group → its own sparsity at the end, for groups that have one."""
         return self._shares(self.groups, self.targets.own) if self.found else {}
 
     def layers(self) -> dict[str, tuple[int, int]]:
-        """Return by the name of each group how many units it has, and how many of them are gone."""
+        """Return by group the number of units, and how many are pruned."""
         masks = dict(self.store)
         if not masks:
             return {group.name: (group.units, 0) for group in self.groups}
@@ -472,7 +473,7 @@ class UnitPruning(MaskPolicy):
         return {group.name: (group.units, group.units - int(keep.sum())) for group, keep in keeps}
 
     def report(self) -> dict[str, Any]:
-        """Return how many units each group has lost, and the groups that could not be pruned."""
+        """Return how many units each group lost, and the groups that could not be pruned."""
         units = [
             {"group": group.name, "kind": group.kind, "units": group.units, "pruned": pruned}
             for group, (_, pruned) in zip(self.groups, self.layers().values(), strict=True)
@@ -481,13 +482,13 @@ class UnitPruning(MaskPolicy):
 
 
 class ShapleyPruning(UnitPruning):
-    """Prunes the units without which the outputs of a micro-batch, which runs again and again, change least."""
+    """Prunes the units whose removal changes the outputs of a micro-batch least, by running it many times."""
 
     replays: ClassVar[bool] = True
 
     @property
     def is_ready(self) -> bool:
-        """True if units are found, and there is a micro-batch to score them by."""
+        """True if units are found, and there is a micro-batch to score them with."""
         return self.found and (self._shown is not None or bool(self._calls and self._calls.calls))
 
     def _has_seen(self, group: ChannelGroup) -> bool:
@@ -496,8 +497,8 @@ class ShapleyPruning(UnitPruning):
     def _scores_of_all(self, context: Context, live: list[Tensor]) -> list[Tensor]:
         replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
         if replay is None:
-            rule = "a micro-batch must have been seen since the last step, got none"
-            raise TrainingError("prune shapley", rule, "let the last update fall on a step of the run")
+            rule = "a micro-batch must have run since the last step, got none"
+            raise TrainingError("prune shapley", rule, "choose an end at which the run still trains")
         found = shapley_of_units(
             context.model, self.groups, live, self._tensors, replay,
             permutations=self.config.permutations, generator=context.generator,
@@ -505,12 +506,12 @@ class ShapleyPruning(UnitPruning):
         return [scores.float() for scores in found]
 
     def report(self) -> dict[str, Any]:
-        """Return how units were scored, too."""
+        """Also return how units were scored."""
         return {**super().report(), "shapley": {"value": VALUE, "permutations": self.config.permutations}}
 
 
 def _plainly_named(group: ChannelGroup) -> ChannelGroup:
-    """Return a group under the names that weights have here: those of the model without wrappers of its parts."""
+    """Return a group with names as weights have them here, without wrapper prefixes."""
     slices = tuple(dataclasses.replace(part, tensor=plain_name(part.tensor)) for part in group.slices)
     return dataclasses.replace(group, name=plain_name(group.name), slices=slices)
 
@@ -527,11 +528,11 @@ def _restored(saved: Mapping[str, Any]) -> ChannelGroup:
 
 def _found_none(traced: list[ChannelGroup], granularity: str, modules: Mapping[str, nn.Module]) -> str:
     able = [other for other in TRACED if any(prunable_groups(traced, other, modules))]
-    found = f"its units in reach are of granularity {' and '.join(able)}" if able else "none are in reach"
+    found = f"units within reach have granularity {' and '.join(able)}" if able else "none are within reach"
     kept = [f"{group.name}: {group.reason_kept}" for group in traced if group.reason_kept and group.kind == granularity]
     more = [f"{len(kept) - _NAMED} more"] if len(kept) > _NAMED else []
     why = f" ({'; '.join(kept[:_NAMED] + more)})" if kept else ""
     return (
-        f"prune: must find at least one {granularity} to prune, got none: {found}{why}; give another granularity "
-        "(filter takes the outputs of any layer)"
+        f"prune: must find at least one {granularity} to prune, got none: {found}{why}; use another granularity "
+        "(filter prunes the outputs of any layer)"
     )

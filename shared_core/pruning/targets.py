@@ -1,6 +1,6 @@
-"""Which weights are pruned, why the others are not, and the towers that they lie in.
+"""Which weights are pruned, why others are not, and the towers they belong to.
 
-Towers are the parts of a model at its top, such as a vision and a text encoder, whose weights may differ in size.
+Towers are a model's top-level parts, such as a vision and a text encoder, whose weights may differ in scale.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import PruneConfig
 
 _FEW = 0.1
-"""A tower that keeps less than this of the share that the others keep is told."""
+"""Warn if a tower keeps less than this fraction of the share that the others keep."""
 
 
 def tower_names(names: Sequence[str]) -> list[str]:
-    """Return for each weight the tower that it is in.
+    """Return the tower of each weight.
 
-    Towers are the modules at the top; modules around all others but single layers are passed, numbered ones are not
-    taken apart.
+    Towers are the top-level modules. A module that wraps all others except single layers is skipped, and numbered
+    modules are not split.
 
     Example:
         >>> tower_names(["model.vision.0.fc.weight", "model.vision.1.fc.weight", "model.text.a.weight",
@@ -65,7 +65,7 @@ def tower_names(names: Sequence[str]) -> list[str]:
 
 
 def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return a line for each tower of several matrices that keeps next to nothing while the others do not."""
+    """Return a warning for each tower of several matrices that is almost empty while the others are not."""
     counts: dict[str, list[int]] = {}
     for tower, (size, gone) in zip(tower_names([*weights]), weights.values(), strict=True):
         size_, gone_, matrices = counts.get(tower, [0, 0, 0])
@@ -78,8 +78,8 @@ def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]
         share, others = gone / size, (gones - gone) / (sizes - size)
         if 1 - share < _FEW * (1 - others):
             notes.append(
-                f"{where}: {share:.1%} of the weights of {tower} is gone, of the others {others:.1%}: one threshold is "
-                "for all; scope tower has one for each of them".replace("%", " %")
+                f"{where}: {share:.1%} of the weights of {tower} are pruned, but {others:.1%} elsewhere, because all "
+                "share one threshold. Use scope tower to give each part its own".replace("%", " %")
             )
     return notes
 
@@ -89,38 +89,38 @@ _TYPES: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 _PACKED: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 _NEVER_CALLED = (
-    "attention reads its weight and never calls it, so that its inputs are not seen; take criterion magnitude or "
+    "attention reads this weight without calling the layer, so its inputs are not seen. Use criterion magnitude or "
     "taylor, without cost flops or energy"
 )
 _NO_EXPERTS_INPUTS = (
-    "multiplies each expert's own tokens inside, where they are not seen; take criterion magnitude or taylor, without "
-    "cost flops or energy"
+    "multiplies each expert's tokens internally, so their inputs are not seen. Use criterion magnitude or taylor, "
+    "without cost flops or energy"
 )
-_NO_INPUTS = "computes with it inside, where its inputs are not seen; take criterion magnitude or taylor"
+_NO_INPUTS = "uses this weight internally, so its inputs are not seen. Use criterion magnitude or taylor"
 LEFT_ALONE = "left dense by overrides, sparsity 0"
 _LEFT_OUT = "left out by include, skip or min_size"
-_NO_UNITS = "holds products whose outputs are no units of their own; take granularity unstructured, n_m or block"
-_NO_ROWS = "is no linear layer, which criterion sparsegpt solves alone; take wanda"
+_NO_UNITS = "has packed outputs that cannot be pruned as units. Use granularity unstructured, n_m or block"
+_NO_ROWS = "is not a linear layer, and criterion sparsegpt supports no other. Use wanda"
 _UNABLE = (COMPUTED, _NEVER_CALLED, _NO_INPUTS, _NO_EXPERTS_INPUTS, _NO_UNITS, _NO_ROWS)
 
 
 def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return the module types that have one ``weight``, which can be pruned: linear and convolutional layers.
+    """Return the prunable module types with one ``weight``: linear and convolutional layers.
 
-    transformers' ``Conv1D`` (GPT-2's linear layer) is found by its name, so that transformers need not be
-    imported.
+    transformers' ``Conv1D`` (GPT-2's linear layer) is found by name, so transformers need not be imported.
     """
     return (*_TYPES, *conv1d_of(model))
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The weights and modules of a model that pruning touches.
+    """The weights and modules that pruning touches.
 
-    `modules` maps the name of each weight (as in ``model.state_dict()``, without the prefixes of wrappers)
-    to a module that holds it (`weight_of`); `left_out` the name of every other matrix or larger tensor to
-    the reason; `sparsities` the name of each weight that `config.overrides` names to its own sparsity, of those left
-    out for it too.
+    Attributes:
+        modules: Weight name (as in ``model.state_dict()``, without wrapper prefixes) → a module that holds it
+            (`weight_of`).
+        left_out: Name of every other matrix or larger tensor → why it is not pruned.
+        sparsities: Weight name → sparsity from `config.overrides`, including weights left out for sparsity 0.
     """
 
     modules: dict[str, nn.Module]
@@ -129,11 +129,11 @@ class Targets:
 
     @property
     def own(self) -> dict[str, float]:
-        """The sparsities of the weights that are pruned by themselves."""
+        """Sparsities of the pruned weights that have one of their own."""
         return {name: share for name, share in self.sparsities.items() if name in self.modules}
 
     def without(self, unheld: Container[Tensor], where: str) -> Targets:
-        """Return the targets less the weights that no optimizer holds."""
+        """Return the targets without the weights that no optimizer holds."""
         out = {name: UNHELD for name, weight in self.weights().items() if weight in unheld}
         if len(out) == len(self.modules):
             raise MatchError(where, "must find at least one weight that an optimizer holds, got none")
@@ -145,25 +145,28 @@ class Targets:
         return Touched.parameters(self.weights().items(), self.left_out, asked=self.sparsities.keys() - self.modules)
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the modules hold now: a wrapper (FSDP2) may have replaced them since."""
+        """Return the current parameters of the modules: a wrapper (FSDP2) may have replaced them."""
         return {name: weight_of(name, module) for name, module in self.modules.items()}
 
 
 def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     """Return the weights to prune, in registration order, each tensor once.
 
-    The rule for tensors that are not simply one layer's: a tensor that several modules share is pruned,
-    once, only if all of them are chosen (so an output layer tied to an embedding stays dense); a frozen
-    tensor only if `config.include` names its module; a ``weight`` that is computed (weight norm, another
-    parametrisation) or not floating point never. Biases and other vectors are never pruned. Attention's packed
-    projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units; so are
-    those of stacked experts, each of which is a layer. What `config.overrides` gives sparsity 0 is left out.
+    Special cases:
+        - A shared tensor is pruned, once, only if all its modules are chosen. An output layer tied to an embedding
+          stays dense.
+        - A frozen tensor is pruned only if `config.include` names its module.
+        - A computed ``weight`` (weight norm, another parametrization) or one that is not floating point never is.
+        - Biases and other vectors never are.
+        - Packed attention projections, recurrent weights and each expert of stacked experts are pruned as separate
+          matrices, but not by units.
+        - Weights with sparsity 0 in `config.overrides` are left out.
     """
     types: tuple[type[nn.Module], ...] = (*prunable_types(model), *_PACKED, StackedExperts)
     chosen = chosen_modules(config, model, types, where="prune")
     places = {found.module: found.name for found in chosen}
     stacked = {id(found.module._parameters[found.parameter]) for found in chosen if found.parameter}
-    # By tensor: one that several modules hold (tied) is pruned only if all of them are within reach.
+    # By tensor: a tied one is pruned only if all modules that hold it are within reach.
     holders: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -173,7 +176,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     modules: dict[str, nn.Module] = {}
     left_out: dict[str, str] = {}
     for parameter, held_by in holders.items():
-        # Named by the holder that is matched, so that include, skip and overrides speak of the same name.
+        # Named after the holder that matched, so that include, skip and overrides use the same name.
         place, module, name = next((held for held in held_by if held[1] in places), held_by[0])
         full_name = f"{place}.{name}".removeprefix(".")
         reason = _reason(parameter, held_by, places, types, config)
@@ -189,7 +192,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         for name in list(modules):
             size = weight_of(name, modules[name]).shape[input_axis(modules[name])]
             if size % config.kept_of[1]:
-                left_out[name] = f"its {size} inputs are no multiple of {config.kept_of[1]} (n_m = {config.n_m})"
+                left_out[name] = f"its {size} inputs are not a multiple of {config.kept_of[1]} (n_m = {config.n_m})"
                 del modules[name]
     sparsities = _own_sparsities(config, modules, holders) if config.overrides else {}
     for name in (name for name, share in sparsities.items() if not share):
@@ -206,11 +209,11 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
 def _own_sparsities(
     config: PruneConfig, modules: dict[str, nn.Module], holders: dict[Tensor, list[tuple[str, nn.Module, str]]]
 ) -> dict[str, float]:
-    """Return the sparsity of each weight that an override names by any of the modules that hold it."""
+    """Return the sparsity of each weight for which an override names any module that holds it."""
     places = {name: [place for place, _, _ in holders[weight_of(name, module)]] for name, module in modules.items()}
     named = {place: module for held in holders.values() for place, module, _ in held}
     for name in (name for name, module in modules.items() if isinstance(module, StackedExperts)):
-        places[name].append(name)  # after the module's: what names the parameter itself counts
+        places[name].append(name)  # after the module's: the parameter's own name wins
         named[name] = modules[name]
     layers = {place: named[place] for found in places.values() for place in found}
     options = options_by_module("prune", config.override_options(), layers, "pruned layer")
@@ -220,11 +223,11 @@ def _own_sparsities(
 
 
 def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own: Mapping[str, float]) -> None:
-    """Refuse a sparsity that rounds to nothing: each of the `sizes` keeps at least one, but for granularity layer."""
+    """Refuse a sparsity that rounds to nothing. Each of `sizes` keeps at least one, except with granularity layer."""
     for name, share in own.items():
         if share and min(round(share * sizes[name]), sizes[name] - 1) < 1:
             rule = f"overrides must prune at least one of {sizes[name]} {what} of {name}, got sparsity {share}"
-            raise MatchError("prune", rule, "raise it, or give 0 to leave it dense")
+            raise MatchError("prune", rule, "raise it, or use 0 to leave it dense")
     rest = {name: size for name, size in sizes.items() if name not in own}
     of_towers = config.resolved_scope == "tower"
     together: dict[str, list[int]] = {}
@@ -232,7 +235,7 @@ def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own
         together.setdefault(tower, []).append(size)
     if of_towers and len(together) < 2:
         found = "".join(f"one, {tower or 'the model'}" for tower in together) or "none"
-        raise MatchError("prune", f"scope tower must find two parts at the top, got {found}", "take scope global")
+        raise MatchError("prune", f"scope tower must find two top-level parts, got {found}", "use scope global")
     for of_one in together.values():
         _refuse_nothing_together(config, of_one, what)
 
@@ -241,12 +244,12 @@ def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -
     if config.granularity == "layer":
         most = round(config.sparsity * len(sizes))
     elif config.resolved_scope == "local" or config.criterion == "wanda":
-        # wanda and local scope: each tensor (row) rounds by itself, so the largest one decides.
+        # With wanda or local scope each tensor (row) rounds by itself, so the largest one decides.
         most = max((min(round(config.sparsity * size), size - 1) for size in sizes), default=0)
     else:
         most = min(round(config.sparsity * sum(sizes)), sum(sizes) - len(sizes))
     if config.sparsity and sizes and most < 1:
-        together = ", prune all under one threshold (scope global)" if config.resolved_scope == "local" else ""
+        together = ", use one threshold for all (scope global)" if config.resolved_scope == "local" else ""
         rule = f"sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to none"
         raise MatchError("prune", rule, f"raise it{together}, or prune in smaller pieces")
 
@@ -263,7 +266,7 @@ def _refuse_nothing_of_weights(
             sizes[matrix] = one.numel()
             if config.granularity == "block":
                 rows, columns = block_of(config, module)
-                # Tiles at the border count as tiles.
+                # Partial tiles at the border count as tiles.
                 sizes[matrix] = -(-one[0] // rows) * -(-one[1:].numel() // columns)
             elif config.criterion == "wanda":
                 sizes[matrix] //= shape[output_axis(module)]
@@ -285,14 +288,14 @@ def _reason(
     types: tuple[type[nn.Module], ...],
     config: PruneConfig,
 ) -> str | None:
-    """Return why a tensor is left dense, None if it is to be pruned."""
+    """Return why a tensor is left dense, or None if it is pruned."""
     outside = [held for held in held_by if held[1] not in places or not _is_pruned(held[1], held[2], parameter)]
     if outside:
         place, module, name = outside[0]
         tied = f"shared with {place or 'the model'}: " if len(outside) < len(held_by) else ""
         if isinstance(module, types) and _is_pruned(module, name, parameter):
             return f"{tied}{_LEFT_OUT}"
-        return f"{tied}{type(module).__name__}.{name} is not a weight that is pruned"
+        return f"{tied}{type(module).__name__}.{name} is not a prunable weight"
     if not parameter.is_floating_point():
         return f"not floating point ({parameter.dtype})"
     if not parameter.requires_grad and not config.include:
@@ -321,22 +324,22 @@ def _reason(
 
 
 def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Return True if a tensor that a chosen module holds under this name is one that is pruned."""
+    """Return True if a tensor that a chosen module holds under this name is prunable."""
     if isinstance(module, StackedExperts):
         return name in expert_weights(module)
     return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"
 
 
 def refuse_sharded(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that FSDP2 has sharded, where the options need more than one whole."""
+    """Refuse weights sharded by FSDP2 if the options need more than one whole weight at a time."""
     sharded = next((name for name, weight in weights.items() if is_sharded(weight)), None)
     if sharded and (reason := config.why_not_sharded):
-        raise CompatibilityError("prune", f"{sharded} must be a plain tensor, got a sharded one: {reason}")
+        raise CompatibilityError("prune", f"sharded weights such as {sharded} are not supported here: {reason}")
 
 
 def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module], done: str, instead: str) -> None:
-    """Refuse to change weights that merging joins with others, which undoes what was done to them."""
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there is no such layer
+    """Refuse to change weights that PEFT later merges with others, which would undo the change."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # if PEFT is not imported, there are no such layers
     if tuners is None:
         return
     inside = {
@@ -347,5 +350,5 @@ def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module
     }
     name = next((name for name, module in chosen.items() if id(module) in inside), None)
     if name is not None:
-        rule = f"weights must not be those of PEFT's adapters or of layers beneath them, got {name}: {done}"
-        raise CompatibilityError(where, rule, f"{instead}, or leave these layers out by skip")
+        rule = f"weights of PEFT adapters and of the layers below them cannot be changed, got {name}: {done}"
+        raise CompatibilityError(where, rule, f"{instead}, or exclude these layers with skip")

@@ -1,6 +1,6 @@
-"""Pruning during training: masks on a schedule, and weights that stay exactly zero once they are pruned.
+"""Pruning during training: masks follow a schedule, and pruned weights stay exactly zero.
 
-`Pruning` translates the session's verbs; which masks come next, and what weights do under them, is its `MaskPolicy`'s.
+`Pruning` implements the session's hooks. Its `MaskPolicy` chooses the masks and decides what happens to masked weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLEARLY = 0.05
 
 
 def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generator) -> MaskPolicy:
-    """Return the masks that these options ask for: of units, or of weights that may come back or stay pruned."""
+    """Return the policy for these options: for units, or for weights that may come back or stay pruned."""
     policy: type[MaskPolicy] = MaskPolicy
     if config.prunes_units:
         policy = ShapleyPruning if config.criterion == "shapley" else UnitPruning
@@ -47,9 +47,9 @@ def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generato
 class Pruning(Technique):
     """Prunes the weights of linear and convolutional layers as `PruneConfig` says.
 
-    Masks are recomputed at the steps of the schedule; what is pruned stays pruned, unless `dynamic`, `sr_ste` or
-    criterion ``movement`` let weights under the mask learn on until ``end``. After every optimizer step pruned weights
-    are set to exactly +0.0, whatever momentum, weight decay or an 8-bit state would make of them.
+    Masks are recomputed at the steps of the schedule. Pruned weights stay pruned, unless `dynamic`, `sr_ste` or
+    criterion ``movement`` let masked weights keep learning until ``end``. After every optimizer step pruned weights
+    are set to exactly +0.0, regardless of momentum, weight decay or 8-bit optimizer states.
     """
 
     key: ClassVar[str] = "prune"
@@ -58,15 +58,15 @@ class Pruning(Technique):
     def __init__(self, config: PruneConfig) -> None:
         super().__init__(config)
         if config.criterion == "sparsegpt":
-            rule = "criterion must be another in training, got 'sparsegpt', which changes all weights at once"
-            raise ConfigError("prune", rule, "take wanda, or prune afterwards with eff prune")
+            rule = "criterion must not be sparsegpt in training, because it changes all weights at once"
+            raise ConfigError("prune", rule, "use wanda, or prune after training with eff prune")
         self._policy = MaskPolicy(config, Targets({}, {}), Magnitude({}))
         self._schedule = Schedule(config)
         self._costs: CostWatch | None = None
         self._penalty: Penalty | None = None
         self._saved: Mapping[str, Any] = {}
         self._last_update = -1
-        self._has_trained = self._waits = False  # since the last update: a step had gradients; one was due and had none
+        self._has_trained = self._waits = False  # since the last update: a step had gradients / an update waits for one
         self._sparsity = self._pruned_share = 0.0
         self._own: dict[str, float] = {}
         self._counted: dict[str, int] = {}
@@ -76,19 +76,19 @@ class Pruning(Technique):
         return self._policy.targets
 
     def attach(self, context: Context) -> Touched:
-        """Find the weights to prune, choose the policy, and listen to what the criterion needs."""
+        """Find the weights to prune, choose the policy, and register the hooks that the criterion needs."""
         model = context.model
         context.undo.callback(self._detach)
         targets = find_targets(model, self.config)
         refuse_adapters(
-            "prune", model, targets.modules, "merging would fill their zeros again", "merge, and prune the merged model"
+            "prune", model, targets.modules, "merging would fill their zeros", "merge first, and prune the merged model"
         )
         context.projections.append(self._project)
         self._take(targets, model, context)
         return targets.touched()
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Leave dense what no optimizer holds."""
+        """Leave weights dense that no optimizer holds."""
         targets = self._targets.without(context.unheld, "prune")
         if targets.modules.keys() != self._targets.modules.keys():
             self._policy.scorer.detach()
@@ -99,7 +99,7 @@ class Pruning(Technique):
         self._policy.store.apply(values)
 
     def _take(self, targets: Targets, model: nn.Module, context: Context) -> None:
-        """Prune these weights, and listen to what the criterion needs of them."""
+        """Prune these weights, and register the hooks that the criterion needs."""
         config = self.config
         self._policy = make_policy(config, targets, context.generator)
         if config.cost != "none":
@@ -112,37 +112,37 @@ class Pruning(Technique):
         context.windows["prune.scorer"] = self._policy.scorer
 
     def plan(self, context: Context) -> Plan:
-        """Return when masks are made, and how sparse the weights are until they are as sparse as asked."""
+        """Return when masks are made, and the current sparsity until the target is reached."""
         self._schedule = Schedule.resolve(self.config, context)
         return Plan(
             self._schedule.events(self._targets.own),
             self._missing,
-            self._schedule.end,  # a checkpoint from before is less sparse than what the run promises
+            self._schedule.end,  # earlier checkpoints are less sparse than asked for
             guards=self._policy.weights,
             acts_on_gradients=self.config.acts_on_gradients,
         )
 
     def _missing(self) -> str:
-        """Return how sparse the weights are, until they are as sparse as asked."""
+        """Return the current sparsity until the target is reached."""
         short = [name for name, share in self._targets.own.items() if self._own.get(name, 0.0) < share]
         if self._last_update >= 0 and self._sparsity >= self.config.sparsity and not short:
             if not self._policy.is_short(self.config.sparsity):
                 return ""
             return (
                 f"sparsity {self._pruned_share:.4g} of {self.config.sparsity:.4g}: "
-                f"{self._policy.why_short}, and no further update of the masks is due"
+                f"{self._policy.why_short}, and the masks will not be updated again"
             )
         told = [f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}"]
         told += [f"{name} {self._own.get(name, 0.0):.4g} of {self._targets.own[name]:.4g}" for name in short]
         return f"{', '.join(told)}, complete at step {self._schedule.end}"
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
+        """Resolve the schedule, then restore saved masks, or make the first ones if they are due."""
         if state is not None:
             self._restore(state)
         self.plan(context)
-        # LBFGS evaluates many points within one step, between which no mask is applied.
-        refuse_lbfgs(context.optimizers, "prune", "whose line search trains pruned weights within a step")
+        # LBFGS evaluates several points within one step, and no mask is applied between them.
+        refuse_lbfgs(context.optimizers, "prune", "whose line search changes pruned weights within a step")
         policy = self._policy
         policy.begin(context.model, self._schedule)
         refuse_sharded(self.config, policy.weights)
@@ -152,40 +152,40 @@ class Pruning(Technique):
         elif self._last_update < 0 and context.step == 0:
             self._tell_refilled(context)
         if not policy.is_final:
-            policy.scorer.attach()  # masks that were final before an earlier state was loaded have taken its hooks off
+            policy.scorer.attach()  # final masks remove its hooks; a loaded earlier state needs them again
             if self._costs:
                 self._costs.watch()
             policy.listen(context.model)
         if self.config.criterion != "shapley":
             context.drop(self.forward)
-        # What needs no step prunes at once, so that the very first forward is sparse.
+        # Criteria that need no step prune at once, so that the first forward is already sparse.
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_batches:
             self._update(context)
 
     def _tell_refilled(self, context: Context) -> None:
-        """Say that the model is sparse already, where the first masks hold fewer zeros than it has."""
+        """Report that the model is already sparse if the first masks keep fewer zeros than it has."""
         found = [weight.detach() for weight in self._policy.weights.values() if not is_sharded(weight)]
         filled = read_together([weight.count_nonzero() for weight in found])
         counts = [(weight.numel(), weight.numel() - kept) for weight, kept in zip(found, filled, strict=True)]
-        # not those that begin as zeros, such as the last layer of a residual branch
+        # Skip weights that are all zero, such as the last layer of a residual branch at initialization.
         zeros = sum(zero for size, zero in counts if zero < size)
         size, config = sum(size for size, _ in counts), self.config
         waits = self._schedule.begin > 0 or bool(config.needs_batches)
         held = 0.0 if waits else self._schedule.sparsity(0, config.sparsity)
         if size and zeros / size > held + _CLEARLY:
             context.note(
-                f"prune: {zeros:,} of the {size:,} weights within reach are zero already, and the masks hold "
-                f"{held:.4g} of the weights at first: training fills the other zeros again. To keep them, take "
+                f"prune: {zeros:,} of the {size:,} weights within reach are already zero, but the first masks keep "
+                f"only {held:.4g} of the weights at zero, so training fills the others again. To keep all zeros, use "
                 f"schedule: one_shot, begin: 0 and sparsity: {zeros / size:.4g}, with criterion magnitude"
             )
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Look at the last micro-batch of a step, which a run stopped inside of it comes to as well."""
+        """Record the last micro-batch of a step, so that a run that stopped within the step resumes alike."""
         self._policy.new_micro_batch()
         return contextlib.nullcontext()
 
     def before_step(self, context: Context) -> None:
-        """Read what the criterion needs of the gradients; then dead ones must not move live weights."""
+        """Show the gradients to the criterion, then keep those of pruned weights from moving live weights."""
         policy = self._policy
         self._has_trained |= context.has_gradients
         if not policy.is_final:
@@ -193,7 +193,7 @@ class Pruning(Technique):
             refuse_sparse("prune", gradients.values())
             if self._costs:
                 self._costs.end_step()
-            # Scored on the task's own gradients: the penalty's must not tell what a weight is worth.
+            # Score on the task's own gradients, before the penalty changes them.
             policy.observe(context, gradients)
             if self._penalty and context.step < self._schedule.end:
                 self._penalty.add_(context.optimizers)
@@ -208,10 +208,10 @@ class Pruning(Technique):
             return
         if self._penalty:
             self._penalty.decay_()
-        # A resumed run comes to the step of its last update again.
+        # A resumed run reaches the step of its last update again.
         is_due = self._waits or (self._schedule.is_due(context.step) and context.step != self._last_update)
         if is_due:
-            # Where every micro-batch since the last update was left out, the next step with gradients makes the masks.
+            # If no step since the last update had gradients, the next step that has some updates the masks.
             self._waits = not (self._has_trained or self._policy.is_ready)
         if is_due and not self._waits:
             self._update(context)
@@ -221,12 +221,12 @@ class Pruning(Technique):
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Hold what is kept in parts in whole, so that saving needs no other process."""
+        """Gather sharded data, so that saving needs no other process."""
         if purpose == "evaluate":
             yield
             return
-        # What is saved holds zeros, also after writes that torch does not count (``.data``). Where it does, nothing is
-        # written: in the middle of a batch autograd may have kept these weights.
+        # Saved weights must hold zeros, even after writes that torch does not count (``.data``). If they do already,
+        # write nothing: in the middle of a batch autograd may have saved these weights.
         if not self._policy.store.is_held():
             self._policy.store.apply()
         self._policy.gather()
@@ -236,7 +236,7 @@ class Pruning(Technique):
             self._policy.release()
 
     def finish(self, context: Context) -> None:
-        """Bake the zeros that there are: no weight is pruned here that no step followed. Masks stay until `detach`."""
+        """Write the zeros without pruning any further. Masks stay until `detach`."""
         reshard_(context.model)
         self._finalise(context)
         for note in self._policy.layers_report()["notes"]:
@@ -244,16 +244,16 @@ class Pruning(Technique):
         self._policy.store.apply()
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return that what the masks prune is 0, of biases and norms of pruned units too."""
+        """Return the claim that everything the masks prune is 0, including biases and norms of pruned units."""
         self._counted = zeros_of_sharded(self._policy.weights)
         counted = {entry["name"]: entry["pruned"] for entry in self.report()["tensors"]}
         packed = self._policy.store.packed().items()
         return {name: Zeros(mask, counted.get(name), holds=Where.TRAINED) for name, mask in packed}
 
     def _detach(self) -> None:
-        """Release the masks; the state stays readable."""
+        """Release the masks. The state stays readable."""
         policy = self._policy
-        # cut short, the processes that hold the other parts may be gone
+        # After a crash the processes that hold the other parts may be gone.
         if policy.store and (policy.is_final or not any(map(is_sharded, policy.weights.values()))):
             self._saved = self.state_dict()
         if self._costs:
@@ -261,7 +261,7 @@ class Pruning(Technique):
         policy.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, what lies under them, what was gathered, and how far it is."""
+        """Return the masks, the values under them, the gathered statistics, and the position in the schedule."""
         if self._saved and not self._policy.store:
             return dict(self._saved)
         return {
@@ -275,7 +275,7 @@ class Pruning(Technique):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore all but the masks, which the policy checks."""
+        """Restore everything but the masks, which the policy checks."""
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])
         self._own = {name: float(share) for name, share in state.get("own", {}).items()}
@@ -291,7 +291,7 @@ class Pruning(Technique):
         return {"prune/sparsity": self._pruned_share}
 
     def report(self) -> dict[str, Any]:
-        """Return per tensor how many weights are zero, counted in the weights, and what was left dense."""
+        """Return how many weights of each tensor are zero, counted in the weights, and what was left dense."""
         policy = self._policy
         return {
             **weights_report(policy.targets, {**policy.store.num_pruned, **self._counted}),
@@ -322,13 +322,13 @@ class Pruning(Technique):
     def _update(self, context: Context) -> None:
         step, own = context.step, self._targets.own
         self._last_update = step
-        # a run resumed with more steps stretches a schedule given in fractions: then it waits for the schedule
+        # Resuming with more steps stretches a schedule given as fractions. Sparsity then waits until it catches up.
         self._sparsity = max(self._sparsity, self._schedule.sparsity(step, self.config.sparsity))
         self._own = {
             name: max(self._own.get(name, 0.0), self._schedule.sparsity(step, share)) for name, share in own.items()
         }
         if self._sparsity > 0 or any(self._own.values()):
-            # A NaN weight fails the ranking; the error then says which weight and step.
+            # If a weight is NaN, ranking fails, and the error names the weight and the step.
             with naming_nan("prune", self._policy.weights, step):
                 masks = self._policy.next_masks(context, self._sparsity, self._own)
             self._policy.take(context, masks)
@@ -345,7 +345,7 @@ class Pruning(Technique):
         self._pruned_share = sum(gone[name] for name in gone if name in weights) / numel if numel else 0.0
 
     def _finalise(self, context: Context) -> None:
-        """Keep the present masks for good: nothing learns under them any more, and nothing is gathered."""
+        """Make the current masks final: masked weights stop learning, and nothing is gathered."""
         policy = self._policy
         if policy.is_final:
             return

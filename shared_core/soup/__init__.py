@@ -1,4 +1,4 @@
-"""Averages of weights: of checkpoints (uniform, weighted, greedy by a metric, merges), and running ones in training."""
+"""Averages of checkpoints: uniform, weighted, greedy by a metric, and merges."""
 
 from shared_core.lazy_exports import export_lazily
 

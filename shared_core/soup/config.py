@@ -1,4 +1,4 @@
-"""Options of the soup at the end of training."""
+"""The options of the soup at the end of training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SMALLER_IS_BETTER = frozenset({
 _GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
 
 
-TWO_AVERAGES = "each would put its own weights into the model for validation; keep one of them"
-# Masks, clusters, copies and quantisers that belong to single parameters.
+TWO_AVERAGES = "each would put its own weights into the model for validation. Keep only one of them"
+# Techniques with masks, clusters, copies or quantisers of single parameters.
 _HOLD_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
 
 
@@ -34,39 +34,39 @@ class SoupConfig(TechniqueConfig):
     key: ClassVar[str] = "soup"
     switch: ClassVar[str] = "kind"
 
-    # it evaluates through live masks and quantisers; checkpoints hold merged adapters
+    # It evaluates through live masks and quantisers, while checkpoints hold merged adapters.
     finishes_after: ClassVar[tuple[str, ...]] = ("lora",)
     conflicts: ClassVar[Mapping[str, str]] = {
         "averaging_callback": TWO_AVERAGES,
-        "own_loop": "nothing tells which checkpoints it saved, or their metric; soup them with `eff soup`",
+        "own_loop": "a plain loop does not report its checkpoints or their metric. Average them with `eff soup`",
         "deepspeed": DEEPSPEED,
-        "fsdp1": "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
+        "fsdp1": "candidates are whole models. Average the saved checkpoints with `eff soup` instead",
     }
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
-    logs_nothing: ClassVar[str] = "it works after training, and says so"
+    logs_nothing: ClassVar[str] = "it works after training, and prints its result"
 
     kind: Literal["greedy", "uniform", "weighted"] = option(
-        help="Average the run's checkpoints at the end: greedy (add while the metric does not fall), uniform (all) or "
-        "weighted (by weights)."
+        help="Average the run's checkpoints at the end: greedy (add while the metric does not get worse), uniform "
+        "(all) or weighted (by weights)."
     )
-    metric: str = option("eval_loss", help="Validation metric that greedy follows, as the trainer names it.", **_GREEDY)
+    metric: str = option("eval_loss", help="Validation metric for greedy, as the trainer names it.", **_GREEDY)
     mode: Literal["auto", "max", "min"] = option(
         "auto",
-        help="Whether the metric is better when larger (max) or smaller (min); auto: min for losses and errors.",
+        help="The metric is better when larger (max) or smaller (min); auto: min for losses and errors.",
         **_GREEDY,
     )
     strict: bool = option(
-        False, help="Accept only an average that improves the metric, not one that keeps it.", **_GREEDY
+        False, help="Accept an average only if it improves the metric, not if it is equal.", **_GREEDY
     )
-    min_delta: float = option(0.0, help="Accept only an average that is better by at least this.", low=0, **_GREEDY)
+    min_delta: float = option(0.0, help="Accept an average only if it is better by at least this.", low=0, **_GREEDY)
     order: Literal["metric", "logged", "newest", "random"] = option(
         "metric",
-        help="In which order greedy tries: metric (best first, each evaluated alone), or with only the first evaluated "
-        "alone: logged (best first by what training logged), newest (first), random.",
+        help="The order in which greedy tries: metric (best first, each evaluated alone), or with only the first "
+        "evaluated alone: logged (best first by logged metrics), newest (first), random.",
         **_GREEDY,
     )
-    seed: int = option(0, help="Of the random order.", only_with={"order": ("random",)})
-    repeat: bool = option(True, help="Evaluate the first member twice, to notice an evaluation with noise.", **_GREEDY)
+    seed: int = option(0, help="Seed of the random order.", only_with={"order": ("random",)})
+    repeat: bool = option(True, help="Evaluate the first member twice, to detect noise in the evaluation.", **_GREEDY)
     weights: tuple[float, ...] = option(
         (),
         help="How much each of the newest checkpoints counts, oldest first; fewer checkpoints use the last of them.",
@@ -75,15 +75,15 @@ class SoupConfig(TechniqueConfig):
         required=True,
     )
     last: int | None = option(
-        None, help="Use only the last so many checkpoints; all by default.", low=1,
+        None, help="Use only this many of the last checkpoints; all by default.", low=1,
         only_with={"kind": ("greedy", "uniform")},
     )  # fmt: skip
-    max_ingredients: int | None = option(None, help="Stop when the soup has so many members.", low=1, **_GREEDY)
+    max_ingredients: int | None = option(None, help="Stop at this many members.", low=1, **_GREEDY)
     rank: int | None = option(
         None, help="Cut averages of a PEFT model's adapters to this rank (SVD); by default ranks add up.", low=1
     )
     bn_batches: int = option(
-        0, help="Training batches on which BatchNorm statistics are re-estimated for every average; 0: average them.",
+        0, help="Training batches to re-estimate BatchNorm statistics for every average; 0: average them.",
         low=0,
     )  # fmt: skip
 
@@ -93,36 +93,36 @@ class SoupConfig(TechniqueConfig):
         return self.mode == "max" if self.mode != "auto" else larger_is_better(self.metric)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         yield from refuse_estimates(self, environment)
         if {"peft", "fsdp2"} <= {*environment}:
             yield (
                 f"soup of {RUN_ENVIRONMENTS['peft']} cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: averages of "
-                "adapters have other ranks, and FSDP2 keeps shapes that it has sharded; average the saved adapters "
-                "with `eff soup`"
+                "adapters have other ranks, but FSDP2 cannot change sharded shapes. Average the saved adapters with "
+                "`eff soup`"
             )
         for key in _HOLD_WEIGHTS:
             if "peft" in environment and key in recipe:
                 yield (
-                    f"soup of {RUN_ENVIRONMENTS['peft']} cannot be combined with {key}: what it holds of the adapters "
-                    "is of other shapes than those of their averages; average the saved adapters with `eff soup`"
+                    f"soup of {RUN_ENVIRONMENTS['peft']} cannot be combined with {key}: its state per adapter weight "
+                    "does not fit averages, which have other shapes. Average the saved adapters with `eff soup`"
                 )
 
     def needed_metrics(self) -> Mapping[str, str]:
-        """Return the metric that a greedy soup follows."""
+        """Return the metric that a greedy soup needs."""
         return {"soup: metric": self.metric} if self.kind == "greedy" else {}
 
 
 def larger_is_better(metric: str) -> bool:
-    """Return True if a metric of this name is better when larger: all but losses and errors are."""
+    """Return True if a metric of this name is better when larger, which is all but losses and errors."""
     words = re.split(r"[^a-z0-9]+", metric.lower())
     return not any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)
 
 
 def refuse_estimates(config: Any, environment: Collection[str]) -> Iterator[str]:
-    """Yield that `bn_batches` cannot run where `training_step` steps the optimizer itself."""
+    """Yield a message if `bn_batches` is used although `training_step` steps the optimizer itself."""
     if config.bn_batches and "manual_optimization" in environment:
         yield (
             f"{config.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
-            "statistics are estimated by training_step, which steps the optimizer; leave bn_batches at 0"
+            "statistics are estimated by running training_step, which would step the optimizer. Leave bn_batches at 0"
         )

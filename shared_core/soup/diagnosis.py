@@ -1,4 +1,4 @@
-"""Measure if checkpoints can be averaged at all: their metrics, their distances, the barriers between them."""
+"""Measure whether checkpoints can be averaged: their metrics, distances, and the barriers between them."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# A metric that is worse by this share of itself is one that averaging broke.
+# A metric that gets worse by this share means that averaging failed.
 _COLLAPSE = 0.05
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Measurements of ingredients; lists and matrices are in the order of `names`."""
+    """Measurements of ingredients. Lists and matrices are in the order of `names`."""
 
     names: list[str]
     metrics: list[float]
-    """The metric of each alone."""
+    """The metric of each ingredient alone."""
     uniform: float
-    """The metric of the uniform soup; may be NaN."""
+    """The metric of the uniform soup, possibly NaN."""
     distances: list[list[float]]
     """L2 distance of each pair, over all averaged tensors."""
     from_mean: list[float]
-    """L2 distance of each from the mean of all."""
+    """L2 distance of each ingredient from the mean of all."""
     cosines: list[list[float]]
-    """Cosine of ``w_i - mean`` and ``w_j - mean``; -1/(n-1) if members lie around their mean without a pattern. NaN for
-    a member that is the mean."""
+    """Cosine of ``w_i - mean`` and ``w_j - mean``. -1/(n-1) if members are spread evenly around their mean, NaN for a
+    member that equals the mean."""
     best: str
     """The best single ingredient."""
     paths: dict[str, list[float]]
     """Metrics from the best (α = 0) to each other ingredient (α = 1), at `ALPHAS`."""
     barriers: dict[str, float]
-    """The largest fall of the metric below the straight line between the two ends; 0 or more."""
+    """The largest drop of the metric below the straight line between both ends, 0 or more."""
     left_out: dict[str, str]
-    """Ingredients without finite weights or metric, and why."""
+    """Ingredient without finite weights or metric → why."""
     warnings: list[str]
-    """The reasons against averaging them all."""
+    """Reasons against averaging them all."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and the αs."""
+        """Return all fields, and the values of α."""
         return {**asdict(self), "alphas": list(ALPHAS)}
 
 
@@ -76,28 +76,28 @@ def diagnose(
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     job: Job | None = None,
 ) -> Diagnosis:
-    r"""Return metric, distances and interpolation barriers of checkpoints, and whether a uniform soup would collapse.
+    r"""Measure metrics, distances and interpolation barriers of checkpoints, and whether a uniform soup would collapse.
 
-    The barrier between the best ingredient b and another one x is the worst fall of the metric M below the straight
-    line between its ends, ``max_α ((1-α) M(b) + α M(x)) - M((1-α) b + α x)`` for a metric that is better when larger.
-    It is measured at `ALPHAS`; near 0 both lie in one basin and can be averaged. n ingredients cost 4n - 2 evaluations
-    and, for distances, one read of each; memory is one model.
+    The barrier between the best ingredient b and another one x is the largest drop of the metric M below the straight
+    line between both ends, ``max_α ((1-α) M(b) + α M(x)) - M((1-α) b + α x)`` for a metric that is better when larger.
+    It is measured at `ALPHAS`. Near 0, both are in one basin and can be averaged. n ingredients need 4n - 2 evaluations
+    and, for distances, one read of each. Memory is one model.
 
     Args:
         ingredients: At least two paths (see `open_ingredient`) or state dicts.
         evaluate: Returns the held-out metric of a state dict.
-        mode: Whether the metric is better when larger or smaller.
-        jobs: Evaluate ingredients alone in so many processes; they must be files, and what is called importable.
+        mode: ``"max"`` if the metric is better when larger, otherwise ``"min"``.
+        jobs: Number of processes that evaluate single ingredients. Ingredients must be files, and functions importable.
         progress: Called after each evaluation.
-        journal: A JSON file that takes every score at once, for a diagnosis that is killed and started again.
-        about: What else tells this diagnosis from another to the journal.
-        after_average: Called with every candidate before it is evaluated; changes it in place (masks).
-        job: Other processes, which evaluate ingredients alone with this one; they call `score_share`.
+        journal: A JSON file that records every score at once, to continue a diagnosis that was killed.
+        about: What else distinguishes this diagnosis from others in the journal.
+        after_average: Called with every candidate before it is evaluated, to change it in place (masks).
+        job: Other processes that also evaluate single ingredients, by calling `score_share`.
 
     Raises:
-        CheckpointError: If ingredients cannot be read or do not belong together, fewer than two are finite, or the
-            journal is of something else.
-        ConfigError: If `mode` is neither, or `evaluate` does not return a number.
+        CheckpointError: If ingredients cannot be read or do not match, fewer than two are finite, or the journal
+            belongs to another diagnosis.
+        ConfigError: If `mode` is invalid, or `evaluate` does not return a number.
 
     Source: Frankle et al., 2020, arXiv:1912.05671; the straight line: Entezari et al., 2022, arXiv:2110.06296.
 
@@ -145,7 +145,7 @@ _Scored = tuple[int, Ingredient, float]
 
 
 def _alone(opened: Sequence[Ingredient], scoring: Scoring) -> tuple[list[_Scored], dict[str, str]]:
-    """Return number, ingredient and metric of those that have one, and why the others have none."""
+    """Return number, ingredient and metric of those with a finite metric, and why the others have none."""
     able: list[_Scored] = []
     left_out = {}
     for number, item in enumerate(opened):
@@ -164,7 +164,7 @@ def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Cand
     candidate.begin_mean(first)
     paths = {}
     for number, item, single in (row for row in able if row is not best):
-        # the mean of the best and of alpha / (1 - alpha) times the other is their interpolation at alpha
+        # The mean of the best with weight 1 and the other with weight alpha / (1 - alpha) interpolates at alpha.
         between = [
             scoring.score(
                 f"{start} to {number} at {alpha}", partial(candidate.write_average, item, alpha / (1 - alpha))
@@ -178,8 +178,8 @@ def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Cand
 def _barrier(path: Sequence[float], sign: float) -> float:
     if not all(math.isfinite(score) for score in path):
         return math.inf
-    # The barrier of Frankle et al. (2020, arXiv:1912.05671): the straight line between the two ends less the metric
-    # between them. Ends have none by definition.
+    # The barrier of Frankle et al. (2020, arXiv:1912.05671): the straight line between both ends minus the metric.
+    # The ends have none by definition.
     falls = [
         sign * ((1 - alpha) * path[0] + alpha * path[-1] - score) for alpha, score in zip(ALPHAS, path, strict=True)
     ]
@@ -196,15 +196,15 @@ def _warnings(
 ) -> list[str]:
     mean = sum(metrics) / len(metrics)
     found = []
-    # `not isfinite` first: comparisons with NaN are false, and would hide a soup that broke.
+    # `not isfinite` first: comparisons with NaN are false, and would hide a soup that failed.
     if not math.isfinite(uniform) or sign * (mean - uniform) > _COLLAPSE * abs(mean):
         found.append(
-            f"a uniform soup would collapse: its metric is {uniform:.6g}, the mean member's {mean:.6g}; average "
-            "greedily, or leave out what lies behind a barrier"
+            f"a uniform soup would collapse: its metric is {uniform:.6g}, the members' mean is {mean:.6g}; average "
+            "greedily, or leave out ingredients behind a barrier"
         )
     apart = [name for name in names if barriers.get(name, 0.0) > _COLLAPSE * abs(top)]
     if apart:
-        found.append(f"behind a barrier, so not to be averaged with the best: {', '.join(apart)}")
+        found.append(f"behind a barrier, so do not average these with the best: {', '.join(apart)}")
     return found
 
 
@@ -212,10 +212,10 @@ def _warnings(
 def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float], list[list[float]]]:
     """Return pairwise distances, distances from the mean, and cosines of ``w_i - mean``, in float64.
 
-    All ingredients are read side by side, some ten thousand numbers of each at a time.
+    All ingredients are read in parallel, several ten thousand numbers at a time.
     """
     count = len(items)
-    # float64: a squared distance sums up to 1e9 small terms, and cosines of near-equal members cancel.
+    # float64: a squared distance sums up to 1e9 small terms, and cosines of nearly equal members cancel.
     squares = torch.zeros(count, count, dtype=torch.float64)
     products = torch.zeros(count, count, dtype=torch.float64)
     for key, spec in items[0].specs.items():
@@ -226,25 +226,25 @@ def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float
             # A complex number counts as its two parts.
             wide = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
             rows = torch.stack([part.cpu().double().flatten() for part in wide])
-            # differences, not the products below: equal ingredients are to be at distance 0
+            # Use differences instead of the products below, so that equal ingredients have distance 0.
             for i in range(count - 1):
                 squares[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1)
-            # Products of what is left after the mean: the Gram matrix of w_i - mean, summed chunk by chunk.
+            # Products after subtracting the mean: the Gram matrix of w_i - mean, summed piece by piece.
             rows -= rows.mean(0)
             products += rows @ rows.T
     for item in items:
         item.close()
-    # A member that is the mean has norm 0: 0 / 0 gives the NaN that the field promises.
+    # A member that equals the mean has norm 0, and 0 / 0 gives the documented NaN.
     norms = products.diagonal().sqrt()
     cosines = products / norms.outer(norms)
     return (squares + squares.T).sqrt().tolist(), norms.tolist(), cosines.clamp(-1, 1).tolist()
 
 
 def diagnosis_table(found: Diagnosis) -> Table:
-    """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one.
+    """Return a table with a row per ingredient: metric, distances, and metrics between it and the best one.
 
     Args:
-        found: As `diagnose` returns it.
+        found: The result of `diagnose`.
     """
     ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
     best = found.names.index(found.best)
@@ -266,11 +266,11 @@ def _short(name: str) -> str:
 
 
 def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
-    """Write a plot of the ways from the best ingredient to the others, and of all distances; return its file.
+    """Plot the metrics between the best ingredient and the others, and all distances. Return the file.
 
     Args:
-        found: As `diagnose` returns it.
-        file: Its ending names the format, one that matplotlib writes.
+        found: The result of `diagnose`.
+        file: Its suffix selects one of matplotlib's formats.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Greedy soup: add an ingredient to the average if the held-out metric does not fall; its path as table, JSON, plot."""
+"""Greedy soup: add an ingredient if the held-out metric does not get worse. Also its path as table, JSON and plot."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Order = Literal["metric", "random", "given"]
 
 @dataclass(frozen=True)
 class SoupResult:
-    """A soup and the path that led to it."""
+    """A soup and how it was found."""
 
     state_dict: dict[str, Tensor]
     ingredients: list[str]
     """Names of the members in the order they were added."""
     score: float
-    """The metric of the soup; never worse than that of its first member, which by order of metric is the best one."""
+    """The metric of the soup. Never worse than its first member's, which is the best one in order of metric."""
     history: list[dict[str, Any]]
-    """One row an ingredient, in the order tried: order, name, single, score, accepted, reason."""
+    """One row per ingredient, in the order tried: order, name, single, score, accepted, reason."""
     repeat: tuple[float, float] | None = None
-    """The metric of the first member, evaluated twice; two numbers that differ show noise in the evaluation."""
+    """The metric of the first member, evaluated twice. Different numbers show noise in the evaluation."""
 
 
 @dataclass(eq=False)
@@ -87,42 +87,42 @@ def greedy_soup(
 ) -> SoupResult:
     r"""Return the greedy soup of checkpoints of one architecture.
 
-    Each ingredient is evaluated alone; then, best first, each is added to the running mean
-    ``m += (x - m) / (k + 1)`` (float32, whatever the checkpoints' dtype) if the metric of the average does not fall.
-    In another order only the first is evaluated alone, and the soup is never worse than that one.
-    The same candidate dict is given to every call of `evaluate`, with new values: copy what you keep. Integers and
-    booleans come from the best ingredient, tied weights are averaged once, equal ingredients give equal bits.
-    Memory is one model, whatever the number of ingredients; the mean lies in a nameless file in ``TMPDIR``.
+    Each ingredient is evaluated alone. Then, best first, each is added to the running mean
+    ``m += (x - m) / (k + 1)`` (in float32, for any dtype) if the metric of the average does not get worse.
+    In other orders only the first is evaluated alone, and the soup is never worse than that one.
+    Every call of `evaluate` gets the same dict with new values, so copy what you keep. Integers and booleans come from
+    the best ingredient, tied weights are averaged once, and equal ingredients give equal bits. Memory is one model, for
+    any number of ingredients. The mean is in an unnamed file in ``TMPDIR``.
 
     Args:
         ingredients: Paths (see `open_ingredient`) or state dicts. Equal metrics keep this order.
-        evaluate: Returns the held-out metric of a state dict (of adapters: `AdapterWeights`, whose rank differs from
-            call to call). Quality is then to be told on other data.
-        mode: Whether the metric is better when larger (``"max"``) or smaller (``"min"``).
-        strict: Accept only what improves the metric (the authors' code), not what keeps it (the paper).
-        min_delta: An average must be better than the soup before it by at least this, with `strict` by more; >= 0.
-        order: Best first (``"metric"``), shuffled (``"random"``), or as they are (``"given"``).
-        seed: Of the shuffle.
-        repeat: Evaluate the first member once more, to see whether equal weights get equal metrics.
-        jobs: Evaluate ingredients alone in so many processes; they must be files, and what is called importable.
+        evaluate: Returns the held-out metric of a state dict (of adapters: `AdapterWeights`, whose rank varies between
+            calls). Report the final quality on other data.
+        mode: ``"max"`` if the metric is better when larger, otherwise ``"min"``.
+        strict: Accept only averages that improve the metric (the authors' code), not equal ones (the paper).
+        min_delta: An average must be better than the previous soup by at least this, with `strict` by more; >= 0.
+        order: Best first (``"metric"``), shuffled (``"random"``), or as given (``"given"``).
+        seed: Seed of the shuffle.
+        repeat: Evaluate the first member again, to see if equal weights get equal metrics.
+        jobs: Number of processes that evaluate single ingredients. Ingredients must be files, and functions importable.
         progress: Called after each evaluation.
-        journal: A JSON file that takes every score at once; a killed search started again with it evaluates nothing
-            twice and ends with the same bits.
-        about: What else tells this search from another to the journal, the evaluator's name for example.
-        scores: Metrics of the single ingredients that are known already; None where not.
-        max_ingredients: Stop when the soup has that many members.
-        after_average: Called with every candidate before it is evaluated, single ones and the result included;
-            changes it in place (masks, BatchNorm).
-        into: Tensors to write candidates into, for example ``model.state_dict()``; by default new ones.
-        rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
-        job: Other processes, which evaluate ingredients alone with this one; they call `score_share`.
+        journal: A JSON file that records every score at once. A killed search that is restarted with it repeats no
+            evaluation and ends with the same bits.
+        about: What else distinguishes this search from others in the journal, such as the evaluator's name.
+        scores: Known metrics of single ingredients. None where unknown.
+        max_ingredients: Stop when the soup has this many members.
+        after_average: Called with every candidate before it is evaluated, including single ones and the result, to
+            change it in place (masks, BatchNorm).
+        into: Tensors to write candidates into, such as ``model.state_dict()``. By default new ones.
+        rank: Cut averages of adapters to this rank by SVD. A single adapter is not cut. See `AdapterWeights.errors`.
+        job: Other processes that also evaluate single ingredients, by calling `score_share`.
 
     Returns:
-        `SoupResult`. An ingredient with a non-finite metric or weight is left out; its history row says so.
+        `SoupResult`. An ingredient with a non-finite metric or weight is left out, with the reason in its history row.
 
     Raises:
-        CheckpointError: If an ingredient cannot be read or does not belong with the others, all are left out, or the
-            journal is of another search.
+        CheckpointError: If an ingredient cannot be read or does not match the others, all are left out, or the journal
+            belongs to another search.
         ConfigError: If an argument is out of range, or `evaluate` does not return a number.
 
     Source: Wortsman et al., 2022, Model soups, arXiv:2203.05482, recipe 1.
@@ -152,16 +152,16 @@ def greedy_soup(
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, {**options, **(about or {})}), progress)
     sign = 1.0 if mode == "max" else -1.0
 
-    # Numbers are those of the order given, not of the order tried: the journal names members by them.
+    # Numbers follow the given order instead of the order tried, because the journal names members by them.
     rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
     if order == "random":
         random.Random(seed).shuffle(rows)
-    # Single scores are independent, so they may run in processes. Each average depends on what was accepted.
+    # Single scores are independent, so they can run in parallel. Each average depends on what was accepted.
     scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
     scoring.in_job([(row.number, row.item) for row in rows if row.single is None], job or Job())
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
     best = able[0]
-    # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.
+    # Equal weights twice: a difference is evaluation noise. The journal stores it under a separate key.
     again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
     history = [row.to_dict(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
@@ -175,9 +175,9 @@ def greedy_soup(
 
 
 def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
-    """Return ingredients of finite weights in the order they are tried; by metric all are scored, else the first."""
+    """Return ingredients with finite weights in the order to try. By metric all are scored, otherwise the first."""
     able: list[_Row] = []
-    # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean.
+    # Other orders score only the first alone. The rest must still be finite, because one NaN would spoil each mean.
     for row in rows:
         if by_metric or not able:
             row.single, row.reason = scoring.alone(row.number, row.item, row.single)
@@ -202,7 +202,7 @@ def _grown(
     asks: tuple[bool, float],
     most: int | None,
 ) -> list[_Row]:
-    """Return the members: the first, and each other one that keeps the metric of the average, which is written."""
+    """Write the greedy average and return its members: the first, and each one that keeps the metric."""
     best, *others = able
     members, current, (strict, min_delta) = [best], float(best.single or 0.0), asks
     candidate.begin_mean(best.item)
@@ -210,21 +210,21 @@ def _grown(
         if most is not None and len(members) >= most:
             row.reason = f"not tried: the soup has {most} ingredients"
             continue
-        # Members in the order of acceptance: the last bits of a running mean, and so the score, depend on it.
+        # Members in the order of acceptance, because the last bits of a running mean, and so the score, depend on it.
         key = "+".join(str(member.number) for member in (*members, row))
         known = scoring.score(key, partial(candidate.write_average, row.item))
         row.score = known if math.isfinite(known) else None
-        # The paper accepts ties (>=). With strict, an average must be better by more than min_delta.
+        # The paper accepts equal metrics (>=). With strict, an average must be better by more than min_delta.
         gain = sign * (known - current)
         row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
         row.reason = _reason(known, gain)
         if gain > 0 and not row.accepted:
-            row.reason += f", less than min_delta {min_delta:g} asks for"
+            row.reason += f", less than min_delta {min_delta:g}"
         if row.accepted:
             candidate.accept(row.item)
             members.append(row)
             current = known
-    # The candidate may hold a rejected average: write the accepted one over it.
+    # The candidate may hold a rejected average, so write the accepted one over it.
     candidate.write_mean()
     return members
 
@@ -238,10 +238,10 @@ def _reason(score: float, gain: float) -> str:
 
 
 def path_table(result: SoupResult) -> Table:
-    """Return the path as a table: one row an ingredient, in the order tried.
+    """Return the path as a table with one row per ingredient, in the order tried.
 
     Args:
-        result: As `greedy_soup` returns it.
+        result: The result of `greedy_soup`.
     """
     logged = any("logged" in row for row in result.history)
     keys = (*(["logged"] if logged else []), "single", "score")
@@ -255,8 +255,8 @@ def path_table(result: SoupResult) -> Table:
 
 
 def path_dict(result: SoupResult) -> dict[str, Any]:
-    """Return the path as plain values: score, ingredients, history, and the first member's metric if taken twice."""
-    # an evaluation that gives NaN the second time is one that JSON has no number for
+    """Return the path as plain values: score, ingredients, history, and the first member's repeated metric."""
+    # The second evaluation may give NaN, which JSON does not support.
     repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
     return {
         "score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat,
@@ -268,39 +268,39 @@ def path_json(result: SoupResult) -> str:
     """Return `path_dict` as JSON.
 
     Args:
-        result: As `greedy_soup` returns it.
+        result: The result of `greedy_soup`.
     """
     return json.dumps(path_dict(result))
 
 
 def noise_of(result: SoupResult) -> str | None:
-    """Return a line about an evaluation that gave equal weights two metrics, None if it did not.
+    """Return a message if the evaluation gave equal weights two metrics, or None.
 
     Args:
-        result: As `greedy_soup` returns it.
+        result: The result of `greedy_soup`.
     """
     if result.repeat is None or result.repeat[0] == result.repeat[1]:
         return None
     first, second = result.repeat
     return (
         f"evaluation is not deterministic: {result.ingredients[0]} got {first:.6g}, then {second:.6g}; gains of "
-        f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more (min_delta)"
+        f"{abs(first - second):.2g} may be chance. Fix its seed, evaluate in eval mode, or raise min_delta"
     )
 
 
 def rank_errors(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what cutting an average of adapters to a lower rank lost, relative to it: in all, and in each layer."""
+    """Return the relative error from cutting an average of adapters to a lower rank: in total, and per layer."""
     if not isinstance(state_dict, AdapterWeights) or not state_dict.errors:
         return {}
     return {"rank_error": state_dict.error, "rank_errors": state_dict.errors}
 
 
 def path_plot(result: SoupResult, file: str | Path) -> Path:
-    """Write a plot of the metric along the path and return its file.
+    """Plot the metric along the path, and return the file.
 
     Args:
-        result: As `greedy_soup` returns it.
-        file: Its ending names the format, one that matplotlib writes.
+        result: The result of `greedy_soup`.
+        file: Its suffix selects one of matplotlib's formats.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

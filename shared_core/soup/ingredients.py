@@ -1,6 +1,6 @@
-"""Open the ingredients of a soup and refuse those that do not belong together.
+"""Open the ingredients of a soup and refuse those that do not match.
 
-The ingredients of the soup at the end of a run: its checkpoints, and the weights that it ends with.
+At the end of a run these are its checkpoints and its final weights.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shared_core.soup.adapters import PeftAdapter
 
 Source = str | Path | Mapping[str, Tensor] | Ingredient
 
-# These fields may differ between fine-tunings of one network without changing what its weights compute.
+# These fields may differ between fine-tunings of one network without changing its computation.
 _FREE_CONFIG_FIELD = re.compile(r"^_|version|dtype|drop|use_cache|initializer|gradient_checkpointing|problem_type")
 
 
 def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
-    """Return the ingredients opened and compared: same tensors, shapes, ties and configs."""
+    """Open ingredients and check that they have the same tensors, shapes, ties and configs."""
     if isinstance(ingredients, str | Path | Mapping) or not ingredients:
         got = type(ingredients).__name__ if ingredients else "none"
         rule = f"ingredients must be a sequence of paths of at least one checkpoint, got {got}"
@@ -47,7 +47,7 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
     opened: list[Ingredient] = []
     for number, given in enumerate(ingredients):
         if isinstance(given, Mapping):
-            # given=given binds now: a plain closure would read the loop's last value.
+            # given=given binds now. A plain closure would read the loop's last value.
             opened.append(Ingredient(f"ingredient {number}", IN_MEMORY, None, lambda given=given: given))  # type: ignore[misc]
         else:
             opened.append(given if isinstance(given, Ingredient) else open_ingredient(given))
@@ -64,7 +64,7 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
 
 
 def check_number_of(what: str, given: Sequence[Any] | None, count: int) -> None:
-    """Raise `ConfigError` unless there is one of something for each of `count` ingredients, or None."""
+    """Raise `ConfigError` unless `given` is None or has one entry for each of `count` ingredients."""
     if given is not None and len(given) != count:
         raise ConfigError("soup", f"{what} must be one for each of {count} ingredients, got {len(given)}")
 
@@ -78,7 +78,7 @@ def check_able(able: Sized, least: int, what: str, left_out: Mapping[str, str]) 
 
 
 def _differences(first: Ingredient, other: Ingredient) -> Iterator[str]:
-    """Yield what keeps two ingredients from being averaged."""
+    """Yield reasons why two ingredients cannot be averaged."""
     adapters = [item for item in (first, other) if item.kind == ADAPTER]
     if len(adapters) == 1:
         yield (
@@ -87,25 +87,25 @@ def _differences(first: Ingredient, other: Ingredient) -> Iterator[str]:
         )
     if adapters:
         check_adapters(first, other)
-    # Both ways, so that what either lacks is named. A tied name counts as there: files may store it once.
+    # In both directions, so that missing tensors of either are named. A tied name counts, since files may omit it.
     for one, two in ((first, other), (other, first)):
         missing = next((key for key in (*one.specs, *one.ties) if not two.has(key)), None)
         if missing is not None:
             yield f"ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}"
-    # Ties must agree: averaging a tied tensor with two free ones would be the mean of one matrix and two.
+    # Ties must agree: a tied tensor cannot be averaged with two separate ones.
     if odd := first.tied_groups ^ other.tied_groups:
         key = min(min(odd, key=sorted))
         tied, free = (first, other) if any(key in group for group in first.tied_groups) else (other, first)
         yield (
-            f"{key!r} must be tied in all ingredients or in none, got it tied in {tied.name} and not, or to another "
-            f"tensor, in {free.name}"
+            f"{key!r} must be tied in all ingredients or in none, got it tied in {tied.name} but untied, or tied to "
+            f"another tensor, in {free.name}"
         )
     for key, spec in first.specs.items():
         its = other.spec(key)
         both = f"got {{}} in {first.name} and {{}} in {other.name}"
         if _shape(spec.shape, key, first) != _shape(its.shape, key, other):
             yield f"{key!r} must have the same shape in all ingredients, {both.format(spec.shape, its.shape)}"
-        # Dtypes may differ (bf16 beside fp32), but a float cannot be averaged with what is copied as it is.
+        # Dtypes may differ (bf16 and fp32), but a float cannot be averaged with an integer, which is copied unchanged.
         if averaged(spec.dtype) != averaged(its.dtype):
             yield f"{key!r} must be floating-point in all ingredients or in none, {both.format(spec.dtype, its.dtype)}"
 
@@ -121,7 +121,7 @@ def _config_differences(first: Ingredient, other: Ingredient) -> Iterator[str]:
 
 
 def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields that must be alike, those of a tower's own config by their dotted names."""
+    """Yield the fields that must be equal. Fields of a sub-model's own config have dotted names."""
     for field, value in config.items():
         if _FREE_CONFIG_FIELD.search(field):
             continue
@@ -132,8 +132,8 @@ def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:
-    """Return the shape that must be alike: adapters may have different ranks."""
-    # (r, in) and (out, r) of different ranks can be averaged: the ranks add up.
+    """Return the shape that must be equal. Adapters may have different ranks."""
+    # (r, in) and (out, r) of different ranks can be averaged, because ranks add up.
     rank = rank_dimension(key) if ingredient.kind == ADAPTER else None
     return shape if rank is None else (*shape[:rank], *shape[rank + 1 :])
 
@@ -144,27 +144,27 @@ class RunIngredients:
     def __init__(self, model: nn.Module, context: Context, adapter: PeftAdapter | None) -> None:
         self._context, self._adapter = context, adapter
         self.into: dict[str, Tensor] | None = None
-        """The model's own tensors, to write averages into; None for adapters, whose ranks change.
+        """The model's own tensors, to write averages into. None for adapters, whose ranks change.
 
-        Of sharded ones this process's parts, and ingredients then are the same parts of checkpoints.
+        If sharded, this process's parts. Ingredients are then the same parts of checkpoints.
         """
         self._whole: dict[str, Tensor] = {}
         if adapter is None:
-            # FSDP2 may have left parameters gathered after the last forward: state_dict must name the sharded ones.
+            # FSDP2 may keep parameters gathered after the last forward, but state_dict must return the sharded ones.
             reshard_(model)
             state = model.state_dict()
             self._whole = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-            # detach shares memory: what is written into `into` is in the model.
+            # detach shares memory, so writes to `into` change the model.
             self.into = {name: local_part(value) for name, value in self._whole.items()}
         sharded = next((value for value in self._whole.values() if is_sharded(value)), None)
         self._parts_on = None if sharded is None else sharded.device
         self.logged: dict[str, float | None] = {}
-        """The metric that was logged with each."""
+        """The metric logged with each checkpoint."""
 
     def opened(self, last: int | None) -> tuple[list[Ingredient], Ingredient] | None:
-        """Return the newest `last` usable checkpoints, oldest first, and the final weights, last if none holds them.
+        """Return the newest `last` usable checkpoints, oldest first, with the final weights added if none holds them.
 
-        None if the run ended before it saved a usable one: nothing can be averaged, and the note says so.
+        None if the run saved no usable checkpoint. Then nothing can be averaged, which a note reports.
         """
         usable = self._usable()
         if not usable:
@@ -173,7 +173,7 @@ class RunIngredients:
         found = [self._checkpoint(saved) for saved in usable]
         self.logged = {item.name: saved.metric for item, saved in zip(found, usable, strict=True)}
         weights = self.into if self._adapter is None else self._adapter.weights(like=found[-1])
-        # also an older one: the trainer may have loaded the best
+        # Also check older ones, because the trainer may have loaded the best.
         held = next((item for item in reversed(found) if self._holds(item, weights or {})), None)
         if held is not None:
             return found, held
@@ -185,14 +185,14 @@ class RunIngredients:
         return [*found, final], final
 
     def ranked(self, ingredients: list[Ingredient], sign: float) -> list[Ingredient]:
-        """Return the ingredients, best first by the logged metric times `sign`; those without one last."""
+        """Return the ingredients, best first by the logged metric times `sign`. Those without one come last."""
 
         def key(item: Ingredient) -> float:
-            # Unlogged and NaN metrics sort last, never first: every comparison with NaN is false.
+            # Unlogged and NaN metrics sort last. Comparisons with NaN are always false.
             metric = self.logged.get(item.name)
             return -math.inf if metric is None or not math.isfinite(metric) else sign * metric
 
-        # reversed, then a stable sort: of equal metrics the newest comes first.
+        # Reversed, then a stable sort: of equal metrics the newest comes first.
         return sorted(reversed(ingredients), key=key, reverse=True)
 
     def _usable(self) -> list[SavedCheckpoint]:
@@ -203,19 +203,19 @@ class RunIngredients:
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
         if usable and len(usable) < len(saved):
             context.services.say(
-                f"efftrain: soup: {len(saved) - len(usable)} checkpoints from before step {first} are left out: their "
-                "weights were not yet pruned or quantised as the final ones are"
+                f"efftrain: soup: {len(saved) - len(usable)} checkpoints from before step {first} are left out, "
+                "because their weights were not yet pruned or quantised like the final ones"
             )
-        # No error: it would cost the whole training, and an early stop is a normal end.
+        # Not an error: it would lose the whole training, and early stopping is a normal end.
         if not saved:
             self._not_made(
                 "the run saved no checkpoint",
-                "save some while training (save_steps or save_strategy, ModelCheckpoint) and keep them "
+                "save some during training (save_steps or save_strategy, ModelCheckpoint) and keep them "
                 "(save_total_limit, save_top_k)",
             )
         elif not usable:
             self._not_made(
-                f"the run saved no checkpoint at or after step {first}, where pruning or quantisation is complete, and "
+                f"the run saved no checkpoint at or after step {first}, when pruning or quantisation is complete, and "
                 f"the last at step {saved[-1].step}",
                 "save later ones or end the schedule earlier",
             )
@@ -223,7 +223,7 @@ class RunIngredients:
 
     def _not_made(self, why: str, remedy: str) -> None:
         step = self._context.step
-        self._context.note(f"SOUP WAS NOT MADE: {why}; the model holds its weights of step {step}; {remedy}")
+        self._context.note(f"The soup was not made: {why}. The model keeps its weights of step {step}. {remedy}")
 
     def _checkpoint(self, saved: SavedCheckpoint) -> Ingredient:
         services = self._context.services
@@ -234,7 +234,7 @@ class RunIngredients:
             groups.setdefault(storage_key(tensor) or name, []).append(name)
 
         def load() -> Mapping[str, Tensor]:
-            # Shards: a tensor is read when its part is cut out, so that no process holds a whole model.
+            # Shards: each tensor is read when its part is needed, so that no process holds a whole model.
             if self._parts_on is not None:
                 return _Parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
             loaded = services.load_weights(saved.path)
@@ -254,27 +254,27 @@ class RunIngredients:
         return {"specs": specs, "parts_on": self._parts_on}
 
     def _holds(self, ingredient: Ingredient, weights: dict[str, Tensor]) -> bool:
-        """Return True if a checkpoint has the same bits as these weights."""
+        """Return True if a checkpoint is bit-equal to these weights."""
         same = all(
             key in weights
-            # To the dtype of the model: a checkpoint may hold what the model has, cast for the file.
+            # In the model's dtype, because the checkpoint may hold a cast copy.
             and torch.equal(ingredient.tensor(key).to(weights[key].device, weights[key].dtype), weights[key])
             for key in ingredient.specs
         )
         ingredient.close()
-        # Every process must answer the same, or some would average one ingredient more than others.
+        # Every process must give the same answer, or they would average different ingredients.
         return same if self._parts_on is None else not any_rank(not same, self._parts_on)
 
 
 class _Parts(Mapping[str, Tensor]):
-    """The part of each of a checkpoint's tensors that this process holds, cut out when it is asked for."""
+    """This process's part of each tensor of a checkpoint, read when it is accessed."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], like: Mapping[str, Tensor], tied: Iterable[list[str]], path: Path
     ) -> None:
         self._weights, self._like, self._path = weights, like, path
         saved = set(weights)
-        # Tied tensors may lie in the file under any of their names.
+        # Tied tensors may be in the file under any of their names.
         self._saved_as = {name: next((n for n in names if n in saved), None) for names in tied for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -283,8 +283,8 @@ class _Parts(Mapping[str, Tensor]):
         if tensor is None or tensor.shape != like.shape:
             got = "none" if tensor is None else tuple(tensor.shape)
             rule = f"{name!r} must have the model's shape {tuple(like.shape)}, got {got}"
-            raise CheckpointError(self._path, rule, "it is of another model")
-        # The same rows that this process's shard of the model holds.
+            raise CheckpointError(self._path, rule, "it belongs to another model")
+        # The same rows as in this process's shard of the model.
         return tensor[place_of(like)]
 
     def __iter__(self) -> Iterator[str]:

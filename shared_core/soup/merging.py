@@ -27,7 +27,7 @@ from shared_core.soup.scoring import not_finite
 
 @dataclass(frozen=True)
 class Average:
-    """The mean of ingredients, and which ones it is of."""
+    """The mean of ingredients, and which ones it includes."""
 
     state_dict: dict[str, Tensor]
     ingredients: list[str]
@@ -35,7 +35,7 @@ class Average:
     weights: list[float]
     """The weight of each member."""
     left_out: dict[str, str]
-    """The names of the others, and why."""
+    """Name of each other ingredient → why it is left out."""
 
 
 def uniform_soup(
@@ -48,19 +48,19 @@ def uniform_soup(
 ) -> dict[str, Tensor]:
     r"""Return the state dict of the mean of all ingredients, ``sum(w_i x_i) / sum(w_i)``, accumulated in float32.
 
-    Integers, booleans and dtypes come from the first ingredient. One with a NaN or an infinity is left out
-    with a warning.
+    Integers, booleans and dtypes come from the first ingredient. An ingredient with NaN or infinity is left out with a
+    warning.
 
     Args:
         ingredients: Paths (see `open_ingredient`) or state dicts.
-        weights: One number >= 0 for each, for example the example counts of federated averaging; all 1 by default.
+        weights: One number >= 0 per ingredient, such as the example counts of federated averaging. All 1 by default.
         after_average: Called with the result, to change it in place.
-        into: Tensors to write the result into; by default new ones.
-        rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
+        into: Tensors to write the result into. By default new ones.
+        rank: Cut averages of adapters to this rank by SVD. A single adapter is not cut. See `AdapterWeights.errors`.
 
     Raises:
-        CheckpointError: If an ingredient cannot be read or does not belong with the others, or none is finite.
-        ConfigError: If there is not one weight for each ingredient, one is negative or not finite, or all are 0.
+        CheckpointError: If an ingredient cannot be read or does not match the others, or none is finite.
+        ConfigError: If the number of weights is wrong, one is negative or not finite, or all are 0.
 
     Source: Wortsman et al., 2022, arXiv:2203.05482; weights: McMahan et al., 2017, arXiv:1602.05629.
 
@@ -85,9 +85,9 @@ def average_of(
     rank: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Average:
-    """Return what `uniform_soup` does, with the names of the members and of those that were left out.
+    """Return the result of `uniform_soup`, with the names of the members and of those left out.
 
-    `progress` is called with (files read, files to read): each is read twice, once to look for what is not finite.
+    `progress` is called with (files read, files to read). Each is read twice, first to look for non-finite values.
     """
     opened = open_ingredients(ingredients)
     check_weights(weights, len(opened))
@@ -96,7 +96,7 @@ def average_of(
     members, left_out = [], {}
     for number, (item, share) in enumerate(zip(opened, shares, strict=True), start=1):
         progress(number, 2 * len(opened))
-        # Checked before the mean starts: a NaN could not be taken out again.
+        # Checked before the mean starts, because a NaN could not be removed again.
         bad = non_finite_tensor(item)
         if bad is not None:
             left_out[item.name] = not_finite(bad)
@@ -124,10 +124,10 @@ def check_weights(weights: Sequence[float] | None, count: int) -> None:
 
 Kind = Literal["ties", "dare_linear", "dare_ties"]
 
-# torch splits sums of 32768 numbers and more over its threads, and their last bits then depend on how many there are.
+# torch splits sums of at least 32768 numbers over its threads, so their last bits depend on the number of threads.
 _SERIAL = 1 << 14
 _OPEN_BYTES = 1 << 28
-# mergekit's: vectors with a larger cosine are mixed on the straight line, norms up to the other count as 0.
+# mergekit's limits: above this cosine vectors are mixed linearly, and norms up to this one count as 0.
 _PARALLEL, _NO_LENGTH = 0.9995, 1e-8
 _NO_SUM = 1e-7
 
@@ -146,14 +146,15 @@ def task_vector_soup(
 ) -> dict[str, Tensor]:
     r"""Return ``base + lambda * merged``, where sparse task vectors ``x_i - base`` are merged, in float32.
 
-    Of each tensor and ingredient
+    For each tensor and ingredient
 
-    - ``ties`` keeps the ``int(density * numel)`` largest magnitudes, at least one, of equal ones the first;
-    - ``dare_linear`` and ``dare_ties`` keep each number with probability `density`, and scale what is left to the
-      L1 norm from before (by ``1 / density`` in expectation, which is the paper's factor).
+    - ``ties`` keeps the ``int(density * numel)`` largest magnitudes, at least one. Of equal ones the first wins.
+    - ``dare_linear`` and ``dare_ties`` keep each number with probability `density`, and scale the rest to the original
+      L1 norm (by ``1 / density`` in expectation, which is the paper's factor).
 
-    ``dare_linear`` then adds ``w_i * vector_i``. The other two elect the sign of that sum for each number (+ for 0) and
-    add only those that have it; ``ties`` divides by the sum of their weights. So weights of 1 add vectors up in DARE.
+    ``dare_linear`` then adds ``w_i * vector_i``. The other two take the sign of that sum for each number (+ for 0) and
+    add only numbers with this sign. ``ties`` divides by the sum of their weights. So with weights of 1, DARE adds up
+    the vectors.
 
     Integers, booleans and dtypes come from the first ingredient.
 
@@ -162,15 +163,15 @@ def task_vector_soup(
         base: The model that they started from.
         kind: Which merge.
         density: The share of each task vector to keep, in (0, 1].
-        weights: One number >= 0 for each ingredient; all 1 by default.
+        weights: One number >= 0 per ingredient. All 1 by default.
         lambda_: Factor of the merged vector.
-        seed: Of DARE. What is dropped depends on it, the ingredient's place and the tensor's name only.
+        seed: Seed of DARE. What is dropped depends only on it, the ingredient's position and the tensor's name.
         after_average: Called with the result, to change it in place.
-        into: Tensors to write the result into; by default new ones.
+        into: Tensors to write the result into. By default new ones.
 
     Raises:
-        CheckpointError: If one cannot be read, does not belong with the others, is an adapter or is not finite.
-        ConfigError: If another argument is not as above.
+        CheckpointError: If an ingredient cannot be read, does not match the others, is an adapter or is not finite.
+        ConfigError: If another argument is invalid.
 
     Source: Yadav et al., 2023, arXiv:2306.01708; Yu et al., 2023, arXiv:2311.03099; conventions: mergekit.
 
@@ -201,19 +202,19 @@ def slerp_soup(
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    r"""Return the point `t` of the way along the arc between two models, each tensor for itself, in float32.
+    r"""Return the point `t` of the way along the arc between two models, for each tensor separately, in float32.
 
-    Where ``|cosine| > 0.9995`` it lies on the straight line. Integers, booleans and dtypes come from the first.
+    Where ``|cosine| > 0.9995`` the straight line is used. Integers, booleans and dtypes come from the first model.
 
     Args:
-        ingredients: Two: paths (see `open_ingredient`) or state dicts.
-        t: In [0, 1]; 0 is the first, 1 the second.
+        ingredients: Two paths (see `open_ingredient`) or state dicts.
+        t: In [0, 1]; 0 is the first model, 1 the second.
         after_average: Called with the result, to change it in place.
-        into: Tensors to write the result into; by default new ones.
+        into: Tensors to write the result into. By default new ones.
 
     Raises:
-        CheckpointError: If one cannot be read, does not belong with the other, is an adapter or is not finite.
-        ConfigError: If there are not two, or t is outside.
+        CheckpointError: If one cannot be read, does not match the other, is an adapter or is not finite.
+        ConfigError: If there are not two ingredients, or t is out of range.
 
     Source: Shoemake, 1985, doi:10.1145/325165.325242; conventions: mergekit.
 
@@ -231,13 +232,13 @@ def slerp_soup(
 
 
 def _check_mergeable(opened: Sequence[Ingredient]) -> None:
-    """Refuse adapters, and what is not finite: a merge without it would be another one than asked for."""
+    """Refuse adapters and non-finite ingredients: a merge without them is not what was asked for."""
     if adapter := next((item for item in opened if item.kind == ADAPTER), None):
         rule = f"ingredients of a merge must be whole models, got {adapter.name} ({ADAPTER})"
         raise CheckpointError("soup", rule, "merge the adapter into its model (merge_and_unload) and save that")
     for item in opened:
         if (bad := non_finite_tensor(item)) is not None:
-            rule = f"{bad!r} must be finite to be merged, got a NaN or an infinity"
+            rule = f"{bad!r} must be finite to be merged, got NaN or infinity"
             raise CheckpointError(item.name, rule, "leave it out")
 
 
@@ -254,7 +255,7 @@ def _written(
         tensor = merged(key)
         read += tensor.nbytes
         if read > _OPEN_BYTES:
-            # Opened again when next read: memory maps of all models at once would count against the host.
+            # Reopened at the next read: memory maps of all models at once would count as host memory.
             for item in opened:
                 item.close()
             read = 0
@@ -284,7 +285,7 @@ class _TaskVectors:
     seed: int
 
     def merged(self, key: str) -> Tensor:
-        """Return one tensor of the merge; of the vectors of all members it holds masks, a byte a number."""
+        """Return one tensor of the merge. Memory for the members' vectors is one byte per number, for masks."""
         base = self.base.tensor(key)
         dtype = accumulator_dtype(self.members[0].item.spec(key).dtype)
         out = base.to("cpu", dtype, copy=True).contiguous()
@@ -304,13 +305,13 @@ class _TaskVectors:
         return out
 
     def _sparse(self, delta: Tensor, place: int, key: str) -> tuple[Tensor, float]:
-        """Return what of a task vector is kept, and the factor of that."""
+        """Return the mask of a sparse task vector, and its factor."""
         if self.density == 1 or not delta.numel():
             return torch.ones(delta.shape, dtype=torch.bool), 1.0
         size = delta.abs().reshape(-1)
         if self.kind == "ties":
             return _largest(size, max(1, int(self.density * size.numel()))), 1.0
-        # Its own for each tensor: the order of tensors in a file, and who is left out, change no other's.
+        # A separate seed per tensor, independent of the order of tensors in a file and of skipped ingredients.
         digest = hashlib.sha256(f"{self.seed}:{place}:{key}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         kept = torch.rand(size.shape, generator=generator) < self.density
@@ -335,7 +336,7 @@ def _sum(tensors: list[Tensor]) -> Tensor:
 
 
 def _largest(size: Tensor, count: int) -> Tensor:
-    """Return where the `count` largest are; of equal ones the first."""
+    """Return where the `count` largest are. Of equal ones the first wins."""
     least = _nth_largest(size, count) if size.dtype == torch.float32 else size.topk(count).values[-1]
     kept = size > least
     kept[(size == least).nonzero()[: count - int(kept.sum()), 0]] = True
@@ -343,7 +344,7 @@ def _largest(size: Tensor, count: int) -> Tensor:
 
 
 def _nth_largest(size: Tensor, place: int) -> Tensor:
-    # Floats >= 0 have the order of their bits: two counts of 16 bits each find one, in a tenth of a selection's time.
+    # Nonnegative floats are ordered like their bits, so two 16-bit histograms find the value, ten times faster.
     found, left = 0, size.view(torch.int32)
     for shift in (16, 0):
         digits = left >> shift & 0xFFFF
@@ -371,6 +372,6 @@ def _on_arc(first: Ingredient, second: Ingredient, t: float, key: str) -> Tensor
 
 
 def _dot(one: Tensor, two: Tensor) -> float:
-    """Return the inner product in float64, the same with any number of threads."""
+    """Return the inner product in float64, independent of the number of threads."""
     pairs = zip(*(torch.split(tensor.reshape(-1), _SERIAL) for tensor in (one, two)), strict=True)
     return math.fsum(float((a.double() * b.double()).sum()) for a, b in pairs)

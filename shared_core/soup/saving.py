@@ -1,4 +1,4 @@
-"""Write a soup in the format of its ingredients: what loaded them loads the soup."""
+"""Write a soup in the format of its ingredients, so that the same code loads it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from shared_core.files.journal import LIST_FILE
 from shared_core.printing import markdown_text
 from shared_core.soup.adapters import AdapterWeights
 
-# A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
+# Other files of a folder are copied (config, tokenizer, processor), but not weights, training state or pickles.
 _LEFT_BEHIND = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf",
     ".distcp",
@@ -51,7 +51,7 @@ _LEFT_BEHIND = frozenset({
 _TRAINING_FILES = (
     "trainer_state.json", LIST_FILE, "model.safetensors.index.json", "pytorch_model.bin.index.json"
 )  # fmt: skip
-# What a Lightning checkpoint needs to be loaded; optimizers and callbacks belong to one run and are dropped.
+# What a Lightning checkpoint needs for loading. Optimizers and callbacks belong to one run and are dropped.
 _KEPT_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "hparams_name", "hyper_parameters",
               "hparams_type", "datamodule_hparams_name", "datamodule_hyper_parameters")  # fmt: skip
 
@@ -59,11 +59,11 @@ Say = Callable[[str], None]
 
 
 def check_target(target: str | Path, like: Ingredient) -> Path:
-    """Return where the soup will go, having checked that it can be written there."""
+    """Return the path of the soup after checking that it can be written."""
     target = Path(target)
     suffix = like.suffix
     if suffix and target.suffix != suffix:
-        rule = f"out must be a file ending in {suffix}, as the ingredients are, got {target}"
+        rule = f"out must be a file ending in {suffix}, like the ingredients, got {target}"
         raise CheckpointError("soup", rule, "rename it")
     # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
     if target.is_symlink() or not is_free(target) or (suffix and target.is_dir()):
@@ -73,7 +73,7 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
 
 
 def check_beside(ingredients: Iterable[Ingredient]) -> None:
-    """Refuse, before a search, ingredients whose file for deployments cannot be read: a soup may take theirs."""
+    """Refuse, before a search, ingredients with an unreadable deployment file, which a soup may need to copy."""
     for item in ingredients:
         if item.path is not None and (item.path / DEPLOYMENT_FILE).exists():
             read_deployment(item.path)
@@ -86,18 +86,18 @@ def save_soup(
     beside: Callable[[Path], None] | None = None,
     say: Say = warnings.warn,
 ) -> Path:
-    """Write a soup in the format of an ingredient, whole or not at all, and return its path.
+    """Write a soup atomically in the format of an ingredient, and return its path.
 
-    A folder keeps the ingredient's config and tokenizer, and its shards; a Lightning checkpoint keeps its
-    hyper-parameters, epoch and step, and loses its optimizer and callback states, which belong to one run. Ranges of
-    qat stay only in a folder whose weights are the ingredient's own: others lie on no grid, and want new ranges.
+    A folder keeps the ingredient's config, tokenizer and shards. A Lightning checkpoint keeps its hyper-parameters,
+    epoch and step, but not the optimizer and callback states, which belong to one run. Quantization ranges of qat are
+    kept only in a folder whose weights equal the ingredient's. Other weights are off the grid and need new ranges.
 
     Args:
         state_dict: The weights.
-        like: The ingredient whose format to take, usually the best.
-        target: The folder or file; must not exist, or be an empty folder.
-        beside: Called with the folder, or after a file was written with the file, to write more beside it.
-        say: Told in one line that ranges were left out, and how to get new ones.
+        like: The ingredient with the format to use, usually the best.
+        target: The folder or file, which must not exist, or be an empty folder.
+        beside: Called with the folder, or with the file after it was written, to write additional files.
+        say: Called with a message if ranges were left out.
 
     Raises:
         CheckpointError: If it cannot be written.
@@ -105,10 +105,10 @@ def save_soup(
     target = check_target(target, like)
     lacking = next((key for key in (*like.specs, *like.ties, *like.shards) if key not in state_dict), None)
     if lacking is not None:
-        rule = f"weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}"
-        raise CheckpointError("soup", rule, "give the first ingredient, whose names a soup of several formats has")
+        rule = f"weights must have the names of {like.name}, whose format is used, got no {lacking!r}"
+        raise CheckpointError("soup", rule, "pass the first ingredient, whose names a soup of several formats has")
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
-        # Built beside the target and renamed when complete: a killed run leaves no half folder.
+        # Built next to the target and renamed when complete, so a killed run leaves no partial folder.
         with atomic_folder(target) as folder:
             had_ranges = _write_folder(state_dict, like, like.path, folder, say)
             if _lost_ranges(state_dict, like, like.path, folder):
@@ -136,9 +136,9 @@ def save_soup(
 
 
 def write_path(target: Path, path: str) -> None:
-    """Write the path of a soup: ``soup_path.json`` in its folder, or ``<name>_soup_path.json`` beside its file.
+    """Write the path of a soup: ``soup_path.json`` in its folder, or ``<name>_soup_path.json`` next to its file.
 
-    The section of ours in an ingredient's model card, which tells of one run, becomes one that tells of the soup.
+    efftrain's section in an ingredient's model card, which describes one run, is replaced by one about the soup.
     """
     file = target / "soup_path.json" if target.is_dir() else target.with_name(f"{target.stem}_soup_path.json")
     with atomic_write(file) as temporary:
@@ -160,10 +160,10 @@ def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:
                 kept[key] = values
     if lost:
         say(
-            f"soup: hyperparameters {', '.join(lost)} are left out of the soup, as only plain values are read; pass "
-            "them to load_from_checkpoint by name"
+            f"soup: hyperparameters {', '.join(lost)} are left out of the soup, because only plain values are read. "
+            "Pass them to load_from_checkpoint by name"
         )
-    # Ranges of qat belong to one member's weights; other values for deployments hold for all.
+    # Ranges of qat belong to one member's weights. Other deployment values apply to all.
     deployment = {key: value for key, value in (checkpoint.get(DEPLOYMENT_KEY) or {}).items() if key != "qat"}
     return {**kept, DEPLOYMENT_KEY: deployment} if deployment else kept
 
@@ -173,11 +173,11 @@ def _has_ranges(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def _lost_ranges(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> bool:
-    """Write what a deployment needs of the ingredient's; return whether that is without its ranges of qat."""
+    """Write the ingredient's deployment file. Return True if its qat ranges were left out."""
     if not (source / DEPLOYMENT_FILE).exists():
         return False
     values = read_deployment(source)
-    # Ranges stay valid where the soup is this very ingredient, bit by bit.
+    # Ranges stay valid if the soup is bit-equal to this ingredient.
     lost = "qat" in values and not all(torch.equal(state_dict[key].cpu(), like.tensor(key)) for key in like.specs)
     if lost:
         del values["qat"]
@@ -187,20 +187,20 @@ def _lost_ranges(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pat
 
 def _requantise(target: Path, model: str) -> str:
     return (
-        f"soup: {target} has no ranges of qat: averaged weights lie on no grid, and ranges are not averaged; quantise "
-        f"it anew: eff quantize {model} --out NEW --scheme SCHEME, with --calibration where the scheme has ranges"
+        f"soup: {target} has no qat ranges, because averaged weights are off the grid and ranges are not averaged. "
+        f"Quantize it again: eff quantize {model} --out NEW --scheme SCHEME, with --calibration if SCHEME has ranges"
     )
 
 
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path, say: Say) -> bool:
-    """Write the folder; return whether what Lightning keeps beside shards had ranges of qat."""
+    """Write the folder. Return True if Lightning's metadata of the shards had ranges of qat."""
     had_ranges = False
-    # A folder with modules.json (sentence transformers) has parts, each with files of its own.
+    # A folder with modules.json (sentence transformers) has parts with their own files.
     for part in dict.fromkeys(part.folder for part in parts_of(source)):
         (folder / part).mkdir(parents=True, exist_ok=True)
         for file in (source / part).iterdir():
             left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
-            # of one run, not of the soup
+            # These belong to one run, not to the soup.
             is_report = file.name.startswith("eff_") or file.name.endswith(("_results.json", ".eff.json"))
             if file.is_file() and not (left_behind or is_report):
                 shutil.copyfile(file, folder / part / file.name)
@@ -210,13 +210,13 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
         if not isinstance(state_dict, AdapterWeights):
             raise CheckpointError(like.name, "soup of adapters must be `AdapterWeights`, got a plain dict")
         (folder / ADAPTER_CONFIG).write_text(json.dumps(state_dict.config, indent=2, sort_keys=True), encoding="utf-8")
-    # In the same shards as the ingredient, so that its index file stays true.
+    # In the same shards as the ingredient, so that its index file stays valid.
     for name in dict.fromkeys(like.shards.values()):
         weights = {key: state_dict[key] for key, where in like.shards.items() if where == name}
         _write_weights(weights, like, folder / name, like.prefixes.get(name, ""))
     for index in like.indexes:
         content, place = read_json(source / index), Path(index).parent
-        # total_size is of the tensors written, which may have other dtypes or ranks than the ingredient's.
+        # total_size counts the written tensors, whose dtypes or ranks may differ from the ingredient's.
         own = [key for key in like.specs if Path(like.shards[key]).parent == place]
         total = sum(state_dict[key].numel() * state_dict[key].itemsize for key in own)
         content["metadata"] = {**content.get("metadata", {}), "total_size": total}
@@ -227,7 +227,7 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
 def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path, prefix: str) -> None:
     named = {key.removeprefix(prefix): value for key, value in weights.items()}
     if file.suffix == ".safetensors":
-        # safetensors refuses tensors that share memory: only the owner of a tie is stored, as in the ingredient.
+        # safetensors refuses tensors that share memory, so only the owner of a tie is stored, as in the ingredient.
         held = {key: value for key, value in named.items() if prefix + key in like.specs}
         save_file(held, file, metadata={"format": "pt"})
     else:

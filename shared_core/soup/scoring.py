@@ -1,7 +1,6 @@
-"""Score candidates: each is evaluated once, or its score is read from a journal, so that a killed search can go on.
+"""Score candidates. A journal stores every score, so that a killed search can continue.
 
-Metrics that a trainer logged at a checkpoint rank ingredients without an evaluation; others are evaluated in parallel
-processes.
+Ingredients can be ranked without an evaluation, by metrics that a trainer logged, or evaluated in parallel processes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FORMAT = 2
 
 
 class Journal:
-    """A file of scores, each under a key that names its members, written whole after each evaluation."""
+    """A file of scores, each under a key that names its members. It is rewritten after each evaluation."""
 
     def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], search: Mapping[str, Any]) -> None:
         self._path = None if path is None else Path(path)
@@ -43,7 +42,7 @@ class Journal:
         self._search = {
             "format": _FORMAT,
             **search,
-            # Digests, not paths: a journal must not be used after a checkpoint was written anew under its name.
+            # Digests instead of paths: a journal must not be used after a checkpoint was overwritten.
             "ingredients": [[item.name, item.digest()] for item in ingredients],
         }
         if self._path.exists():
@@ -52,39 +51,37 @@ class Journal:
             self._write()
 
     def _read(self, path: Path) -> None:
-        content, remedy = read_json(path), "remove the file to start again, or give another"
+        content, remedy = read_json(path), "remove the file to start again, or use another"
         try:
             search = {**content["search"]}
             self._scores = {str(members): float(score) for members, score in content["scores"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                path, f"journal must be one that a soup search wrote, got {error!r}", remedy
-            ) from error
-        # Keys of both: an option that only one of them has is a difference too. That of the format comes first.
+            raise CheckpointError(path, f"journal is not one that a soup search wrote: {error!r}", remedy) from error
+        # Keys of both, because an option that only one has is a difference too. The format comes first.
         name = next((name for name in self._search | search if search.get(name) != self._search.get(name)), None)
         if name is not None:
             mine, theirs = self._search.get(name), search.get(name)
             got = "others" if name == "ingredients" else f"{theirs!r}, now {mine!r}"
-            rule = f"be of this search, got one of another: its {name} were {got}"
+            rule = f"be of this search, but its {name} were {got}"
             if name == "format":
                 rule = f"have format {_FORMAT}, got {theirs!r} of another version of efftrain"
             raise CheckpointError(path, f"journal must {rule}", remedy)
 
     def _write(self) -> None:
         if self._path is not None:
-            # repr reads back to the same bits, and names NaN and infinity, which JSON cannot
+            # repr round-trips exactly, and supports NaN and infinity, unlike JSON.
             scores = {members: repr(score) for members, score in self._scores.items()}
             with atomic_write(self._path) as temporary:
                 temporary.write_text(json.dumps({"search": self._search, "scores": scores}, indent=1), encoding="utf-8")
 
     def score(self, key: str) -> float | None:
-        """Return the score kept under a key, None if there is none yet."""
+        """Return the score stored under a key, or None."""
         return self._scores.get(key)
 
     def record(self, key: str, score: float) -> None:
-        """Keep a score, on disk before this returns."""
+        """Store a score, on disk before this returns."""
         self._scores[key] = score
-        # The whole file, atomically: a kill between two evaluations leaves the old journal or the new one.
+        # The whole file, atomically: a kill leaves either the old or the new journal.
         self._write()
 
 
@@ -93,15 +90,15 @@ def rank_by_logged(
 ) -> tuple[list[Ingredient], list[float]]:
     """Return the ingredients, best first by a metric that their trainers logged, and these metrics.
 
-    For ``greedy_soup(..., order="given")``, which then evaluates only the first alone, and averages.
+    Use it with ``greedy_soup(..., order="given")``, which then evaluates only the first alone, and averages.
 
     Args:
         ingredients: Checkpoints of either trainer.
-        metric: As the trainer logged it, such as ``eval_accuracy``.
-        mode: Whether it is better when larger or smaller; ``"auto"``: smaller for losses and errors by their names.
+        metric: Name that the trainer logged, such as ``eval_accuracy``.
+        mode: ``"max"``, ``"min"``, or ``"auto"``: smaller is better for names of losses and errors.
 
     Raises:
-        CheckpointError: If an ingredient was saved without this metric, or with one that is not finite.
+        CheckpointError: If an ingredient was saved without this metric, or with a non-finite one.
     """
     opened = open_ingredients(ingredients)
     found = []
@@ -111,7 +108,7 @@ def rank_by_logged(
             names = f"{', '.join(sorted(logged)) or 'no metric of its step'}{nearest(metric, logged)}"
             got = f"got {logged.get(metric, names)}"
             rule = f"{item.name} must be saved with {metric!r} as a finite number, to be ranked by it, {got}"
-            raise CheckpointError("soup", rule, "leave it out, or let --eval rank")
+            raise CheckpointError("soup", rule, "leave it out, or rank with --eval")
         found.append(logged[metric])
     sign = -1.0 if mode == "max" or (mode == "auto" and larger_is_better(metric)) else 1.0
     order = sorted(range(len(opened)), key=lambda number: sign * found[number])
@@ -119,13 +116,13 @@ def rank_by_logged(
 
 
 def logged_metrics(ingredient: Ingredient) -> dict[str, float]:
-    """Return the metrics of an ingredient's own step that lie in its checkpoint; empty if none do.
+    """Return the metrics that an ingredient's checkpoint holds of its own step, empty if none.
 
-    Read are ``trainer_state.json`` of the Hugging Face Trainer, and in a Lightning checkpoint what our callbacks wrote
-    and the scores that ModelCheckpoint keeps by file name.
+    Reads ``trainer_state.json`` of the Hugging Face Trainer. In a Lightning checkpoint, reads what our callbacks wrote
+    and the scores that ModelCheckpoint stores by file name.
 
     Args:
-        ingredient: As `open_ingredient` returns it; one that lies in no file has none.
+        ingredient: From `open_ingredient`. One without a file has no metrics.
     """
     if ingredient.path is None:
         return {}
@@ -136,7 +133,7 @@ def logged_metrics(ingredient: Ingredient) -> dict[str, float]:
 
 
 def _of_trainer_state(state: Mapping[str, Any]) -> dict[str, float]:
-    # a log entry of an earlier step is of other weights, even where it is the last one
+    # A log entry of an earlier step belongs to other weights, even if it is the last one.
     entries = [entry for entry in state.get("log_history", ()) if entry.get("step") == state.get("global_step")]
     merged = {name: value for entry in entries for name, value in entry.items()}
     return _numbers({name: value for name, value in merged.items() if name not in ("step", "epoch")})
@@ -147,13 +144,13 @@ def _of_lightning(checkpoint: Mapping[str, Any], path: Path) -> dict[str, float]
     for name, state in _mapping(checkpoint.get("callbacks")).items():
         if not (isinstance(name, str) and name.startswith("ModelCheckpoint") and isinstance(state, Mapping)):
             continue
-        # `current_score` is not read: in last.ckpt it may be that of an earlier validation
+        # `current_score` is not used, because in last.ckpt it may belong to an earlier validation.
         scores = {
             Path(saved).name: score
             for saved, score in _mapping(state.get("best_k_models")).items()
             if isinstance(saved, str)
         }
-        # best_k_models maps files to their own scores; only this file's counts.
+        # best_k_models maps files to their scores. Only this file's counts.
         if state.get("monitor") is not None and path.name in scores:
             found[state["monitor"]] = scores[path.name]
     return _numbers({**found, **_mapping(_mapping(checkpoint.get(RUN_KEY)).get("metrics"))})
@@ -183,39 +180,39 @@ def scores_in_processes(
     after_average: Callable[[dict[str, Tensor]], None] | None,
     jobs: int,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each ingredient and its metric, in the order they are done; non-finite ones are skipped.
+    """Yield the number of each ingredient and its metric, in the order they finish. Non-finite ingredients are skipped.
 
-    Each process is spawned, holds one ingredient at a time, and computes with as many threads as this one would, so
-    that metrics are the same to the last bit; set OMP_NUM_THREADS to share out the cores.
+    Each process is spawned, holds one ingredient at a time, and uses as many threads as this one would, so that metrics
+    are equal to the last bit. Set OMP_NUM_THREADS to share the cores.
     """
-    # A process opens its ingredient by path, and would see the names that are in the file.
+    # A process opens its ingredient by path, and would see the file's own names.
     odd = next((item for _, item in items if item.path is None or item.is_renamed), None)
     if odd is not None:
         got = f"{odd.name} in memory" if odd.path is None else f"other names in {odd.name}"
         rule = f"ingredients must be files of the same names for jobs above 1, got {got}"
         raise ConfigError("soup", rule, "save them in one format")
-    # Tried before the pool starts: a failure to pickle inside it shows as a broken pool without a reason.
+    # Tested before the pool starts: a pickling error inside it shows as a broken pool without a reason.
     try:
         pickle.dumps((evaluate, after_average))
-    except Exception as error:  # pickle raises what the object's own methods raise
+    except Exception as error:  # pickling runs the object's own methods
         rule = f"evaluate must be a function that another process can import for jobs above 1, got {error}"
         raise ConfigError("soup", rule, "define it at the top of a module") from error
     pool = ProcessPoolExecutor(
         min(jobs, len(items)),
-        # spawn: a forked child would inherit a CUDA context that it cannot use, and locks of threads
+        # spawn: a forked child would inherit an unusable CUDA context, and locks of threads
         multiprocessing.get_context("spawn"),
         initializer=_begin,
         initargs=(evaluate, after_average),
     )
     try:
-        # Paths cross to the processes, weights do not. Evaluate is pickled once a process, by the initializer.
+        # Only paths are sent to the processes, not weights. `evaluate` is pickled once per process, by the initializer.
         futures = {pool.submit(_score, item.path): number for number, item in items if item.path is not None}
         for future in as_completed(futures):
             if (score := future.result()) is not None:
                 yield futures[future], score
     except BrokenProcessPool as error:
         raise EffError(
-            "soup", f"processes must live, got a dead one ({error})", "try fewer, for want of memory"
+            "soup", f"processes must stay alive, but one died ({error})", "use fewer, as memory may have run out"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -237,7 +234,7 @@ Evaluate = Callable[[dict[str, Tensor]], float]
 
 
 class Scoring:
-    """Evaluates candidates and keeps their scores."""
+    """Evaluates candidates and stores their scores."""
 
     def __init__(
         self,
@@ -250,9 +247,9 @@ class Scoring:
         self._progress = progress or (lambda: None)
 
     def score(self, key: str, write: Callable[[], Any]) -> float:
-        """Return the score kept under `key`, or that of what `write` writes into the candidate."""
+        """Return the score stored under `key`, or evaluate what `write` writes into the candidate."""
         known = self._journal.score(key)
-        # The candidate is written only when its score is not known: a resumed search reads no weights for known ones.
+        # Written only if the score is unknown, so a resumed search reads no weights for known scores.
         if known is None:
             write()
             known = number(self._evaluate(self._candidate.state_dict))
@@ -269,7 +266,7 @@ class Scoring:
         jobs: int,
         after_average: Callable[[dict[str, Tensor]], None] | None,
     ) -> None:
-        """Evaluate numbered ingredients alone, those that have no score yet, in so many processes."""
+        """Evaluate numbered ingredients without a score, each alone, in several processes."""
         checked(jobs, int, "soup", "jobs", low=1)
         left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
         if jobs > 1 and left:
@@ -277,7 +274,7 @@ class Scoring:
                 self._keep(str(position), number(score))
 
     def in_job(self, items: Sequence[tuple[int, Ingredient]], job: Job) -> None:
-        """Evaluate numbered ingredients alone, those that have no score yet, together with who calls `score_share`."""
+        """Evaluate numbered ingredients without a score, each alone, together with processes in `score_share`."""
         if job.size == 1:
             return
         left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
@@ -293,7 +290,7 @@ class Scoring:
             self._take_in(waiting, job)
 
     def _take_in(self, waiting: dict[int, tuple[int, Ingredient]], job: Job) -> None:
-        """Keep the scores that have come, on disk at once."""
+        """Store the scores that have arrived, on disk at once."""
         for ticket in [ticket for ticket in waiting if job.has(f"score {ticket}")]:
             position, _ = waiting.pop(ticket)
             if told := job.get(f"score {ticket}"):
@@ -318,24 +315,24 @@ def score_share(
     job: Job,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
 ) -> None:
-    """Evaluate ingredients alone for the main process of a job, which calls `greedy_soup` or `diagnose` with it."""
+    """Evaluate single ingredients for the main process of a job, which calls `greedy_soup` or `diagnose` with it."""
     opened = open_ingredients(ingredients)
     candidate = candidate_for(opened, None, after_average, None)
     left = json.loads(job.get("left"))
     for ticket in job.tickets("scores", len(left)):
-        # one with a NaN or an infinity has no score: the main process says which
+        # One with NaN or infinity has no score. The main process reports it.
         bad = candidate.write_single(opened[left[ticket]])
         job.set(f"score {ticket}", b"" if bad else repr(number(evaluate(candidate.state_dict))).encode())
 
 
 def not_finite(tensor: str) -> str:
-    """Return why an ingredient with a NaN or an infinity in this tensor is not used."""
-    return f"left out: {tensor!r} holds a NaN or an infinity"
+    """Return the reason to leave out an ingredient with NaN or infinity in this tensor."""
+    return f"left out: {tensor!r} contains NaN or infinity"
 
 
 def number(score: Any) -> float:
-    """Return what an evaluation returned as a float."""
+    """Return the result of an evaluation as a float."""
     try:
         return float(score)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError for a tensor of several numbers
         raise ConfigError("soup", f"evaluate must return a number, got {score!r:.80}") from None

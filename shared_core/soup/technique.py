@@ -1,4 +1,4 @@
-"""The soup of a run's own checkpoints, made at the end of training by the trainer's own validation metric."""
+"""The soup of a run's own checkpoints, made at the end of training with the trainer's validation metric."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from shared_core.soup.merging import average_of
 
 
 class ModelSoup(Technique):
-    """Averages this run's checkpoints when training ends; the model then holds the soup.
+    """Averages this run's checkpoints when training ends, and leaves the soup in the model.
 
-    The final weights are an ingredient too, unless a checkpoint holds them. Candidates are written straight into the
-    model (averages of a PEFT model's adapters as adapters of other ranks) and scored by the trainer's evaluation, with
-    masks re-applied; every process follows the main process's score.
+    The final weights are an ingredient too, unless a checkpoint holds them. Candidates are written directly into the
+    model and scored by the trainer's evaluation, with masks re-applied. For a PEFT model they are adapters of other
+    ranks. Every process follows the main process's score.
     """
 
     key = "soup"
@@ -45,7 +45,7 @@ class ModelSoup(Technique):
         self._report: dict[str, Any] = {}
 
     def before_attach(self, context: Context) -> None:
-        """Find the adapter of a PEFT model, whose averages are not those of A and B."""
+        """Find the adapter of a PEFT model, which cannot be averaged by A and B separately."""
         self._adapter = adapter_of(context.model)
 
     def plan(self, context: Context) -> Plan:
@@ -53,11 +53,11 @@ class ModelSoup(Technique):
         return Plan([(None, f"checkpoints are averaged ({self.config.kind}) and evaluated")])
 
     def attach(self, context: Context) -> Touched:
-        """Return the parameters that checkpoints are averaged over."""
+        """Return the parameters that are averaged."""
         return Touched.parameters(context.model.named_parameters(), what="parameters")
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Check what can be known before training: that checkpoints can be listed, and that options have a use."""
+        """Check before training that checkpoints can be listed, and that options have an effect."""
         context.services.checkpoints()
         refuse_no_norms("soup", self.config.bn_batches, context.model)
         if self.config.rank is not None and self._adapter is None:
@@ -65,16 +65,16 @@ class ModelSoup(Technique):
             raise MatchError("soup", f"rank must be given for a PEFT model only, got {got}", "remove it")
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """Learn while training whether validation reports the metric, where one batch at the start could not tell."""
-        # Loggers may report one step in several calls (one a dataset): names are collected until the step changes.
+        """Check during training that validation reports the metric, since one batch at the start may not show it."""
+        # Loggers may report one step in several calls (one per dataset), so collect names until the step changes.
         step, names = self._reported or (context.step, set())
         if context.step != step:
             check_all(self.config.needed_metrics(), names)
         self._reported = context.step, names | set(metrics)
 
     def finish(self, context: Context) -> None:
-        """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs."""
-        # Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
+        """Replace the model's weights, or a PEFT model's adapter, by the soup of its checkpoints."""
+        # If the search ends early, or the run saved no checkpoint, the model keeps its final weights.
         model = context.model
         options, say = self.config, context.services.say
         run = RunIngredients(model, context, self._adapter)
@@ -84,11 +84,11 @@ class ModelSoup(Technique):
             return
         ingredients, final = opened
         if len(ingredients) == 1:
-            say(f"efftrain: soup: the only ingredient is {final.name}, which the model holds already")
+            say(f"efftrain: soup: the only ingredient is {final.name}, which the model already holds")
 
         def load(candidate: dict[str, Tensor]) -> None:
             if self._adapter is not None:
-                # first its tensors are loaded, then sharded again, then others are told to re-read weights
+                # First load the tensors, then shard again, then have others re-read the weights.
                 self._adapter.load(candidate)
             reshard_(model)
             context.weights_replaced()
@@ -104,20 +104,20 @@ class ModelSoup(Technique):
                 self._search(run, ingredients, target, context)
             else:
                 self._average(ingredients, target, context)
-            # Validation has last seen the final weights: unless the soup is these alone, it has to come again.
+            # The last validation saw the final weights. Unless they are the soup, validate again.
             context.unvalidated |= self._report["ingredients"] != [final.name] or bool(options.bn_batches)
-        # Also on KeyboardInterrupt: whatever stopped it, the model must not be left holding a rejected candidate.
+        # Also on KeyboardInterrupt: the model must never be left with a rejected candidate.
         except BaseException:
             candidate_for([final], run.into, load, None).write_single(final)
             raise
 
     def _average(self, ingredients: list[Ingredient], target: dict[str, Any], context: Context) -> None:
         options, say = self.config, context.services.say
-        # Fewer checkpoints than weights: the newest keep theirs.
+        # With fewer checkpoints than weights, the newest keep theirs.
         weights = options.weights[-len(ingredients) :]
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):
-            say(f"efftrain: soup: {len(members)} ingredients, so only the last {len(weights)} weights count")
+            say(f"efftrain: soup: only {len(members)} ingredients, so only the last {len(weights)} weights are used")
         found = average_of(members, weights or None, **target)
         self._report = {
             "kind": options.kind,
@@ -137,7 +137,7 @@ class ModelSoup(Technique):
         self, run: RunIngredients, ingredients: list[Ingredient], target: dict[str, Any], context: Context
     ) -> None:
         options, say = self.config, context.services.say
-        # "logged" and "newest" are orders this method makes itself; the search then takes them as given.
+        # The orders "logged" and "newest" are prepared here, and the search uses them as given.
         order: Order = "given"
         if options.order in ("metric", "random"):
             order = cast(Order, options.order)
@@ -179,15 +179,15 @@ class ModelSoup(Technique):
         check_all(self.config.needed_metrics(), metrics)
         score = float(metrics[self.config.metric])
         device = next((parameter.device for parameter in context.model.parameters()), torch.device("cpu"))
-        # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others
+        # Metrics may differ in the last bit between processes, and different decisions would deadlock.
         return float(broadcast_(torch.tensor(score, dtype=torch.float64, device=device)))
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return that parameters stay those of the soup, masks and quantisers of the recipe included."""
+        """Return the claim that parameters stay those of the soup, including masks and quantisers."""
         return {plain_name(name): Same() for name, _ in context.model.named_parameters()}
 
     def report(self) -> dict[str, Any]:
-        """Return members, path and scores of the soup; empty before the end of training."""
+        """Return members, path and scores of the soup. Empty before the end of training."""
         return dict(self._report)
 
     @staticmethod
@@ -206,7 +206,7 @@ class ModelSoup(Technique):
 
 
 def _ranks(soup: dict[str, Tensor]) -> dict[str, Any]:
-    """Return what a reader of an adapter's weights has to know."""
+    """Return the rank fields needed to load an adapter's weights."""
     if not isinstance(soup, AdapterWeights):
         return {}
     return {"adapter": {name: soup.config.get(name) for name in RANK_FIELDS}}

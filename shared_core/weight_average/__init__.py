@@ -1,4 +1,4 @@
-"""Running averages of the weights in training: exponential, uniform, of the last few."""
+"""Running averages of the weights during training: exponential, uniform, or of the last few."""
 
 from shared_core.lazy_exports import export_lazily
 

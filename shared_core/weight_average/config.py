@@ -31,40 +31,40 @@ class AverageConfig(TechniqueConfig):
     finishes_after: ClassVar[tuple[str, ...]] = ("distill", "loss_scale", "dp", "comm")
     conflicts: ClassVar[Mapping[str, str]] = {"averaging_callback": TWO_AVERAGES, "zero3": ZERO3, "fsdp1": FSDP1}
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
-    figures: ClassVar[Mapping[str, Figure]] = {"updates": Figure("weights that the average has seen")}
+    figures: ClassVar[Mapping[str, Figure]] = {"updates": Figure("number of updates of the average")}
 
     kind: Literal["ema", "swa", "last_k"] = option(
-        help="Average the weights while training: exponentially (ema), all alike (swa), or the last few (last_k)."
+        help="Average the weights while training: exponentially (ema), uniformly (swa), or the last few (last_k)."
     )
     decay: float = option(
-        0.999, help="How much of the average an update of ema keeps, in [0, 1).", low=0.0, below=1.0, **_EMA
+        0.999, help="How much of the average ema keeps per update, in [0, 1).", low=0.0, below=1.0, **_EMA
     )
     warmup: bool = option(
-        True, help="Let ema's decay begin low: the n-th update keeps at most (1 + n) / (10 + n).", **_EMA
+        True, help="Start ema with a low decay: the n-th update keeps at most (1 + n) / (10 + n).", **_EMA
     )
     begin: Position | None = option(
         None,
         help="First weights to average: a fraction of the run (0.75), a step (500) or epochs (2ep); by default 0.75 "
         "for swa, else the start.",
     )
-    every: int = option(1, help="Steps from one update of the average to the next.", low=1)
+    every: int = option(1, help="Steps between updates of the average.", low=1)
     k: int = option(
-        5, help="How many of the last weights last_k averages; it keeps a copy of each.", low=1,
+        5, help="How many of the last weights last_k averages. It keeps a copy of each.", low=1,
         only_with={"kind": ("last_k",)},
     )  # fmt: skip
-    evaluate: bool = option(True, help="Validate the average while training, not the weights in training.")
+    evaluate: bool = option(True, help="Validate the average during training instead of the training weights.")
     bn_batches: int = option(
         0,
-        help="Training batches on which BatchNorm statistics are re-estimated for the average, at every validation "
-        "and at the end; 0: average them.",
+        help="Training batches to re-estimate BatchNorm statistics for the average, at every validation and at the "
+        "end; 0: average them.",
         low=0,
     )
 
     @property
     def start(self) -> Position:
-        """When averaging begins."""
+        """When averaging starts."""
         return _BEGIN[self.kind] if self.begin is None else self.begin
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         yield from refuse_estimates(self, environment)

@@ -1,4 +1,4 @@
-"""Compression: weights that share few values, stored in one small file."""
+"""Weight clustering: weights that share a few values, so that they compress well."""
 
 from shared_core.lazy_exports import export_lazily
 

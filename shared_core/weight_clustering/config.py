@@ -1,4 +1,4 @@
-"""The options of weight sharing."""
+"""The options of weight clustering."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class ClusterConfig(TechniqueConfig):
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
-        "values": Figure("distinct values that all shared weights together have; 0 until they are clustered")
+        "values": Figure("total number of distinct shared values; 0 before clustering")
     }
 
-    bits: int = option(help="Bits of a code: at most 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
+    bits: int = option(help="Bits per code: at most 2**bits values per tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
     bits_of: tuple[str, ...] = option(
         (), help="Other bits, as PATTERN=BITS: for modules of a name (glob) or type, or first, last."
     )
@@ -53,16 +53,16 @@ class ClusterConfig(TechniqueConfig):
         (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
     )
     skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
-    min_size: int = option(256, help="Leave tensors with fewer weights as they are.", low=0)
+    min_size: int = option(256, help="Leave tensors with fewer weights unchanged.", low=0)
 
     def validate(self) -> None:
-        """Raise `ConfigError` where an entry of bits_of is none."""
+        """Raise `ConfigError` if an entry of bits_of is invalid."""
         for entry in self.bits_of:
             pattern, _, bits = entry.rpartition("=")
             if not pattern or not bits.isdecimal() or not MIN_BITS <= int(bits) <= MAX_BITS:
                 raise self._error("bits_of", f"must be PATTERN=BITS with bits in [{MIN_BITS}, {MAX_BITS}]")
 
     def widths(self) -> dict[str, int]:
-        """Return the bits of each pattern of `bits_of`, in the order given; the first that matches wins."""
+        """Return the bits of each pattern of `bits_of`, in the given order. The first match wins."""
         pairs = (entry.rpartition("=") for entry in self.bits_of)
         return {pattern: int(bits) for pattern, _, bits in pairs}

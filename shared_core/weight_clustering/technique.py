@@ -1,6 +1,6 @@
-"""Whose weights are shared, in how many bits, and why the others are not.
+"""Weight clustering during training: from one step on, all weights of a cluster are one trained value.
 
-Weight sharing during training: from a step on the weights of a cluster are one trained value.
+Also selects the weights to share, their bits, and why others are not shared.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from shared_core.weight_clustering.config import MAX_BITS, ClusterConfig
 
 @dataclass(frozen=True)
 class SharedTargets:
-    """The weights that weight clustering touches: by name a module that holds each, and the bits of its codes."""
+    """The weights to cluster: a module that holds each, and the bits of its codes, by name."""
 
     modules: dict[str, nn.Module]
     bits: dict[str, int]
     left_out: dict[str, str]
-    """The weights of chosen modules that are left as they are, with the reason."""
+    """Weights of chosen modules that are left unchanged → why."""
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the modules hold now: a wrapper may have replaced them since."""
+        """Return the current parameters of the modules: a wrapper may have replaced them."""
         weights = {name: module._parameters["weight"] for name, module in self.modules.items()}
         return {name: weight for name, weight in weights.items() if weight is not None}
 
 
 def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
-    """Return the weights to share, those of linear, convolutional and embedding layers, each tensor once.
+    """Return the weights to share, of linear, convolutional and embedding layers, each tensor once.
 
-    A tensor that several modules hold is shared only if all of them are chosen; a frozen one only if
-    `config.include` names its module; one that is computed, not float16, bfloat16, float32 or float64, or an
-    embedding's with sparse gradients or ``max_norm``, never.
+    A tied tensor is shared only if all its modules are chosen, and a frozen one only if `config.include` names its
+    module. Never shared are computed weights, other dtypes than float16, bfloat16, float32 and float64, and embeddings
+    with sparse gradients or ``max_norm``.
     """
     types = (*prunable_types(model), nn.Embedding)
     chosen = chosen_modules(config, model, types, where="cluster")
@@ -69,7 +69,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     ]
     is_chosen = {found.module for found in chosen}
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    # Every holder of each parameter: a tied one may only change where all its modules were chosen.
+    # All holders of each parameter: a tied one may only change if all its modules are chosen.
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -82,9 +82,9 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         weight = found.module._parameters.get("weight")
         if weight is None:
             targets.left_out[name] = "computed, by weight norm or another parametrisation"
-        # By its first name: a tied weight comes up once for each module.
+        # Only under its first name, because a tied weight appears once per module.
         elif name != holders[weight][0][0]:
-            continue  # under its first name, or left out with it
+            continue  # handled under its first name
         elif outside := next((held for held, module in holders[weight] if module not in is_chosen), None):
             targets.left_out[name] = f"shared with {outside}, which is not chosen"
         elif weight.dtype not in SHARED_DTYPES:
@@ -97,7 +97,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             targets.left_out[name] = "frozen; name its module in include to share its weights"
         else:
             targets.modules[name] = found.module
-            # bits_of is in the order given, the first match wins.
+            # The first match of bits_of wins.
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
     reasons = by_reason(targets.left_out) or "tied to others"
     told = f"must find at least one weight to share, but all were left out ({reasons})"
@@ -111,10 +111,10 @@ NOTE = "The weights stay floats with few distinct values. `eff compress` writes 
 class WeightClustering(Technique):
     """Clusters the weights of each layer at `begin` and trains the centroids (Han, Mao and Dally 2016, section 3.3).
 
-    The first weight of a cluster stands for its centroid: before each optimizer step it gets the sum of its members'
-    gradients and the others get none, so that a norm by which gradients are clipped is that of the centroids; after
-    the step the others become what it has become, to the bit. So any optimizer trains centroids, and all there is to
-    remember beside the weights is who belongs where. Zeros belong to no cluster and stay +0.0.
+    The first weight of a cluster represents its centroid. Before each optimizer step it gets the sum of its members'
+    gradients and the others get zero, so that gradient clipping uses the norm of the centroids. After the step the
+    others are set to its exact value. So any optimizer trains centroids, and the only extra state is the cluster of
+    each weight. Zeros belong to no cluster and stay +0.0.
 
     Args:
         config: The options.
@@ -128,7 +128,7 @@ class WeightClustering(Technique):
         self._targets = SharedTargets({}, {}, {})
         self._weights: dict[str, nn.Parameter] = {}
         self._codes: dict[str, Tensor] = {}
-        """0 for a zero, i for the i-th cluster, of the weight's shape and on its device; of a sharded one its part."""
+        """0 for a zero, i for the i-th cluster, in the weight's shape and on its device. Sharded like the weight."""
         self._bundles = Bundles()
         self._gathered: dict[str, Tensor] | None = None
         self._told: list[dict[str, Any]] = []
@@ -143,14 +143,14 @@ class WeightClustering(Technique):
         context.undo.callback(self._detach)
         self._targets = find_shared(model, self.config)
         refuse_adapters(
-            "cluster", model, self._targets.modules, "merging would move members of a cluster apart",
-            "merge, and share the weights of the merged model",
+            "cluster", model, self._targets.modules, "merging would give members of a cluster different values",
+            "merge first, and share the weights of the merged model",
         )  # fmt: skip
         context.projections.append(self._tie)
         return self._touched()
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Leave as it is what no optimizer holds."""
+        """Leave weights unchanged that no optimizer holds."""
         targets, weights = self._targets, self._targets.weights()
         out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
         told = "must find at least one weight that an optimizer holds, got none"
@@ -162,13 +162,13 @@ class WeightClustering(Technique):
     def plan(self, context: Context) -> Plan:
         """Return when weights are clustered."""
         self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "cluster")
-        # pruning comes before this technique and has planned when it ends
+        # Pruning comes before this technique and has already planned its end.
         first, got = context.first_usable_step, f"got {self.config.begin!r} = step {self._begin}"
         told = f"begin must not lie before step {first}, when weights are pruned for the last time, {got}"
         require(self._begin >= first, "cluster", told, "begin later")
         return Plan(
-            [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")],
-            "" if self._codes else f"weights are not shared yet, clustered at step {self._begin}",
+            [(self._begin, f"weights are clustered, {2**self.config.bits} values per tensor, and clusters train on")],
+            "" if self._codes else f"weights are not shared yet, clustering is at step {self._begin}",
             self._begin,
             guards=self._weights,
             acts_on_gradients=True,  # centroids get the sum of their members' gradients
@@ -179,18 +179,18 @@ class WeightClustering(Technique):
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Resolve `begin`; put saved clusters back, or make them if they are due."""
+        """Resolve `begin`, then restore saved clusters, or make them if they are due."""
         if state is not None:
             self._restore(state)
         self.plan(context)
-        refuse_lbfgs(context.optimizers, "cluster", "which moves weights apart within a step")
+        refuse_lbfgs(context.optimizers, "cluster", "which moves members of a cluster apart within a step")
         self._weights = self._targets.weights()
         for optimizer in context.optimizers:
             if not is_element_wise(optimizer):
                 context.services.say(
-                    f"efftrain: cluster: {type(optimizer).__name__} makes its step of a gradient as a whole, or may: "
-                    "each shared value moves as it would where its first weight lies; element-wise optimizers (AdamW, "
-                    "SGD) do not care where that is"
+                    f"efftrain: cluster: {type(optimizer).__name__} may use whole gradients in its step, so the "
+                    "update of each shared value depends on the position of its first weight. With element-wise "
+                    "optimizers (AdamW, SGD) it does not"
                 )
         self._bundles, self._num_values = Bundles(), 0
         if self._codes:
@@ -209,15 +209,15 @@ class WeightClustering(Technique):
         # dL/dc is the sum of the gradients of all weights that hold c (Han et al., section 3.3, equation 3).
         summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
         for (bundle, flat), sums in zip(rows, self._collected(summed), strict=True):
-            # Each centroid is represented by its first member: that one's gradient is the whole sum, the others' are
-            # zero, so the optimizer moves the first members alone, and its norm clipping sees each sum once.
+            # Each centroid is represented by its first member, which gets the whole sum, while the others get zero. So
+            # the optimizer only moves the first members, and norm clipping counts each sum once.
             flat.zero_()
             # index_copy_: of a sharded weight, only the process that holds a first member writes there.
             flat.index_copy_(0, bundle.first, (sums if bundle.is_whole else sums[bundle.of]).to(flat.dtype))
             bundle.put_(flat, parts)
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Cluster the weights if that is due; otherwise let every weight follow its centroid."""
+        """Cluster the weights if that is due, otherwise set every weight to its centroid."""
         if not applied:
             return
         if not self._codes and context.step >= self._begin:
@@ -226,21 +226,21 @@ class WeightClustering(Technique):
             self._tie()
 
     def finish(self, context: Context) -> None:
-        """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
-        # The trainer may have loaded other weights since the last step.
+        """Set weights to their centroids. A run that ended before `begin` keeps its weights."""
+        # The trainer may have loaded other weights after the last step.
         reshard_(context.model)
         self._tie()
         if any(map(is_sharded, self._weights.values())):
             self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return that each weight has no more values than its bits can tell apart."""
+        """Return the claim that each weight has at most as many values as its bits allow."""
         shared = [entry for entry in self.report()["tensors"] if entry["name"] in self._codes]
         return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Hold the clusters of sharded weights in whole, so that saving needs no other process."""
+        """Gather the clusters of sharded weights, so that saving needs no other process."""
         if purpose == "evaluate":
             yield
             return
@@ -254,25 +254,25 @@ class WeightClustering(Technique):
         return {name: whole_of(codes, self._weights.get(name)) for name, codes in self._codes.items()}
 
     def _detach(self) -> None:
-        """Release the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
-        # A part of the codes is of no use without the others'.
+        """Release the weights. The clusters stay readable, except after a crash with sharded weights."""
+        # A part of the codes is useless without the others.
         if any(map(is_sharded, self._weights.values())):
             self._codes = {}
         self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
         self._weights, self._bundles, self._gathered = {}, Bundles(), None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clusters, one or two bytes a weight, and when they were made."""
+        """Return the clusters, one or two bytes per weight, and when they were made."""
         codes = self._whole_codes() if self._gathered is None else self._gathered
         return {"codes": dict(codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Check a saved state; its clusters are put on the weights' devices next."""
+        """Check a saved state. Its clusters are moved to the weights' devices later."""
         codes, weights = dict(state["codes"]), self._targets.weights()
         odd = sorted(set(codes) ^ set(weights)) if codes else []
-        # Compared with the weights as they are now; types and ranges too, since files may be damaged.
+        # Compared with the current weights. Dtypes and ranges are also checked, because files may be damaged.
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
-        told = f"saved clusters must be those of this model's weights, got a difference at {', '.join(odd[:1])}"
+        told = f"saved clusters must match this model's weights, got a difference at {', '.join(odd[:1])}"
         remedy = "resume with the model and recipe that wrote the checkpoint"
         require(not odd, "cluster", told, remedy, CheckpointError)
         self._codes = codes
@@ -280,12 +280,12 @@ class WeightClustering(Technique):
         self._errors = {name: float(error) for name, error in state["errors"].items()}
 
     def figures(self) -> dict[str, float]:
-        """Return ``cluster/values``, the number of distinct values that all shared weights together have."""
+        """Return ``cluster/values``, the total number of distinct shared values."""
         return {"cluster/values": float(self._num_values)}
 
     def report(self) -> dict[str, Any]:
-        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take."""
-        # Of sharded weights that is counted when the run has ended.
+        """Return the distinct nonzero values of each tensor, counted in the weights, and the size of their codes."""
+        # Sharded weights are counted when the run has ended.
         tensors = self._told or self._tensors()
         return {
             "tensors": tensors,
@@ -318,11 +318,11 @@ class WeightClustering(Technique):
             if is_sharded(weight) and not gather:
                 continue
             numbers = wide(whole(weight.detach()))
-            # Counted in the weights, not in what was asked: clusters may have come together.
+            # Counted in the weights, because clusters may have become equal.
             live = numbers[numbers != 0]
             values = len(np.unique(live))
             item = weight.element_size()
-            # Bits for a code of values - 1; zeros are not stored, as a compressed file has a bitmap for them.
+            # Bits for a code of values - 1. Zeros are not stored, because a compressed file has a bitmap for them.
             width = max(values - 1, 1).bit_length() if values else 0
             entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
             sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
@@ -337,14 +337,14 @@ class WeightClustering(Technique):
             for (name, weight), numbers in zip(self._weights.items(), there, strict=True):
                 shared = share_values(numbers, self._targets.bits[name], name=f"cluster: {name}")
                 new = shared.weight()
-                # float64 before the difference: in float32 the error of near values would be rounding.
+                # Convert to float64 before subtracting: in float32 the error of close values would be rounding.
                 difference = wide(numbers).astype("float64") - wide(new)
                 self._errors[name] = float((difference**2).mean() ** 0.5)
                 fill_(weight, new)
                 codes[name] = shared.codes
         self._set_codes(codes)
         self._clustered_at = context.step
-        # Others (running averages) must apply the new projection to what they keep.
+        # Others (running averages) must apply the new projection to their copies.
         context.projection_changes += 1
         self._restart(context)
 
@@ -353,22 +353,22 @@ class WeightClustering(Technique):
         there = copied_to_cpu(codes[name] for name in self._weights)
         for (name, weight), flat in zip(self._weights.items(), (found.view(-1) for found in there), strict=True):
             count = int(flat.max()) if flat.numel() else 0
-            # The first place of each code: the smallest index among its members, by one scatter.
+            # The first position of each code: the smallest index among its members, with one scatter.
             places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
             places.scatter_reduce_(0, flat.long(), torch.arange(flat.numel()), "amin")
-            # A code below the largest that no weight has: no member would carry the centroid.
+            # If no weight has a code below the largest, no member would carry its centroid.
             is_full = not count or int(places[1:].max()) < flat.numel()
             told = f"saved clusters of {name} must have members, got an empty one"
             require(is_full, "cluster", told, "", CheckpointError)
             first, of = places[1:], torch.arange(count)
             if is_sharded(weight):
-                # Marked in the whole weight and then cut as the weight is: each process learns which first members it
+                # Mark in the whole weight, then split like the weight, so each process learns which first members it
                 # holds.
                 marked = torch.zeros(flat.numel(), dtype=torch.int64)
                 marked[first] = of + 1
                 mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
                 first = mine.nonzero().view(-1)
-                # Sorted by cluster, so that sums by cluster and first members are in one order.
+                # Sorted by cluster, so that sums and first members are in the same order.
                 of, order = (mine[first] - 1).sort()
                 first = first[order]
             first, of, new = (tensor.to(weight.device, non_blocking=True) for tensor in (first, of, codes[name]))
@@ -378,10 +378,9 @@ class WeightClustering(Technique):
         self._num_values = self._bundles.num_values
 
     def _collected(self, values: list[tuple[Bundle, Tensor]]) -> list[Tensor]:
-        """Return sums over the parts of sharded weights: one collective for all of them."""
+        """Return sums over the parts of sharded weights, with one collective for all of them."""
         sharded = [found for bundle, found in values if is_sharded(self._weights[bundle.names[0]])]
-        # Gradients are parts of the clusters on each process: sums add up over processes, and one collective takes
-        # all weights.
+        # Each process has a part of the gradients, so sums add up over processes.
         if not sharded:
             return [found for _, found in values]
         sums = iter(torch.split(all_reduce_(torch.cat(sharded), "sum"), [len(found) for found in sharded]))
@@ -400,10 +399,10 @@ class WeightClustering(Technique):
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
         centroids = []
         for bundle, flat in rows:
-            # The first members are what the optimizer has moved.
+            # The optimizer has moved the first members.
             found = flat.index_select(0, bundle.first)
             if not bundle.is_whole:
-                # Zeros where other processes hold the first member; the sum over processes puts the row together.
+                # Zeros if other processes hold the first member. The sum over processes completes the row.
                 found = flat.new_zeros(bundle.num_values).index_copy_(0, bundle.of, found)
             centroids.append((bundle, found))
         for (bundle, flat), shared in zip(rows, self._collected(centroids), strict=True):
@@ -411,8 +410,8 @@ class WeightClustering(Technique):
             bundle.put_(flat, parts)
 
     def _restart(self, context: Context) -> None:
-        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""
-        # Other weights that an optimizer keeps, an average or what it averages, start as the shared ones.
+        """Clear the optimizer state: it belonged to single weights, and a centroid starts anew."""
+        # Weights in the optimizer state, such as an average, start as the shared ones.
         parts = {name: local_part(weight) for name, weight in self._weights.items()}
         nothing = {name: torch.zeros(part.shape, dtype=torch.bool) for name, part in parts.items()}
         clear_moments_(context.optimizers, self._weights, nothing)
@@ -422,7 +421,7 @@ class WeightClustering(Technique):
                 for key in WEIGHTS & state.keys():
                     state[key].copy_(weight.detach())
                 if isinstance(state.get("step"), Tensor):
-                    state["step"].zero_()  # Adam corrects its cleared moments for their bias by it
+                    state["step"].zero_()  # Adam uses it to correct the bias of its cleared moments
                 elif "step" in state:
                     state["step"] = 0
 

@@ -255,7 +255,8 @@ def test_a_structure_of_its_own_is_told(make, tmp_path):
     trainer.train()
     trainer.save_model()
     text = (tmp_path / "README.md").read_text()
-    assert "With `low_rank`, whose layers the checkpoint holds in two: load the weights with" in text
+    assert "With `low_rank`" in text
+    assert "shared_core.low_rank.load" in text
     assert "as it would without" not in text
 
 

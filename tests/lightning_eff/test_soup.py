@@ -119,7 +119,7 @@ def test_a_run_that_stops_before_its_first_checkpoint_keeps_its_last_weights(tmp
     callback, trainer, module = run(tmp_path, {"soup": {"kind": "uniform"}}, **options)
     assert trainer.global_step == 2
     assert torch.equal(module.net[0].weight, weights[-1])
-    assert any("SOUP WAS NOT MADE: the run saved no checkpoint" in note for note in callback.receipt["notes"])
+    assert any("soup was not made: the run saved no checkpoint" in note for note in callback.receipt["notes"])
     assert callback.receipt["techniques"]["soup"]["ingredients"] == []
     loaded = type(module).load_from_checkpoint(tmp_path / "final" / "final.ckpt", weights_only=True)
     assert torch.equal(loaded.net[0].weight, weights[-1])

@@ -49,7 +49,7 @@ def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_
 
 @TRAINERS
 def test_a_checkpoint_of_another_round_is_refused(train, tmp_path):
-    with pytest.raises(CheckpointError, match="give every round an output folder of its own"):
+    with pytest.raises(CheckpointError, match="output folder"):
         LotterySearch(**OPTIONS).run(lambda recipe: train(tmp_path / "same_for_all", recipe), tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""Scorers: what weights and structures are worth, by criterion; `SCORERS` holds those that are imported here."""
+"""Scorers: how much weights and structures matter, by criterion. `SCORERS` holds those imported here."""
 
 from shared_core.pruning.scorers.capture import Wanda as Wanda
 from shared_core.pruning.scorers.gradient_scorers import Fisher as Fisher

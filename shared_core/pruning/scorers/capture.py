@@ -1,7 +1,7 @@
-"""Sums that hooks gather in forward or backward: of this step and rank first, then of all steps and ranks.
+"""Statistics that hooks gather in forward or backward, per step and rank first, then summed over all.
 
-`BackwardWatch` hands over what a layer saw in forward with the gradient of its output, each exactly once.
-`Wanda` scores by inputs alone.
+`BackwardWatch` hands over each layer's forward value with the gradient of its output, exactly once. `Wanda` needs
+inputs only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Call = tuple[Tensor, Tensor]
 
 
 class _Carry(torch.autograd.Function):
-    """Saves a tensor the way layers do, so that activation checkpointing drops and recomputes it; computes nothing."""
+    """Saves a tensor the way layers do, so that activation checkpointing drops and recomputes it. Computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
         ctx.save_for_backward(kept)
-        # An empty tensor with a grad_fn, and no part of the loss: its only use is that it holds what was saved.
+        # An empty tensor with a grad_fn, which is not part of the loss and only holds the saved tensor.
         return anchor.new_empty(0)
 
     @staticmethod
@@ -40,11 +40,11 @@ class _Carry(torch.autograd.Function):
 class BackwardWatch:
     """Watches layers in training and calls ``take(name, calls)`` once for each layer and backward pass.
 
-    Only forwards in train mode with gradients count. What forward keeps is held by the autograd graph: a segment under
-    activation checkpointing keeps nothing until it is recomputed, and the recomputed forward, whose output's gradient
-    never comes (non-reentrant) or is the only one that comes (reentrant), is not counted twice. All is released as
-    soon as it was taken. Calls of one layer before its backward are handed over together: with as many examples they
-    are about the same examples.
+    Only forwards in train mode with gradients count. The kept values live in the autograd graph, so a segment under
+    activation checkpointing keeps nothing until it is recomputed. The recomputed forward is not counted twice, whether
+    its output never gets a gradient (non-reentrant) or is the only one that does (reentrant). Values are released once
+    taken. Several calls of one layer before its backward are handed over together. If they have equally many examples,
+    they are treated as the same examples.
 
     Under ``torch.compile`` hooks stay outside the graph (a graph break at each layer, so no ``fullgraph=True``), and
     they must be registered before the first compiled call.
@@ -72,49 +72,49 @@ class BackwardWatch:
             ]
 
     def detach(self) -> None:
-        """Remove the hooks; a graph that is still there reports nothing any more."""
+        """Remove the hooks. An existing graph then reports nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self.clear()
 
     def clear(self) -> None:
-        """Forget what arrived and is not taken, and whatever a forward kept so far."""
-        # Graphs of an earlier step may still run backward (an error, a probe): their hooks then do nothing.
+        """Forget everything that forwards kept or that arrived but was not taken."""
+        # Graphs of an earlier step may still run backward (an error, a probe). Their hooks then do nothing.
         self._generation += 1
         self._expected, self._arrived = {}, {}
 
     def hand_over(self) -> None:
-        """Hand over what arrived, as the next forward would."""
+        """Hand over everything that arrived, as the next forward would."""
         for name in list(self._arrived):
             self._flush(name)
 
     def flush(self) -> None:
-        """Hand over what arrived: the step is complete, and no more gradients come."""
+        """Hand over everything that arrived, because the step is complete and no more gradients come."""
         self.hand_over()
         self._expected = {}
 
     def _hook(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # hooks are copied with a module, and the copy is another layer
+            # Hooks are copied with a module, and the copy is a different layer.
             if module is self._modules[name] and module.training and isinstance(output, Tensor):
                 self._seen(name, args[0] if args else next(iter(kwargs.values())), output)
 
         return hook  # type: ignore[no-any-return]
 
     def _seen(self, name: str, x: Tensor, output: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else backward recomputes a forward that was counted
+        if torch._C._current_graph_task_id() == -1:  # otherwise backward recomputes a forward that was already counted
             if self._arrived.get(name):
                 self._flush(name)
             self._expected[name] = self._expected.get(name, 0) + 1
-        # A frozen path: no gradient will ever arrive for this call.
+        # A frozen path: this call will never get a gradient.
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
-        # Without an input that requires a gradient, apply would make no node.
+        # Without an input that requires a gradient, apply would not create a node.
         anchor = torch.empty(0, requires_grad=True)
         carry: Any = _Carry.apply  # untyped
-        # A list, so that the closure can let go of it: else the graph keeps the activations alive.
+        # A list, so that the closure can release it. Otherwise the graph would keep the activations alive.
         carriers = [carry(anchor, self._keep(x.detach(), output.detach()))]
         generation = self._generation
 
@@ -124,11 +124,11 @@ class BackwardWatch:
                 return
             if not carriers:
                 rule = f"a forward of {name} must have one backward, got a second"
-                raise TrainingError(self._where, rule, "add the losses up, or use the criterion taylor")
+                raise TrainingError(self._where, rule, "add up the losses, or use criterion taylor")
             carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
             (kept,) = carrier.grad_fn.saved_tensors
             self._arrived.setdefault(name, []).append((kept, gradient.detach()))
-            # A layer may be called several times in one forward (weight sharing): these calls belong together.
+            # A layer may be called several times in one forward (weight sharing). These calls belong together.
             if len(self._arrived[name]) >= self._expected.get(name, 0):
                 self._flush(name)
 
@@ -139,7 +139,7 @@ class BackwardWatch:
         calls = self._arrived.pop(name, [])
         self._expected.pop(name, None)
         with torch.no_grad():
-            # Calls of different batch sizes cannot be stacked by example.
+            # Calls with different batch sizes cannot be stacked by example.
             by_examples: dict[int, list[Call]] = {}
             for kept, gradient in calls:
                 by_examples.setdefault(kept.shape[0], []).append((kept, gradient))
@@ -148,11 +148,11 @@ class BackwardWatch:
 
 
 class GatheringScorer(Scorer):
-    """Adds up, for each weight, one tensor and how many things it is a sum over.
+    """Sums one tensor per weight, and counts the terms of the sum.
 
-    `_gather` adds to the window, which is this rank's and this step's. `observe_step` joins the windows of all ranks
-    and adds them to the totals: after every step all ranks hold the same, so that any rank's state resumes them all.
-    `reduce` does so for what was gathered without steps (calibration).
+    `_gather` adds to the window of this rank and step. `observe_step` adds the windows of all ranks to the totals, so
+    that after every step all ranks hold the same totals, and any rank's state resumes them all. `reduce` does the same
+    for values gathered without steps (calibration).
     """
 
     def _set_up(self, generator: torch.Generator | None) -> None:
@@ -162,7 +162,7 @@ class GatheringScorer(Scorer):
 
     @property
     def ready(self) -> bool:
-        """True if any layer was seen, by any rank."""
+        """True if any rank saw any layer."""
         return any(self._counts.values())
 
     @property
@@ -171,13 +171,13 @@ class GatheringScorer(Scorer):
         return dict(self._counts)
 
     def discard_step(self) -> None:
-        """Forget what hooks saw since the last `observe_step`."""
+        """Forget what the hooks saw since the last `observe_step`."""
         self._window: dict[str, Tensor] = {}
         self._window_counts: dict[str, int] = {}
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add what no `observe_step` has taken in yet, of all ranks; every rank must call it."""
+        """Add the values of all ranks since the last `observe_step`. Every rank must call it."""
         self._commit(1.0)
 
     def _observe(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], loss_scale: float) -> None:
@@ -191,20 +191,20 @@ class GatheringScorer(Scorer):
         self._window_counts[name] = self._window_counts.get(name, 0) + count
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
-        """Undo, in place, what the loss of this step was multiplied and divided by."""
+        """Undo, in place, the factors that scaled this step's loss."""
 
     @abstractmethod
     def _like(self, name: str) -> Tensor:
-        """Return zeros as `_gather` gets of this weight."""
+        """Return zeros shaped like the values that `_gather` gets for this weight."""
 
     def _commit(self, loss_scale: float) -> None:
-        # Undone before the ranks are joined: each has a loss scale and a count of its own.
+        # Undone before summing over ranks: each has its own loss scale and count.
         for name, window in self._window.items():
             self._rescale_(window, self._window_counts[name], loss_scale)
         counts = torch.tensor([self._window_counts.get(name, 0) for name in self.modules], dtype=torch.int64)
         if world_size() > 1 and self.modules:
-            # Counts first: a rank that saw nothing of a layer joins the sum with zeros, or the others would wait.
-            # where the weights are: NCCL takes no tensor of the CPU
+            # Counts first: a rank that saw nothing of a layer must add zeros, or the others would wait.
+            # On the weights' device, because NCCL does not support CPU tensors.
             weight: Any = next(iter(self.modules.values())).weight
             counts = all_reduce_(counts.to(weight.device), "sum").cpu()
         for name, count in zip(self.modules, counts.tolist(), strict=True):
@@ -232,7 +232,7 @@ class GatheringScorer(Scorer):
         self._counts: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals beside what every scorer saves; a step that is not over is not among them."""
+        """Also return the totals, without those of an unfinished step."""
         totals = {name: total.clone() for name, total in self._totals.items()}
         return {**super().state_dict(), "totals": totals, "counts": dict(self._counts)}
 
@@ -245,7 +245,7 @@ class GatheringScorer(Scorer):
         self._counts = {name: int(state["counts"][name]) for name in self._totals}
 
     def window_state(self) -> dict[str, Any]:
-        """Return the sums of the step that is not over, and what they are sums over."""
+        """Return the sums of the unfinished step, with their counts."""
         sums = {name: window.clone() for name, window in self._window.items()}
         return {"sums": sums, "counts": dict(self._window_counts)} if sums else {}
 
@@ -258,7 +258,7 @@ class GatheringScorer(Scorer):
 
 
 class BackwardScorer(GatheringScorer):
-    """Gathers in the user's own backward, from what layers saw in forward and the gradients of their outputs."""
+    """Gathers during the user's backward, from values of each layer's forward and the gradients of its outputs."""
 
     def _set_up(self, generator: torch.Generator | None) -> None:
         self._watch = BackwardWatch(self.modules, self._keep, self._take, f"prune {self.criterion}")
@@ -280,14 +280,14 @@ class BackwardScorer(GatheringScorer):
 
     @abstractmethod
     def _keep(self, x: Tensor, output: Tensor) -> Tensor:
-        """Return what to hold of a layer's input and output until backward."""
+        """Return what to keep of a layer's input and output until backward."""
 
     @abstractmethod
     def _take(self, name: str, calls: list[Call]) -> None:
-        """Gather from what was held and the gradients of the output."""
+        """Gather from the kept values and the gradients of the output."""
 
     def window_state(self) -> dict[str, Any]:
-        """Return the sums of the step that is not over, and what they are sums over."""
+        """Return the sums of the unfinished step, with their counts."""
         self._watch.hand_over()
         return super().window_state()
 
@@ -299,13 +299,13 @@ class BackwardScorer(GatheringScorer):
 class Wanda(GatheringScorer):
     """``|w_ij|·‖x_j‖₂``, compared within an output row (Sun et al. 2023, arXiv:2306.11695).
 
-    ``‖x_j‖₂`` is over all inputs seen: every example and position (padding too), micro-batch and rank, also every
-    place of a convolution's input. Forwards in train mode count, with gradients or without (a calibration); what
-    activation checkpointing recomputes in backward does not count again. Inside `calibrating` forwards in eval mode
-    count too. Hooks stay outside a compiled graph, as in `BackwardWatch`.
+    ``‖x_j‖₂`` covers all inputs: every example, position (including padding), micro-batch and rank, and every position
+    of a convolution's input. Forwards in train mode count, with or without gradients. Recomputation by activation
+    checkpointing does not count again. Inside `calibrating`, forwards in eval mode count too. Hooks stay outside a
+    compiled graph, as in `BackwardWatch`.
 
-    A layer that no input has reached since the last update (an expert) is scored by those before: only weights of one
-    row compete, so that it matters to no other that they are older.
+    A layer without input since the last update (an expert) uses older statistics. Only weights of one row compete, so
+    this does not affect other layers.
     """
 
     criterion: ClassVar[str] = "wanda"
@@ -338,7 +338,7 @@ class Wanda(GatheringScorer):
 
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Count every forward inside, in train or eval mode; then `reduce`. Hooks are there for that long at least."""
+        """Count every forward in this block, in train or eval mode, then call `reduce`."""
         attached, self._calibrating = bool(self._handles), True
         self.attach()
         try:
@@ -349,12 +349,12 @@ class Wanda(GatheringScorer):
                 self._remove()
 
     def has_seen(self, name: str) -> bool:
-        """Return True if an input has ever reached the layer, by the last `observe_step` or `reduce`."""
+        """Return True if any input reached the layer before the last `observe_step` or `reduce`."""
         return name in self._totals or name in self._former
 
     def reset(self) -> None:
-        """Start again; what was gathered stays for layers that no input will reach."""
-        # What is older serves layers that no input reaches before the next update (experts, rare branches).
+        """Start again, but keep older statistics for layers that get no input."""
+        # Older statistics are used for layers without input before the next update (experts, rare branches).
         former, missed = self._former | self._totals, dict(self._missed)
         for name in self.modules if self.ready else ():
             if name not in self._totals:
@@ -363,16 +363,16 @@ class Wanda(GatheringScorer):
         self._former, self._missed = former, missed
 
     def report(self) -> dict[str, Any]:
-        """Return for how many updates no input had reached a layer: it had its older ones, or kept its mask."""
+        """Return for how many updates a layer had no input. It then used older statistics or kept its mask."""
         return {"updates_without_input": dict(self._missed)} if self._missed else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what older updates gathered beside the totals."""
+        """Also return the statistics of older updates."""
         former = {name: total.clone() for name, total in self._former.items()}
         return {**super().state_dict(), "former": former, "missed": dict(self._missed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the totals, and what is older."""
+        """Restore the totals and the older statistics."""
         super().load_state_dict(state)
         state = {"former": {}, "missed": {}, **state}  # runs saved before these were kept
         shapes = {name: self._like(name).shape for name in state["former"] if name in self.modules}
@@ -386,9 +386,9 @@ class Wanda(GatheringScorer):
     def _hook(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # not a copy with its hooks
+            # Skip copies of a module, which copy its hooks.
             counts = module is self.modules[name] and (module.training or self._calibrating)
-            # the one forward inside a backward pass is a recomputation
+            # A forward inside a backward pass is a recomputation.
             if counts and torch._C._current_graph_task_id() == -1:
                 self._see(name, args[0] if args else next(iter(kwargs.values())))
 
@@ -397,10 +397,10 @@ class Wanda(GatheringScorer):
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
         axis = channel_axis(self.modules[name], x)
-        # Over all positions and examples: one norm for each input channel.
+        # One norm per input channel, over all positions and examples.
         others = [i for i in range(x.dim()) if i != axis]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        # sums of squares of long runs are kept in float64, where small batches still count
+        # Sums of squares of long runs are kept in float64, in which small batches still count.
         norms = torch.linalg.vector_norm(x, dim=others, dtype=dtype) if others else x.abs()
         self._gather(name, norms.double().square(), x.numel() // max(x.shape[axis], 1))
 
@@ -415,7 +415,7 @@ class Wanda(GatheringScorer):
         if total is None and name in self._former:
             total = self._former[name].to(weight.device)
         if total is None:
-            remedy = "leave the layer out with skip, or calibrate on batches that reach it"
+            remedy = "exclude the layer with skip, or calibrate on batches that reach it"
             raise TrainingError("prune wanda", f"{name} must have seen an input, got none", remedy)
         scores = wide(weight).abs()
         return scores.mul_(over_inputs(self.modules[name], total.sqrt().to(scores.dtype), weight.shape))

@@ -1,6 +1,6 @@
 """Criteria from gradients: first-order Taylor, movement, and the diagonal Fisher of optimal brain damage.
 
-Taylor and movement use the gradients of complete optimizer steps, of weights or of whole units. Fisher squares and sums
+Taylor and movement use the gradients of complete optimizer steps, for weights or whole units. Fisher sums squared
 per-example gradients, computed from a layer's inputs and the gradients of its outputs.
 """
 
@@ -22,7 +22,7 @@ from shared_core.modules.weight_views import channel_axis, over_outputs
 from shared_core.pruning.scorers.capture import BackwardScorer, Call
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 
-# Numbers of one chunk of examples: per-example gradients are as large as the weight, each.
+# Chunk size in numbers: each per-example gradient is as large as the weight.
 _BUDGET = 1 << 24
 
 
@@ -30,17 +30,18 @@ _BUDGET = 1 << 24
 def squared_gradient_sum(
     module: nn.Module, calls: Sequence[tuple[Tensor, Tensor]], *, max_elements: int = _BUDGET
 ) -> Tensor:
-    """Return ``Σ_i (∂ℓ/∂W of example i)²``, an example being one index of the first axis.
+    """Return ``Σ_i (∂ℓ/∂W of example i)²``, where an example is one index of the first axis.
 
     An example's gradient is summed exactly over its positions (tokens, places) and over the calls of the layer before
-    it is squared. Examples are taken in chunks, so that one chunk's gradients and unfolded inputs together hold at
-    most about `max_elements` numbers, but never less than one example's.
+    it is squared. Examples are processed in chunks of at least one. The gradients and unfolded inputs of a chunk hold
+    at most about `max_elements` numbers.
 
     Args:
-        module: Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, transformers' Conv1D; strides, dilation, groups and
-            every padding mode.
-        calls: For each call (input, gradient of the output), all with as many examples; without a batch axis one.
-        max_elements: Size of a chunk, in numbers.
+        module: Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, transformers' Conv1D, with any stride, dilation, groups
+            and padding mode.
+        calls: (input, gradient of the output) for each call, with equally many examples. One example if there is no
+            batch axis.
+        max_elements: Chunk size, in numbers.
 
     Returns:
         float32, float64 for a float64 weight, of the weight's shape.
@@ -52,7 +53,7 @@ def squared_gradient_sum(
     examples = calls[0][0].shape[0]
     total: Tensor | None = None
     device = calls[0][0].device
-    # autocast would round the products to 16 bits
+    # Autocast would round the products to 16 bits.
     with torch.autocast(device.type, enabled=False):
         per_example = max(_elements(module, x, gradient) for x, gradient in calls) if examples else 1
         size = max(1, max_elements // max(per_example, 1))
@@ -65,17 +66,17 @@ def squared_gradient_sum(
 
 
 def num_examples(module: nn.Module, x: Tensor) -> int:
-    """Return how many examples a layer's input or output holds: its first axis, 1 without a batch axis."""
+    """Return the number of examples in a layer's input or output: its first axis, or 1 without a batch axis."""
     return _batched(module, x).shape[0]
 
 
 def _squared(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sum over examples of ``(Σ over calls of A Bᵀ)²``; A and B are (examples, groups, rows, places)."""
+    """Return the sum over examples of ``(Σ over calls of A Bᵀ)²``. A and B are (examples, groups, rows, places)."""
     first, second = pairs[0]
     if len(pairs) == 1 and first.shape[-1] == 1:
-        # one place: the square of a product is the product of squares, and the sum a single matrix product
+        # With one place, the square of a product is the product of squares, and the sum is one matrix product.
         return torch.einsum("nga,ngb->gab", first[..., 0].square(), second[..., 0].square())
-    # (examples, groups, outputs, inputs): the sum over places must be squared, so it must exist for each example.
+    # (examples, groups, outputs, inputs): the sum over places is squared, so it must exist for each example.
     gradients = first @ second.transpose(-1, -2)
     for a, b in pairs[1:]:
         gradients += a @ b.transpose(-1, -2)
@@ -90,7 +91,7 @@ def _batched(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _elements(module: nn.Module, x: Tensor, gradient: Tensor) -> int:
-    """Return how many numbers one example needs: its gradient, unfolded input and both in the type of the sum."""
+    """Return how many numbers one example needs: gradient, unfolded input, and copies in the sum's dtype."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     own = (x.numel() + gradient.numel()) // max(x.shape[0], 1)
     places = own
@@ -105,7 +106,7 @@ def _elements(module: nn.Module, x: Tensor, gradient: Tensor) -> int:
 
 
 def _factors(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A and B, (examples, groups, rows, places): an example's weight gradient is ``A Bᵀ``, rows as stored."""
+    """Return A and B, (examples, groups, rows, places). An example's weight gradient is ``A Bᵀ``, rows as stored."""
     if not isinstance(module, nn.modules.conv._ConvNd):
         # (examples, 1, features, places): all tokens of an example are places of its gradient.
         inputs = x.reshape(x.shape[0], 1, -1, x.shape[-1]).transpose(-1, -2)
@@ -113,7 +114,7 @@ def _factors(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Te
         return (inputs, outputs) if is_transformers_conv1d(module) else (outputs, inputs)
     padding = list(module._reversed_padding_repeated_twice)
     if module.transposed:
-        # the adjoint of a convolution: input and output change places
+        # The adjoint of a convolution: input and output are swapped.
         columns, rows = _unfolded(module, F.pad(gradient, padding), x.shape[2:]), x
     else:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
@@ -125,14 +126,14 @@ def _factors(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Te
 
 
 def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int]) -> Tensor:
-    """Return what each place of the kernel meets: (examples, channels · kernel size, places)."""
+    """Return the inputs at each kernel position: (examples, channels · kernel size, places)."""
     dims = len(module.kernel_size)
     for axis, (size, stride, dilation) in enumerate(
         zip(module.kernel_size, module.stride, module.dilation, strict=True), start=2
     ):
-        # unfold with the dilated window, then every `dilation`-th of it: the inputs that one kernel place meets.
+        # Unfold with the dilated window, then take every `dilation`-th element: the inputs at one kernel position.
         x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        # rows at the end meet no place: output_padding, or a stride that does not divide
+        # Rows at the end have no place, because of output_padding or a stride that does not divide.
         x = x.narrow(axis, 0, places[axis - 2])
     # (examples, channels, kernel dims, place dims): channels and kernel as in the weight, places last.
     order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
@@ -143,13 +144,13 @@ def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int])
 class Fisher(BackwardScorer):
     """``½·w²·F`` with F the mean over examples of their squared gradients (LeCun et al. 1989; arXiv:1801.05787).
 
-    The square of a batch's gradient is not the mean of squares, so each example's gradient is formed, by hooks, during
-    the user's own backward. An example is one index of a layer's first axis.
+    The square of a batch's gradient is not the mean of squares, so hooks compute each example's gradient during the
+    user's own backward. An example is one index of a layer's first axis.
 
-    Scaling rule: an example's gradient is N times what it adds to the unscaled gradient that this rank accumulates, N
-    the examples of this rank's step. So the 1/N of a mean over the batch, the division by accumulation steps and the
-    loss scale cancel, and 1 × 8 examples score as 4 × 2. A loss that is a sum scores N² times as much; the order is
-    the same. Every step joins the ranks' sums: one reduction of the size of the weights.
+    Scaling: an example's gradient is N times its contribution to the unscaled gradient that this rank accumulates, with
+    N the examples of this rank's step. So the 1/N of a mean over the batch, the division by accumulation steps and the
+    loss scale cancel, and 1 × 8 examples score the same as 4 × 2. If the loss is a sum, scores are N² times as large,
+    in the same order. Every step sums over ranks, with one reduction of the size of the weights.
     """
 
     criterion: ClassVar[str] = "fisher"
@@ -160,7 +161,7 @@ class Fisher(BackwardScorer):
         self.max_elements = max_elements
 
     def fisher(self, name: str, weight: Tensor) -> Tensor:
-        """Return F of one weight: the mean of squared per-example gradients, new, 0 where no example came by."""
+        """Return F of one weight as a new tensor: the mean of squared per-example gradients, 0 without examples."""
         total = self._total(name, weight)
         return torch.zeros_like(wide(weight)) if total is None else total / self._counts[name]
 
@@ -173,7 +174,7 @@ class Fisher(BackwardScorer):
         self._gather(name, sums, num_examples(module, calls[0][0]))
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
-        # A mean loss over `count` examples has gradients of 1/count each, and the scaler multiplied by loss_scale.
+        # A mean loss over `count` examples scales each gradient by 1/count, and the scaler multiplies by loss_scale.
         window.mul_((count / loss_scale) ** 2)
 
     def _like(self, name: str) -> Tensor:
@@ -192,15 +193,15 @@ class Fisher(BackwardScorer):
 
 
 class _StepSums(Scorer):
-    """Keeps one sum over steps for each weight, in the type of scores, where the weight is.
+    """Keeps one sum over steps for each weight, in the scores' dtype, on the weight's device.
 
-    Gradients of complete steps are the same on every rank, so there is nothing to reduce; of a weight that FSDP2 shards
-    a rank keeps the sum of its own part, and weights are scored one by one.
+    Gradients of complete steps are equal on every rank, so no reduction is needed. For a weight sharded by FSDP2 each
+    rank keeps the sum of its own part, and weights are scored one at a time.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     _gathered: dict[str, Tensor]
-    _saw_nothing: ClassVar[str] = "but no weight had a gradient; look for frozen layers or a detached loss"
+    _saw_nothing: ClassVar[str] = "but no weight had a gradient; check for frozen layers or a detached loss"
 
     @property
     def ready(self) -> bool:
@@ -212,11 +213,11 @@ class _StepSums(Scorer):
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            # Sums over steps hold this process's part; they are gathered only to rank and to save.
+            # Sums hold this process's part. They are gathered only for ranking and saving.
             gradient = local_part(gradient.to_dense() if gradient.is_sparse else gradient)
             if is_sharded(weights[name]) and name not in self._placed:
                 self._placed[name] = weights[name]
-                # A saved sum is whole; the first step after resuming knows how the weight is sharded.
+                # A saved sum is whole. How the weight is sharded is known at the first step after resuming.
                 if name in self._sums:  # resumed
                     self._sums[name] = part_of(self._sums[name].to(gradient.device), weights[name])
             weight = local_part(weights[name].detach())
@@ -235,18 +236,18 @@ class _StepSums(Scorer):
         return total
 
     def _scores(self, name: str, weight: Tensor) -> Tensor:
-        # a weight without a gradient did nothing for the loss
+        # A weight without a gradient did not affect the loss.
         return self._mean(self._whole(name).to(weight.device)) if name in self._sums else torch.zeros_like(wide(weight))
 
     def _whole(self, name: str) -> Tensor:
         return whole_of(self._sums[name], self._placed.get(name))
 
     def gather(self) -> None:
-        """Hold the sums of all ranks, on the CPU."""
+        """Gather the sums of all ranks on the CPU."""
         self._gathered = {name: self._whole(name).cpu() for name in self._placed}
 
     def release(self) -> None:
-        """Hold this rank's alone."""
+        """Keep only this rank's sums."""
         self._gathered.clear()
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
@@ -263,12 +264,12 @@ class _StepSums(Scorer):
         self._gathered = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums, whole, beside what every scorer saves; every rank must call it unless they are gathered."""
+        """Also return the whole sums. Every rank must call it unless they are gathered."""
         whole = {name: self._gathered[name] if name in self._gathered else self._whole(name) for name in self._sums}
         return {**super().state_dict(), "sums": {name: total.clone() for name, total in whole.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums; they move to the weights' devices with the next step."""
+        """Restore the sums. They move to the weights' devices at the next step."""
         super().load_state_dict(state)
         shapes = {name: weight_of(name, module).shape for name, module in self.modules.items()}
         self._placed = {}
@@ -276,10 +277,10 @@ class _StepSums(Scorer):
 
 
 class Taylor(_StepSums):
-    """``mean over steps of |w·g|``: what the loss loses with a weight, to first order (Molchanov et al. 2017).
+    """``mean over steps of |w·g|``: the change of the loss without the weight, to first order (Molchanov et al. 2017).
 
-    g is the gradient of a complete optimizer step; |·| is taken of each step, so that steps do not cancel. The mean
-    begins again with every `reset` (arXiv:1611.06440, arXiv:1906.10771).
+    g is the gradient of a complete optimizer step. |·| is taken per step, so that steps do not cancel. The mean
+    restarts with every `reset` (arXiv:1611.06440, arXiv:1906.10771).
     """
 
     criterion: ClassVar[str] = "taylor"
@@ -291,7 +292,7 @@ class Taylor(_StepSums):
 class Movement(_StepSums):
     """``−Σ over all steps of w·g``, signed: weights that grow are kept (Sanh et al. 2020, arXiv:2005.07683).
 
-    The sum goes on through every `reset`, as the paper's does.
+    The sum continues across every `reset`, as in the paper.
     """
 
     criterion: ClassVar[str] = "movement"
@@ -299,7 +300,7 @@ class Movement(_StepSums):
     keeps_going: ClassVar[bool] = True
 
     def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        # the score's own gradient step (equation 3) but for its learning rate, which ranks alike
+        # The score's gradient step (equation 3) without the learning rate, which does not change the ranking.
         total.addcmul_(weight, gradient, value=-1)
 
     def _mean(self, total: Tensor) -> Tensor:
@@ -309,9 +310,9 @@ class Movement(_StepSums):
 class NeuronTaylor(BackwardScorer):
     """``mean over examples of |mean over positions of a·∂L/∂a|`` of a layer's output units (arXiv:1611.06440, eq. 8).
 
-    a is the output of the layer, before the nonlinearity: where that is piecewise linear through 0 (ReLU), a·∂L/∂a is
-    the same after it. Scaling is that of `Fisher`, to the first power; N is counted likewise. Outputs are held as
-    copies until backward, since a nonlinearity may overwrite them.
+    a is the output of the layer before the nonlinearity. If that is piecewise linear through 0 (ReLU), a·∂L/∂a is the
+    same after it. Scaling is as in `Fisher`, but to the first power, with the same N. Outputs are copied and kept until
+    backward, because a nonlinearity may overwrite them.
     """
 
     criterion: ClassVar[str] = "neuron_taylor"
@@ -320,7 +321,7 @@ class NeuronTaylor(BackwardScorer):
 
     @torch.no_grad()
     def unit_scores(self, name: str, weight: Tensor) -> Tensor:
-        """Return one score an output unit: (units,), in the type of scores."""
+        """Return one score per output unit, (units,), in the scores' dtype."""
         self._require_ready()
         units = self._unit_means(name, weight.detach())
         return units if self.costs is None else units / self.costs[name]
@@ -343,10 +344,10 @@ class NeuronTaylor(BackwardScorer):
                 return
             product = product.reshape(examples, -1, product.shape[-1])
             places += product.shape[1]
-            # Summed with its sign, before |.|: equation 8 takes the absolute value of an example's mean.
+            # Summed with sign before |.|: equation 8 takes the absolute value of an example's mean.
             products = product.sum(1) if products is None else products + product.sum(1)
         if products is not None:
-            # float64: counts over a long run exceed what float32 sums resolve.
+            # float64: long runs exceed the resolution of float32 sums.
             self._gather(name, products.abs_().sum(0).double() / max(places, 1), examples)
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:

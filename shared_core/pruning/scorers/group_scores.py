@@ -1,6 +1,6 @@
-"""Score structures (filters, channels, neurons, heads) from the slices of all tensors that go with a unit.
+"""Score structures (filters, channels, neurons, heads) from all tensor slices that belong to a unit.
 
-Shapley values say what each unit adds to a value, averaged over the orders in which units may come.
+Shapley values measure each unit's contribution to a value, averaged over random orders of the units.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _PIECE = 1 << 24
 
 
 class UnitSlices(NamedTuple):
-    """Where the units of a group lie in one tensor."""
+    """The positions of a group's units in one tensor."""
 
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     axis: int
     positions: np.ndarray
-    """(units, k) whole numbers: the k indices along the axis that belong to each unit."""
+    """(units, k) integers: the k indices along the axis that belong to each unit."""
 
 
 def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
-    """Return what belongs to each unit of a group in one tensor: (units, k · rest), rest the other axes' size.
+    """Return the elements of each unit of a group in one tensor: (units, k · rest), rest the size of the other axes.
 
     Args:
-        tensor: A weight, bias, gradient or mask of any shape but ().
-        axis: Along which units lie.
+        tensor: A weight, bias, gradient or mask of any shape except ().
+        axis: The axis of the units.
         positions: (units, k) indices along that axis.
 
     Example:
@@ -46,7 +46,7 @@ def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
                 [3, 6]])
     """
     index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device, non_blocking=True)
-    # (units * k, ...) in the order of units, then one row a unit, whatever axis its tensor has it on.
+    # (units * k, ...) in the order of units, then one row per unit, whatever the axis.
     picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
     return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
 
@@ -56,7 +56,7 @@ def _l1_norm(weights: list[Tensor]) -> Tensor:
 
 
 def _l2_norm(weights: list[Tensor]) -> Tensor:
-    # The norm of parts' norms is the norm over all tensors of a unit.
+    # The norm of the parts' norms is the norm over all tensors of a unit.
     norms = torch.stack([torch.linalg.vector_norm(weight, dim=1) for weight in weights])
     norm: Tensor = torch.linalg.vector_norm(norms, dim=0)
     return norm
@@ -68,9 +68,9 @@ def _mean_magnitude(weights: list[Tensor]) -> Tensor:
 
 def _geometric_median(weights: list[Tensor]) -> Tensor:
     points = torch.cat(weights, 1)
-    # (rows, units) distances at a time: all pairs of 10,000 units would be 400 MB.
+    # Compute (rows, units) distances at a time: all pairs of 10,000 units would take 400 MB.
     rows = max(1, _PIECE // max(len(points), 1))
-    # distances by differences: by matrix products, equal filters would lie a rounding error apart
+    # Distances by differences: with matrix products, equal filters would differ by a rounding error.
     sums = [
         torch.cdist(piece, points, compute_mode="donot_use_mm_for_euclid_dist").sum(1, dtype=torch.float64)
         for piece in torch.split(points, rows)
@@ -100,30 +100,32 @@ def group_scores(
     extras: Sequence[Tensor] = (),
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return what each unit of a group is worth; the lowest go first.
+    """Return the score of each unit of a group. The lowest are pruned first.
 
     With w_u all weights of unit u, in all tensors of the group:
 
     - ``l1_norm`` ``Σ|w_u|``, ``l2_norm`` ``‖w_u‖₂``, ``magnitude`` the mean of ``|w_u|`` (Li et al. 2016,
       arXiv:1608.08710);
-    - ``geometric_median`` ``Σ_v ‖w_u − w_v‖₂``: what the others can replace goes (He et al. 2019, arXiv:1811.00250);
-    - ``bn_scale`` the mean of |γ| (Liu et al. 2017, arXiv:1708.06519): give the γ alone;
-    - ``taylor`` ``(Σ w_u·g_u)²`` of one complete step (Molchanov et al. 2019, arXiv:1906.10771, eq. 8), `GroupTaylor`
-      averages it over steps;
+    - ``geometric_median`` ``Σ_v ‖w_u − w_v‖₂``: prunes units that others can replace (He et al. 2019,
+      arXiv:1811.00250);
+    - ``bn_scale`` the mean of |γ| (Liu et al. 2017, arXiv:1708.06519): pass only the γ;
+    - ``taylor`` ``(Σ w_u·g_u)²`` of one complete step (Molchanov et al. 2019, arXiv:1906.10771, eq. 8), which
+      `GroupTaylor` averages over steps;
     - ``fisher`` ``½ Σ w_u²·F_u``;
-    - ``random`` a draw. One that lasts for the run is `Random.scores` of a tensor with an element a unit.
+    - ``random`` a random number. For one that is fixed during a run, use `Random.scores` of a tensor with one element
+      per unit.
 
     Args:
         criterion: One of `GROUP_CRITERIA`.
-        weights: For each tensor of the group its (units, k) values, from `gather_units`.
-        extras: For each the gradients (``taylor``) or the F (``fisher``) in the same shape.
+        weights: The (units, k) values of each tensor of the group, from `gather_units`.
+        extras: The gradients (``taylor``) or F (``fisher``) of each tensor, in the same shape.
         generator: For ``random``, on the CPU.
 
     Returns:
         (units,), float32, or float64 if one of the weights is.
 
     Raises:
-        ConfigError: If there is no such criterion, or `weights` or `extras` do not fit.
+        ConfigError: If the criterion is unknown, or `weights` or `extras` do not fit.
         TrainingError: If a score is NaN.
 
     Example:
@@ -135,7 +137,7 @@ def group_scores(
     if criterion not in GROUP_CRITERIA:
         rule = f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
     elif not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
-        rule = f"weights must be (units, k) with as many units each, got shapes {shapes}"
+        rule = f"weights must be (units, k) with the same number of units, got shapes {shapes}"
     elif criterion in _EXTRAS and got != shapes:
         rule = f"extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}"
     if rule:
@@ -146,7 +148,7 @@ def group_scores(
     dtype = torch.float64 if double else torch.float32
     values, more = ([tensor.detach().to(dtype) for tensor in tensors] for tensors in (weights, extras))
     if criterion == "taylor":
-        # Summed over all tensors of a unit first, then squared: weights of one unit go together and may cancel.
+        # Summed over all tensors of a unit before squaring: the weights of a unit are pruned together and may cancel.
         scores = _added((weight * extra).sum(1) for weight, extra in zip(values, more, strict=True)).square()
     elif criterion == "fisher":
         scores = _added((weight.square() * extra).sum(1) for weight, extra in zip(values, more, strict=True)) * 0.5
@@ -157,32 +159,32 @@ def group_scores(
 
 
 def _not_numbers(criterion: str, scores: Tensor) -> TrainingError:
-    rule = f"{criterion} scores must be numbers, got NaN for unit {int(scores.isnan().nonzero()[0])}"
+    rule = f"{criterion} scores must not be NaN, got NaN for unit {int(scores.isnan().nonzero()[0])}"
     return TrainingError("group_scores", rule, NAN_REMEDY)
 
 
 @torch.no_grad()
 def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
-    """Return scores divided by their mean over the units that are left, so that groups can be compared.
+    """Return scores divided by the mean of the live units, so that groups can be compared.
 
-    The weights of one layer are larger than another's by its fan-in, its norm and its place, whatever they are worth.
-    A group whose mean is 0 stays as it is.
+    The size of a layer's weights depends on fan-in, norm and position, whatever their importance. If the mean is 0, the
+    scores are returned unchanged.
 
     Args:
         scores: (units,), at least 0.
-        live: bool, True = left.
+        live: bool, True = not pruned.
 
     Example:
         >>> relative_scores(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
         tensor([0.5000, 1.5000, 4.0000])
     """
-    # A mean of 0 (all units of the group are zeros) compares as it is.
+    # A mean of 0 means that all units of the group are zeros.
     mean = scores[live].double().mean()
     return (scores.double() / mean).to(scores.dtype) if mean > 0 else scores
 
 
 class GroupTaylor:
-    """``mean over steps of (Σ w·g)²`` of the units of groups, the sum over all weights of a unit.
+    """``mean over steps of (Σ w·g)²`` for each unit, summed over all weights of the unit.
 
     Example:
         >>> taylor = GroupTaylor({"g": [UnitSlices("w", 0, np.array([[0], [1]]))]})
@@ -198,13 +200,13 @@ class GroupTaylor:
         self._ever: set[str] = set()
 
     def has_seen(self, group: str) -> bool:
-        """Return True if any step had a gradient of this group."""
+        """Return True if any step had a gradient for this group."""
         return group in self._ever
 
     def observe_step(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Take in one complete step before it is applied: finite, accumulated, reduced, unscaled gradients.
 
-        A tensor without a gradient adds nothing; sharded ones are gathered, group by group.
+        A tensor without a gradient adds nothing. Sharded tensors are gathered group by group.
         """
         with checked_together():
             for group, members in self.groups.items():
@@ -227,7 +229,7 @@ class GroupTaylor:
         self._ever.add(group)
 
     def scores(self, group: str) -> Tensor:
-        """Return (units,) scores, 0 for a group that had no gradient."""
+        """Return (units,) scores, 0 for a group without gradients."""
         if not self.num_observed:
             rule = "a step must have been observed before units are scored, got none since the last update"
             raise TrainingError("group taylor", rule)
@@ -236,11 +238,11 @@ class GroupTaylor:
         return self._sums[group] / self.num_observed
 
     def reset(self) -> None:
-        """Start the means again."""
+        """Restart the means."""
         self.num_observed, self._sums = 0, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""
+        """Return tensors and plain values. `load_state_dict` continues bit for bit."""
         sums = {name: total.clone() for name, total in self._sums.items()}
         return {"num_observed": self.num_observed, "sums": sums, "ever": sorted(self._ever)}
 
@@ -250,13 +252,13 @@ class GroupTaylor:
         for name, total in sums.items():
             units = len(self.groups[name][0].positions) if name in self.groups else 0
             if total.shape != (units,):
-                rule = f"saved sum of {name} must be of {units} units, got {tuple(total.shape)}"
+                rule = f"saved sum of {name} must have {units} units, got {tuple(total.shape)}"
                 raise CheckpointError("group taylor", rule, SAME_RUN)
         self._sums, self.num_observed = (
             {name: total.clone() for name, total in sums.items()},
             int(state["num_observed"]),
         )
-        self._ever = set(state.get("ever", self.groups))  # runs saved before this was kept
+        self._ever = set(state.get("ever", self.groups))  # older runs did not save it
 
 
 def shapley_values(
@@ -268,28 +270,28 @@ def shapley_values(
     antithetic: bool = False,
     truncate: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return each unit's Shapley value, estimated from random orders, and its standard error.
+    """Estimate each unit's Shapley value from random orders, and return it with its standard error.
 
-    ``φ_i = mean over orders of v(those before i and i) − v(those before i)`` (Castro et al. 2009; for pruning Ancona
-    et al. 2020, arXiv:2007.05434; truncation: Ghorbani and Zou 2020, arXiv:2002.09815). Unless truncated, the values
-    add up to v(all) − v(none) but for rounding. It takes ``permutations · (num_units − 1) + 2`` calls at most.
+    ``φ_i = mean over orders of v(units before i, and i) − v(units before i)`` (Castro et al. 2009; for pruning Ancona
+    et al. 2020, arXiv:2007.05434; truncation: Ghorbani and Zou 2020, arXiv:2002.09815). Without truncation the values
+    add up to v(all) − v(none), except for rounding. At most ``permutations · (num_units − 1) + 2`` calls are made.
 
     Args:
-        value: ``value(kept)`` of a bool tensor (num_units,) on the CPU, True = kept: an accuracy or minus a loss. It
-            must be a function of `kept` alone.
+        value: ``value(kept)`` of a bool tensor (num_units,) on the CPU, True = kept, such as an accuracy or minus a
+            loss. It must depend only on `kept`.
         num_units: At least 1.
-        permutations: Orders to draw, at least 2; with `antithetic` even and at least 4.
-        generator: On the CPU; the same seed gives the same values.
-        antithetic: Follow each order by its reverse (Mitchell et al. 2022, arXiv:2104.12199): less variance where
-            units replace each other. The error is then of pairs.
-        truncate: Leave an order once ``|v(all) − v(so far)|`` is at most this share of ``|v(all) − v(none)|``; the
-            units that are left get 0 from it. 0: never.
+        permutations: Number of orders, at least 2. With `antithetic` even and at least 4.
+        generator: On the CPU. The same seed gives the same values.
+        antithetic: Follow each order by its reverse (Mitchell et al. 2022, arXiv:2104.12199): less variance if units
+            can replace each other. The error is then computed from pairs.
+        truncate: Stop an order once ``|v(all) − v(so far)|`` is at most this share of ``|v(all) − v(none)|``. The
+            remaining units get 0 from it. 0: never.
 
     Returns:
         Two float64 tensors (num_units,).
 
     Raises:
-        ConfigError: If an argument breaks its rule.
+        ConfigError: If an argument is invalid.
         TrainingError: If a value is not finite.
 
     Example:
@@ -311,24 +313,24 @@ def shapley_values(
             raise TrainingError(where, rule)
         return result
 
-    # The empty and the full coalition begin and end every order: computed once.
+    # Every order begins with the empty and ends with the full coalition, so both are computed once.
     empty, full = (worth(torch.full((num_units,), kept)) for kept in (False, True))
     near = truncate * abs(full - empty)
     orders = torch.zeros(permutations, num_units, dtype=torch.float64)
     order = torch.empty(0, dtype=torch.int64)
     for row, marginal in enumerate(orders):
-        # Antithetic: each second order is the reverse of the one before, whose errors partly cancel.
+        # Antithetic: every second order is the reverse of the previous one, so errors partly cancel.
         order = order.flip(0) if antithetic and row % 2 else torch.randperm(num_units, generator=generator)
         kept = torch.zeros(num_units, dtype=torch.bool)
         before = empty
         for place, unit in enumerate(order.tolist()):
-            # What is left of this order could add little: its units count as 0, which biases the values.
+            # The rest of this order could add little. Its units count as 0, which biases the values.
             if truncate and abs(full - before) <= near:
                 break
             kept[unit] = True
             after = full if place == num_units - 1 else worth(kept)
             marginal[unit] = after - before
             before = after
-    # A pair is one sample: its two orders are not independent.
+    # A pair is one sample, because its two orders are not independent.
     samples = orders.view(-1, 2, num_units).mean(1) if antithetic else orders
     return orders.mean(0), samples.std(0) / math.sqrt(len(samples))

@@ -1,6 +1,6 @@
-"""Cost of one weight of each layer at inference, by which scores are divided: energy-aware pruning.
+"""Inference cost per weight of each layer, by which scores are divided: energy-aware pruning.
 
-Measured on calibration batches, or while the user's own micro-batches pass.
+Costs are measured on calibration batches, or on the user's own micro-batches.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ HOROWITZ_45NM: dict[str, float] = {
     "float32_multiply": 3.7,
     "dram_byte": 160.0,
 }
-"""pJ an operation at 45 nm and 0.9 V; reading 32 bits from DRAM takes 640 pJ (Horowitz 2014, ISSCC; DRAM as in Han et
-al. 2016, arXiv:1602.01528, table I). bfloat16 is not in it and counts as float16."""
+"""pJ per operation at 45 nm and 0.9 V. Reading 32 bits from DRAM takes 640 pJ (Horowitz 2014, ISSCC; DRAM as in Han et
+al. 2016, arXiv:1602.01528, table I). bfloat16 is not listed there and counts as float16."""
 
 
 class LayerUses:
-    """Counts in forwards of layers, until `close`, how often each is called and at how many positions of an example."""
+    """Counts, until `close`, how often each layer is called, and at how many positions per example."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.positions: dict[str, float] = {}
-        """Weight name to the positions of all calls."""
+        """Weight name → positions, summed over calls."""
         self.calls: dict[str, int] = {}
-        """Weight name to the number of calls."""
+        """Weight name → number of calls."""
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._count(name), with_kwargs=True) for name, module in modules.items()
         ]
@@ -68,9 +68,9 @@ class LayerUses:
 
 
 def _places(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """Return at how many positions of an example a call used the weight of this name."""
+    """Return at how many positions per example a call used this weight."""
     if isinstance(module, nn.MultiheadAttention):
-        # Queries, keys and values may have different lengths; a packed weight multiplies all three.
+        # Queries, keys and values may have different lengths. A packed weight multiplies all three.
         inputs = [*args[:3], *(kwargs[part] for part in ("query", "key", "value") if part in kwargs)]
         steps = dict(zip("qkv", (_steps(x, first=module.batch_first) for x in inputs), strict=True))
         return steps.get(name.rpartition(".")[2].partition("_proj_")[0]) or sum(steps.values()) / 3
@@ -79,36 +79,36 @@ def _places(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         return float(used.numel() > 0)
     if isinstance(module, nn.RNNBase):
         if isinstance(used, nn.utils.rnn.PackedSequence):
-            # Data without padding over the largest batch: positions of an example on average.
+            # Unpadded data divided by the largest batch: average positions per example.
             return used.data.shape[0] / int(used.batch_sizes[0])
         return _steps(used, first=module.batch_first)
-    # A transposed convolution uses each weight once per input position, others once per output position.
+    # A transposed convolution uses each weight once per input position, other layers once per output position.
     used = used if getattr(module, "transposed", False) else output
     return used.numel() / used.shape[channel_axis(module, used)] / num_examples(module, used) if used.numel() else 0.0
 
 
 def _steps(x: Tensor, *, first: bool) -> float:
-    """Return how many steps a sequence has, whose batch, if it has one, comes first or second."""
+    """Return the length of a sequence whose batch axis, if any, is first or second."""
     return float(x.shape[1 if x.dim() == 3 and first else 0]) if x.numel() else 0.0
 
 
 @contextlib.contextmanager
 def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
-    """Count, in forwards of the model inside, at how many positions of an example each layer's weights are used.
+    """Count at how many positions per example each layer's weights are used, in forwards inside this block.
 
-    1 for a linear layer, the tokens of a sequence, a recurrent layer's steps, the output places of a convolution (input
-    places of a transposed one); calls of one layer in a forward add up; a mean over forwards. Validation or training,
-    both count; what activation checkpointing recomputes in backward does not.
+    That is 1 for a linear layer, or the tokens of a sequence, the steps of a recurrent layer, or the output positions
+    of a convolution (input positions of a transposed one). Calls of one layer in a forward add up, and the result is
+    the mean over forwards, in training or validation. Recomputation by activation checkpointing does not count.
 
     Args:
-        model: Whose forwards are counted.
-        modules: Weight name to layer.
+        model: The model whose forwards are counted.
+        modules: Weight name → layer.
 
     Yields:
-        Positions by weight name, complete when the block has ended.
+        Positions by weight name, complete when the block ends.
 
     Raises:
-        TrainingError: If the model was not called, or a layer of it was not.
+        TrainingError: If the model or one of its layers was not called.
 
     Example:
         >>> net = nn.Conv2d(1, 2, 3)
@@ -146,21 +146,21 @@ def layer_costs(
     positions: Mapping[str, float] | None = None,
     table: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Return what one weight of each layer costs for one example; give it to a scorer as `costs`.
+    """Return the cost of one weight of each layer for one example, to pass to a scorer as `costs`.
 
     - ``flops``: ``2·positions``, a multiplication and an addition at every position where the weight is used;
-    - ``bytes``: what it takes in memory;
-    - ``energy`` in pJ: ``positions·(multiply + add) + bytes·dram_byte``, one read from DRAM (Yang et al. 2017,
+    - ``bytes``: its size in memory;
+    - ``energy`` in pJ: ``positions·(multiply + add) + bytes·dram_byte``, with one read from DRAM (Yang et al. 2017,
       arXiv:1611.05128, without the energy of activations).
 
     Args:
-        modules: Weight name to layer.
-        kind: Which.
-        positions: From `observe_positions`; not needed for ``bytes``.
-        table: pJ by ``<dtype>_multiply``, ``<dtype>_add`` and ``dram_byte``, over those of `HOROWITZ_45NM`.
+        modules: Weight name → layer.
+        kind: ``flops``, ``bytes`` or ``energy``.
+        positions: From `observe_positions`. Not needed for ``bytes``.
+        table: pJ by ``<dtype>_multiply``, ``<dtype>_add`` and ``dram_byte``, which override those of `HOROWITZ_45NM`.
 
     Raises:
-        ConfigError: If there is no such kind, a figure is missing or not above 0, or positions are.
+        ConfigError: If the kind is unknown, or a figure or position is missing or not above 0.
 
     Example:
         >>> layer_costs({"weight": nn.Linear(2, 2)}, "energy", positions={"weight": 10.0})
@@ -175,7 +175,7 @@ def layer_costs(
         return value
 
     def figure(name: str) -> float:
-        return known(f"{name} in pJ", figures.get(name), "give a table")
+        return known(f"{name} in pJ", figures.get(name), "pass a table")
 
     costs: dict[str, float] = {}
     for name, module in modules.items():
@@ -188,28 +188,28 @@ def layer_costs(
             costs[name] = 2.0 * places
             continue
         dtype = str(weight.dtype).removeprefix("torch.")
-        # A multiply and an add for each position; the weight itself is read once from DRAM.
+        # A multiplication and an addition per position. The weight itself is read once from DRAM.
         operation = figure(f"{dtype}_multiply") + figure(f"{dtype}_add")
         costs[name] = places * operation + weight.element_size() * figure("dram_byte")
     return costs
 
 
 class CostWatch:
-    """Counts at how many positions layers are used. A layer costs what it did in the first step that reached it.
+    """Measures the cost of each layer in the first step that reaches it, from the positions at which it is used.
 
-    An expert may wait for its first token: until then its cost is not known. Positions are those of all processes,
-    whose batches may be padded to other lengths: costs are equal, and with them the masks. They are counted per call
-    of the first layer that was called, since which module a trainer calls is not known.
+    The cost of an expert is unknown until its first token. Positions are summed over all processes, whose batches may
+    be padded to different lengths, so that costs, and with them the masks, are equal. They are divided by the number
+    of calls of the first layer that was called, because it is unknown which module the trainer calls.
     """
 
     def __init__(self, kind: Kind, modules: Mapping[str, nn.Module]) -> None:
         self._kind, self._modules = kind, dict(modules)
         self._uses: LayerUses | None = None
         self.costs: dict[str, float] = layer_costs(self._modules, "bytes") if kind == "bytes" else {}
-        """Weight name to the cost of one weight there, of the layers whose cost is known; one object for good."""
+        """Weight name → cost of one of its weights, for layers whose cost is known. Always the same object."""
 
     def watch(self) -> None:
-        """Watch the layers, if the cost of one is not known."""
+        """Watch the layers, unless all costs are known."""
         if self._uses is None and not self._is_complete:
             self._uses = LayerUses(self._modules)
 
@@ -218,14 +218,14 @@ class CostWatch:
         return self.costs.keys() >= self._modules.keys()
 
     def end_step(self) -> None:
-        """Note what layers cost that no step reached before; every process must call it."""
+        """Record the costs of layers that this step reached first. Every process must call it."""
         if self._uses is None:
             return
         uses = [(self._uses.positions.get(name, 0.0), self._uses.calls.get(name, 0)) for name in self._modules]
         weight = weight_of(*next(iter(self._modules.items())))
-        # where the weights are: NCCL takes no tensor of the CPU
+        # On the weights' device, because NCCL does not support CPU tensors.
         joined = all_reduce_(torch.tensor(uses, dtype=torch.float64).to(weight.device), "sum").tolist()
-        # Every layer is divided by the calls of one layer: relative costs are all that ranking needs.
+        # Every layer is divided by the calls of one layer: ranking only needs relative costs.
         forwards = next((calls for _, calls in joined if calls), 1)
         positions = {
             name: total / forwards
@@ -244,7 +244,7 @@ class CostWatch:
             self._uses = None
 
     def window_state(self) -> dict[str, Any]:
-        """Return what was counted in the step that is not over, by this process."""
+        """Return this process's counts in the unfinished step."""
         uses = self._uses
         return {"positions": dict(uses.positions), "calls": dict(uses.calls)} if uses and uses.calls else {}
 

@@ -1,4 +1,4 @@
-"""The interface of scorers, and the criteria that need no gradient and no input: magnitude, a threshold, and chance."""
+"""The interface of scorers, and the criteria without gradients or inputs: magnitude, threshold and random."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.numerics.deferred_checks import refuse
 
-NAN_REMEDY = "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients"
+NAN_REMEDY = "check the batches for NaN; if training has diverged, lower the learning rate or clip gradients"
 SAME_RUN = "resume with the model and recipe that wrote the checkpoint"
 SCORERS: dict[str, type[Scorer]] = {}
-"""By criterion; a subclass of `Scorer` that names its criterion is put here where it is defined."""
+"""Scorers by criterion. A subclass of `Scorer` with a criterion registers itself here."""
 
 
 class Scorer:
-    """The score of each weight by one criterion; the lowest scores are pruned first.
+    """Scores each weight by one criterion. The lowest scores are pruned first.
 
     Call `attach` once, `observe_step` once per optimizer step, `reduce` and then `scores` when masks are updated, and
-    `reset` after that. A step whose gradients hold NaN or infinity is left out and counted in `num_left_out`: a scaler
-    skips it; if it is applied, the weights show it.
+    `reset` after that. A step whose gradients contain NaN or infinity is skipped and counted in `num_left_out`. Usually
+    a scaler skips it too. If it is applied, the weights show it.
 
     Args:
-        modules: Weight name to a module that holds it.
-        generator: For criteria that draw; the same on every rank.
-        costs: Weight name to the cost of one weight there; scores are divided by it (energy-aware pruning).
+        modules: Weight name → a module that holds it.
+        generator: For random criteria, equal on every rank.
+        costs: Weight name → cost of one of its weights, by which scores are divided (energy-aware pruning).
 
     Raises:
         ConfigError: If a cost is missing or not above 0.
@@ -40,15 +40,15 @@ class Scorer:
 
     criterion: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of ``gradients``, ``activations`` and ``per_example_gradients``: what it gathers during training."""
+    """What it gathers in training, of ``gradients``, ``activations`` and ``per_example_gradients``."""
     per_row: ClassVar[bool] = False
-    """True if scores are to be compared within the row of one output unit only (`layouts.output_rows`)."""
+    """True if scores can only be compared within the row of one output unit (`layouts.output_rows`)."""
     zero_is_lowest: ClassVar[bool] = True
-    """True if a weight that was 0 since the last update has the score 0, and no score is lower."""
+    """True if a weight that was 0 since the last update scores 0, and no score is lower."""
     keeps_going: ClassVar[bool] = False
-    """True if `reset` leaves what was gathered."""
+    """True if `reset` keeps what was gathered."""
     _saw_nothing: ClassVar[str] = (
-        "but its hooks saw no layer train; attach it before torch.compile, and keep the model in train mode"
+        "but its hooks saw no training forward; attach it before torch.compile, and keep the model in train mode"
     )
 
     def __init__(
@@ -67,7 +67,7 @@ class Scorer:
         self.num_observed = 0
         """Optimizer steps observed since the last `reset`."""
         self.num_left_out = 0
-        """Steps since then whose gradients were not finite."""
+        """Steps since then with NaN or infinite gradients."""
         self._ever: set[str] = set()
         self._set_up(generator)
 
@@ -76,22 +76,22 @@ class Scorer:
             SCORERS[cls.criterion] = cls
 
     def attach(self) -> None:
-        """Register what hooks there are. Safe to call twice."""
+        """Register the hooks, if any. Safe to call twice."""
 
     def detach(self) -> None:
-        """Remove every hook; what was gathered stays. Safe to call twice."""
+        """Remove the hooks and keep what was gathered. Safe to call twice."""
 
     @torch.no_grad()
     def observe_step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0
     ) -> None:
-        """Take in one optimizer step, before it is applied; with several processes every rank must call it.
+        """Take in one optimizer step before it is applied. With several processes every rank must call it.
 
         Args:
-            weights: By name, as they are now.
-            gradients: Of the complete step: accumulated, reduced, unscaled, not clipped. A name may be missing: that
-                weight had no gradient, which counts as 0.
-            loss_scale: What the loss was multiplied by when hooks saw its gradients (fp16). `gradients` are not.
+            weights: Name → current weight.
+            gradients: Gradients of the complete step: accumulated, reduced, unscaled, not clipped. A missing name means
+                that the weight had no gradient, which counts as 0.
+            loss_scale: The factor on the loss when hooks saw its gradients (fp16). `gradients` are already unscaled.
         """
         if gradients and not all_finite(gradients.values()):
             self.num_left_out += 1
@@ -101,16 +101,16 @@ class Scorer:
         self.num_observed += 1
 
     def discard_step(self) -> None:
-        """Forget what hooks saw since the last `observe_step`: the step was not applied."""
+        """Forget what hooks saw since the last `observe_step`, because the step was not applied."""
 
     def gather(self) -> None:
-        """Hold whole what is kept in parts, for `state_dict`, until `release`; every rank must call it."""
+        """Gather sharded statistics, for `state_dict`, until `release`. Every rank must call it."""
 
     def release(self) -> None:
         """Undo `gather`."""
 
     def reduce(self) -> None:
-        """Make every rank hold what all have seen; every rank must call it, as often as it likes."""
+        """Sum the statistics over all ranks. Every rank must call it; repeated calls are safe."""
 
     @property
     def ready(self) -> bool:
@@ -118,12 +118,12 @@ class Scorer:
         return self.num_observed > 0
 
     def has_seen(self, name: str) -> bool:
-        """Return True if there is something to score this weight by, where there is of any."""
+        """Return True if this weight can be scored, once any can."""
         return (self.costs is None or name in self.costs) and (not self.needs or name in self._ever)
 
     @torch.no_grad()
     def scores(self, name: str, weight: Tensor) -> Tensor:
-        """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape."""
+        """Return the scores of one weight: a new tensor of its shape, float32 (float64 for float64)."""
         self._require_ready()
         scores = self._divided(name, self._scores(name, weight.detach()))
         if scores.numel():
@@ -131,7 +131,7 @@ class Scorer:
         return scores
 
     def _nan_in(self, name: str) -> TrainingError:
-        return TrainingError(f"prune {self.criterion}", f"scores must be numbers, got NaN in {name}", NAN_REMEDY)
+        return TrainingError(f"prune {self.criterion}", f"scores must not be NaN, got NaN in {name}", NAN_REMEDY)
 
     @torch.no_grad()
     def part(self, name: str, weight: Tensor, where: slice) -> Tensor:
@@ -140,17 +140,17 @@ class Scorer:
         return self._divided(name, self._part(name, weight.detach(), where))
 
     def reset(self) -> None:
-        """Start the averages again, after an update of the masks. With `keeps_going` nothing happens."""
+        """Restart the averages after an update of the masks. A no-op with `keeps_going`."""
         if not self.keeps_going:
             self.num_observed = self.num_left_out = 0
             self._forget()
 
     def report(self) -> dict[str, Any]:
-        """Return what a receipt tells of weights that were scored otherwise than the others."""
+        """Return what a receipt reports about weights that were scored differently from others."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""
+        """Return tensors and plain values. `load_state_dict` continues bit for bit."""
         return {
             "criterion": self.criterion,
             "num_observed": self.num_observed,
@@ -164,17 +164,17 @@ class Scorer:
             rule = f"saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}"
             raise CheckpointError("prune", rule, SAME_RUN)
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
-        self._ever = set(state.get("ever", self.modules))  # runs saved before this was kept
+        self._ever = set(state.get("ever", self.modules))  # older runs did not save it
 
     def window_state(self) -> dict[str, Any]:
-        """Return what was gathered since the last `observe_step`, on this rank."""
+        """Return what this rank gathered since the last `observe_step`."""
         return {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `window_state`."""
 
     def _set_up(self, generator: torch.Generator | None) -> None:
-        """Check the modules and make what this criterion keeps: the end of `__init__`."""
+        """Check the modules and create the state, at the end of `__init__`."""
         self._forget()
 
     @abstractmethod
@@ -187,7 +187,7 @@ class Scorer:
         pass
 
     def _forget(self) -> None:
-        """Hold nothing gathered, as at the start."""
+        """Clear everything gathered."""
 
     def _divided(self, name: str, scores: Tensor) -> Tensor:
         return scores if self.costs is None else scores.div_(self.costs[name])
@@ -195,9 +195,9 @@ class Scorer:
     def _require_ready(self) -> None:
         if self.ready:
             return
-        reason = "got none since the last update; let masks be updated after the first step, or calibrate"
+        reason = "got none since the last update; update masks after the first step, or calibrate"
         if self.num_left_out:
-            told = "with NaN or infinite gradients alone; lower the loss scale or learning rate"
+            told = "with only NaN or infinite gradients; lower the loss scale or learning rate"
             reason = f"got {self.num_left_out} {told}"
         elif self.num_observed:
             reason = self._saw_nothing
@@ -226,7 +226,7 @@ class Magnitude(Scorer):
 
     @property
     def ready(self) -> bool:
-        """Always: the weights are there."""
+        """Always True: weights are enough."""
         return True
 
     def _scores(self, name: str, weight: Tensor) -> Tensor:
@@ -239,16 +239,16 @@ class Magnitude(Scorer):
 def make_scorer(
     criterion: str, modules: Mapping[str, nn.Module], *, generator: torch.Generator | None = None, **options: Any
 ) -> Scorer:
-    """Return a new scorer, not attached yet.
+    """Return a new scorer that is not attached yet.
 
     Args:
         criterion: A key of `SCORERS`.
-        modules: Weight name to a module that holds it.
-        generator: For criteria that draw; the same on every rank.
-        **options: Those of the scorer, such as `costs`.
+        modules: Weight name → a module that holds it.
+        generator: For random criteria, equal on every rank.
+        **options: Options of the scorer, such as `costs`.
 
     Raises:
-        ConfigError: If there is no such criterion or an option breaks its rule.
+        ConfigError: If the criterion is unknown or an option is invalid.
 
     Example:
         >>> make_scorer("magnitude", {}).scores("w", torch.tensor([-2.0, 0.5]))
@@ -260,38 +260,38 @@ def make_scorer(
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the type of scores: float64 as it is, everything else as float32."""
+    """Return a tensor in the dtype of scores: float64 unchanged, everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.Size], where: str) -> dict[str, Tensor]:
-    """Return copies of the tensors by weight name under `key` of a saved state."""
+    """Return copies of the saved tensors under `key`, by weight name."""
     tensors = dict(state[key])
     for name, tensor in tensors.items():
         if name not in like or tensor.shape != like[name]:
-            wanted = f"of shape {tuple(like[name])}" if name in like else "none: this run does not prune it"
+            wanted = f"of shape {tuple(like[name])}" if name in like else "absent, as this run does not prune it"
             rule = f"saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}"
             raise CheckpointError(where, rule, SAME_RUN)
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def all_finite(gradients: Collection[Tensor]) -> bool:
-    """Return True if every gradient is finite: one pass each and one wait for the device.
+    """Return True if every gradient is finite, with one pass over each and one device synchronization.
 
-    If FSDP2 shards them, the parts of all processes; then every process must call it.
+    For gradients sharded by FSDP2 the parts of all processes are checked, and every process must call it.
     """
     if any(map(is_sharded, gradients)):
         device = next(iter(gradients)).device
         return not any_rank(not all_finite([local_part(gradient) for gradient in gradients]), device)
     values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    # a sum keeps every NaN and infinity, and is by far the fastest pass on a CPU; 16 bits would overflow
+    # A sum keeps every NaN and infinity, and is by far the fastest pass on a CPU. 16 bits would overflow.
     sums = [value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).double() for value in values]
     return not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all())
 
 
 @torch.no_grad()
 def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
-    """Return which weights to keep: those with ``|w| < eps`` go, however many they are.
+    """Return which weights to keep: all with ``|w| < eps`` are pruned, however many.
 
     Magnitudes are compared in float32 (float64 for float64). A NaN is kept: it has no magnitude.
 
@@ -311,7 +311,7 @@ def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
     """
     checked(eps, float, "below_threshold_mask", "eps", low=0)
     scores = magnitude(weight)
-    # in the type of the scores: a weight of float32 0.1 is not below 0.1
+    # In the dtype of the scores: a weight of float32 0.1 is not below 0.1.
     return scores.lt(scores.new_tensor(eps)).logical_not_()
 
 
@@ -319,10 +319,10 @@ _PIECE = 1 << 17  # stays in cache
 
 
 class Random(Scorer):
-    """Chance: one draw in [0, 1) a weight for the whole run, so that what is pruned stays the lowest.
+    """One random number in [0, 1) per weight for the whole run, so that pruned weights stay the lowest.
 
-    A draw is a function of a seed (taken once from the generator), the weight's place in `modules` (without one, its
-    name) and its flat index, in whole numbers: the same on every rank and device, and a slice costs its length alone.
+    The number is an integer function of a seed (drawn once from the generator), the weight's index in `modules` (its
+    name if it has none) and the flat index. It is equal on every rank and device, and a slice costs only its length.
     """
 
     criterion: ClassVar[str] = "random"
@@ -332,14 +332,14 @@ class Random(Scorer):
     def _set_up(self, generator: torch.Generator | None) -> None:
         super()._set_up(generator)
         if generator is None:
-            raise ConfigError("prune random", "generator must be given, got None", "seed one alike on every rank")
+            raise ConfigError("prune random", "generator must be given, got None", "use the same seed on every rank")
         self.seed = int(torch.randint(2**62, (), generator=generator))
-        # by place: a trainer may put a prefix before every name, and draws must not depend on it
+        # By index: a trainer may add a prefix to every name, which must not change the numbers.
         self._places = {name: place for place, name in enumerate(self.modules)}
 
     @property
     def ready(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def _scores(self, name: str, weight: Tensor) -> Tensor:
@@ -350,26 +350,26 @@ class Random(Scorer):
         return scores.view(weight.shape)
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
-        # Each draw depends on the seed, the tensor and its own index alone: slices agree with the whole.
+        # Each number depends only on the seed, the tensor and its own index, so slices agree with the whole.
         index = torch.arange(*where.indices(weight.numel()), device=weight.device)
         return self._draw(name, index).to(_wider(weight.dtype))
 
     def _draw(self, name: str, index: Tensor) -> Tensor:
         key = hashlib.blake2b(f"{self.seed}:{self._places.get(name, name)}".encode(), digest_size=8).digest()
-        # SplitMix64 (Steele, Lea and Flood 2014) of a counter; int64 products wrap as its unsigned ones do
+        # SplitMix64 (Steele, Lea and Flood 2014) of a counter. int64 products wrap like its unsigned ones.
         bits = index * _signed(0x9E3779B97F4A7C15) + _signed(int.from_bytes(key, "little"))
         bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
         bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
         bits = bits ^ _shifted(bits, 31)
-        # The top 24 bits, which float32 holds exactly: uniform in [0, 1).
+        # The top 24 bits, which float32 represents exactly: uniform in [0, 1).
         return _shifted(bits, 40).float() * 2.0**-24
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed beside what every scorer saves."""
+        """Also return the seed."""
         return {**super().state_dict(), "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the seed, and with it every draw."""
+        """Also restore the seed, which determines every number."""
         super().load_state_dict(state)
         self.seed = int(state["seed"])
 
@@ -383,5 +383,5 @@ def _signed(value: int) -> int:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Return the bits shifted down with zeros from above: torch's shift repeats the sign."""
+    """Return the bits shifted right with zeros filled in. torch's shift repeats the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -179,7 +179,7 @@ def test_what_holds_single_weights_is_refused_beside_it(make, tmp_path):
 def test_adapters_without_a_peft_model_are_refused(make, tmp_path):
     model = make.classifier()
     model.add_adapter(LoraConfig(**LORA))
-    with pytest.raises(CompatibilityError, match="must be those of a PeftModel"):
+    with pytest.raises(CompatibilityError, match="PeftModel"):
         make.trainer(tmp_path, model=model, callbacks=[ModelSoup(kind="uniform")], save_strategy="epoch").train()
 
 

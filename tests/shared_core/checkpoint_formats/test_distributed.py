@@ -214,7 +214,7 @@ def test_formats_mix_under_the_names_of_the_first(tmp_path):
         assert soup.keys() == {prefix + name for name in names}
         assert all(torch.allclose(soup[prefix + name], mean) for name in names & {"wte", "head"})
         assert soup.keys() == greedy_soup([*others[::-1], first][::-1], lambda state: 0.0).state_dict.keys()
-    with pytest.raises(CheckpointError, match=r"names of .*hf, .* got no '.+'.*give the first"):
+    with pytest.raises(CheckpointError, match=r"names of .*hf, .* got no '.+'.*the first"):
         save_soup(uniform_soup([light, hf]), open_ingredient(hf), tmp_path / "soup")
     out = save_soup(uniform_soup([shards, hf]), open_ingredient(shards), tmp_path / "soup")
     assert content_of(out)["model"].keys() == {"wte", "h", "z", "head"}

@@ -86,7 +86,7 @@ def test_a_soup_is_of_the_weights_and_keeps_the_plain_hyperparameters(tmp_path):
     assert content["hyper_parameters"] == {"width": 5}
     assert content["hparams_name"] == "kwargs"
     assert "data (pathlib.PosixPath)" in told[0]
-    assert "pass them to load_from_checkpoint" in told[0]
+    assert "them to load_from_checkpoint" in told[0]
 
 
 def test_hyperparameters_that_are_one_object_are_left_out(tmp_path):

@@ -266,7 +266,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
     (["prune_task:model", "--out", "out", "--sparsity", "1"], ConfigError, "sparsity must be in"),
     (["prune_task:model", "--out", "out", "--sparsity", "half"], ConfigError, "sparsity must be a finite number"),
     ([*SPARSE, "--criterion", "wnda"], ConfigError, "did you mean 'wanda'"),
-    ([*SPARSE, "--criterion", "movement"], ConfigError, "criterion must be another after training"),
+    ([*SPARSE, "--criterion", "movement"], ConfigError, "criterion must.*after training"),
     ([*SPARSE, "--criterion", "wanda"], ConfigError, "--calibration must be given with criterion wanda"),
     ([*SPARSE, "--granularity", "n_m", "--n-m", "1:4"], ConfigError, "sparsity must be 0.75 with n_m = 1:4"),
     ([*SPARSE, "--granularity", "filter", "--shrink"], ConfigError, "--shrink must come with --granularity neuron"),

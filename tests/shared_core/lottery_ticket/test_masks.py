@@ -120,7 +120,7 @@ def test_a_file_of_the_future_or_of_something_else_is_refused(tmp_path):
 
     path = tmp_path / "t.safetensors"
     save_file({"w": torch.ones(2)}, path)
-    with pytest.raises(CheckpointError, match="must be a whole ticket file"):
+    with pytest.raises(CheckpointError, match="ticket file"):
         read_ticket(path)
     save_file({"w": torch.ones(2)}, path, metadata={"eff_ticket": '{"format": 99}'})
     with pytest.raises(CheckpointError, match="newer efftrain"):

@@ -41,7 +41,7 @@ def test_what_cannot_be_right_is_refused_before_training(tmp_path):
         train(ticket_recipe(tmp_path / "a", ticket=tmp_path / "nowhere"))
     for content in (b"", path.read_bytes()[:-20], b"x" * 100):
         (tmp_path / "bad.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match="must be a whole ticket file"):
+        with pytest.raises(CheckpointError, match="ticket file"):
             train(ticket_recipe(tmp_path / "a", ticket=tmp_path / "bad.safetensors"))
     with pytest.raises(CheckpointError, match=r"only the ticket has 0\.weight"):
         train(ticket_recipe(tmp_path / "a", ticket=path, rewind_to=3, skip=["first"]))
@@ -69,7 +69,7 @@ def test_a_run_that_diverged_or_ended_early_leaves_no_ticket(tmp_path):
     model = make_net()
     session.attach(model)
     session.begin([sgd(model)], total_steps=STEPS)
-    with pytest.raises(TrainingError, match="must go on beyond rewind_to = step 3"):
+    with pytest.raises(TrainingError, match="beyond rewind_to = step 3"):
         session.finish()
     assert not list(tmp_path.glob("*/ticket.safetensors"))
     assert not list(tmp_path.glob("*/round.json"))

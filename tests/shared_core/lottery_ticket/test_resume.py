@@ -27,7 +27,7 @@ def test_a_dense_run_resumed_beyond_step_k_finds_the_same_ticket(tmp_path):
     with pytest.raises(CheckpointError, match=r"must hold rewind\.safetensors.*wrote at step 4"):
         train(recipe, state=saved[7])
     train(ticket_recipe(tmp_path / "other", rewind_to=4), seed=9)
-    with pytest.raises(CheckpointError, match="must hold weights of the run that is resumed, got those of another"):
+    with pytest.raises(CheckpointError, match=r"weights of .* got those of another"):
         train(ticket_recipe(tmp_path / "other", rewind_to=4), state=saved[7])
 
 

@@ -27,9 +27,7 @@ def attach(key, model, *, allow_partial=False, **options):
 def test_adapters_and_what_is_beneath_them_are_refused(key, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for include in ([], ["*.base_layer"]):
-        with pytest.raises(
-            CompatibilityError, match=f"{key}: weights must not be those of PEFT's adapters.*merge, and"
-        ):
+        with pytest.raises(CompatibilityError, match=f"{key}: .*PEFT.*merge"):
             attach(key, wrapped(**options), include=include)
     assert not list(tmp_path.iterdir())
 

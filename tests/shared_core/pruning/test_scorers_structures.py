@@ -83,7 +83,7 @@ def test_group_scores_refuse_what_does_not_fit():
     weights = members()
     for criterion, given, match in (
         ("l2norm", weights, "criterion must be one that exists, got 'l2norm'; did you mean 'l2_norm'"),
-        ("l1_norm", [weights[0], weights[1][:3]], r"weights must be \(units, k\) with as many units each"),
+        ("l1_norm", [weights[0], weights[1][:3]], r"weights must be \(units, k\)"),
         ("l1_norm", [], "weights must be"),
         ("taylor", weights, "extras must be the gradients in shapes"),
     ):
@@ -91,7 +91,7 @@ def test_group_scores_refuse_what_does_not_fit():
             group_scores(criterion, given)
     weights[1][3] = float("nan")
     for criterion in set(GROUP_CRITERIA) - {"random", "geometric_median"}:
-        with pytest.raises(TrainingError, match=f"{criterion} scores must be numbers, got NaN for unit 3"):
+        with pytest.raises(TrainingError, match=rf"{criterion} scores must .* got NaN for unit 3"):
             group_scores(criterion, weights, extras=members())
 
 
@@ -299,7 +299,7 @@ def test_costs_that_are_not_known_are_refused():
     for given, kind, positions, match in (
         (modules, "flop", None, "kind must be one of flops, bytes, energy, got 'flop'"),
         (modules, "flops", None, "positions of conv.weight must be a number above 0, got None"),
-        (double, "energy", {"weight": 1.0}, "float64_multiply in pJ must be a number above 0, got None; give a table"),
+        (double, "energy", {"weight": 1.0}, "float64_multiply in pJ must be a number above 0, got None.*table"),
     ):
         with pytest.raises(ConfigError, match=match):
             layer_costs(given, kind, positions=positions)

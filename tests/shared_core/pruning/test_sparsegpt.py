@@ -81,7 +81,7 @@ def test_other_models_are_solved_on_the_inputs_of_the_dense_one():
         expected[index].weight.data.copy_(new)
     report = prune(model, {**SPARSEGPT, "overrides": ("2:sparsity=0.25",)}, [x[:30], x[30:]])
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
-    assert "is no linear layer" in report.left_out["0.weight"]
+    assert "linear layer" in report.left_out["0.weight"]
     assert report.examples == 40
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)).eval()
     assert prune(gpt2, {**SPARSEGPT, "granularity": "n_m"}, texts(1)).sparsity == 0.5
@@ -122,7 +122,7 @@ CONV = nn.Conv1d(4, 4, 1)
     ("make", "options", "batches", "error", "match"),
     [
         (llama, {}, None, ConfigError, "calibration must be given with criterion sparsegpt"),
-        (lambda: nn.Sequential(CONV), {}, [torch.ones(1, 4, 4)], MatchError, "is no linear layer"),
+        (lambda: nn.Sequential(CONV), {}, [torch.ones(1, 4, 4)], MatchError, "linear layer"),
         (lambda: nn.Sequential(CONV, nn.Linear(4, 4)), {"include": ("0",)}, [torch.ones(1, 4, 4)], CompatibilityError,
          "include must name layers that can be pruned, got 0"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {}, [torch.full((2, 4), torch.nan)], TrainingError,
@@ -136,5 +136,5 @@ def test_what_cannot_be_solved_is_refused(make, options, batches, error, match):
 
 
 def test_a_run_cannot_solve():
-    with pytest.raises(ConfigError, match=r"criterion must be another in training.*eff prune"):
+    with pytest.raises(ConfigError, match=r"criterion must.*sparsegpt.*eff prune"):
         Pruning(PruneConfig(**SPARSEGPT))

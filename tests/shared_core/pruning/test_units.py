@@ -146,7 +146,7 @@ def test_a_run_that_never_found_its_units_says_so_at_the_end():
             optimizer.zero_grad()
             assert not loop.session.ending.may_be_best()
     receipt = loop.session.receipt()
-    assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: the units were not found")
+    assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: no units were found")
     assert any(note.startswith("PRUNE DID NOT REACH WHAT WAS ASKED FOR") for note in receipt["notes"])
 
 

@@ -81,7 +81,7 @@ def test_wanda_prunes_an_expert_without_tokens_by_its_last_inputs_and_resumes_ex
     # the masks change after steps 1, 3, 5, 7 and 9
     assert sparsity == {"experts.0.weight": 0.5, "experts.1.weight": 0.5, "experts.2.weight": 0.0}
     assert report["updates_without_input"] == {"experts.0.weight": 2, "experts.1.weight": 2, "experts.2.weight": 5}
-    assert "experts.2.weight stay dense: no input has reached them" in capsys.readouterr().out
+    assert "experts.2.weight stay dense" in capsys.readouterr().out
     json.dumps(report)
 
 
@@ -121,10 +121,10 @@ def test_the_output_of_attention_is_left_out_where_it_must_be_called(options):
         plain_step(session, optimizer, model(torch.randn(2, 3, 8)).square().mean())
     session.finish()
     told = session.receipt()["techniques"]["prune"]
-    assert "never calls it" in told["left_out"]["0.self_attn.out_proj.weight"]
+    assert "attention reads" in told["left_out"]["0.self_attn.out_proj.weight"]
     assert told["sparsity"] == 0.5
     named = Session(Recipe.from_dict({"prune": {**options, "include": ["0.self_attn.out_proj", "0.linear1"]}}))
-    with pytest.raises(CompatibilityError, match=r"got 0.self_attn.out_proj: attention reads its weight"):
+    with pytest.raises(CompatibilityError, match=r"got 0.self_attn.out_proj: attention reads"):
         named.attach(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
 
 
@@ -144,7 +144,7 @@ def test_an_expert_without_tokens_is_dense_until_its_cost_is_known_and_resumes_e
         assert not weights[step]["experts.1.weight"].all()
     sparsity = {tensor["name"]: tensor["sparsity"] for tensor in whole.told()["tensors"]}
     assert sparsity["experts.0.weight"] > 0 == sparsity["experts.2.weight"]
-    assert "experts.2.weight stay dense: no input has reached them" in capsys.readouterr().out
+    assert "experts.2.weight stay dense" in capsys.readouterr().out
     assert not any(module._forward_hooks for module in whole.model.modules())
 
 

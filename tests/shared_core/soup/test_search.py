@@ -231,7 +231,7 @@ def test_non_finite_ingredients_are_left_out_and_named():
     assert all(seen)
     assert result.ingredients == ["ingredient 1", "ingredient 3"]
     reasons = {row["name"]: row["reason"] for row in result.history}
-    assert "'a' holds a NaN" in reasons["ingredient 0"]
+    assert "'a' contains NaN" in reasons["ingredient 0"]
     assert "its metric is nan" in reasons["ingredient 2"]
     known = greedy_soup(members, lambda weights: 1.0, scores=[9.0, 1.0, None, 0.5])
     assert "ingredient 0" not in known.ingredients
@@ -327,7 +327,7 @@ def test_a_journal_keeps_scores_that_json_has_no_name_for(tmp_path):
         (lambda members: members[2].update(w=torch.zeros(3, dtype=torch.float64)), "its ingredients were others"),
         (lambda members: members.reverse(), "its ingredients were others"),
         ("{", "journal"),
-        ('{"a": 1}', "journal must be one that a soup search wrote"),
+        ('{"a": 1}', "journal .* soup search wrote"),
         ('{"search": {"format": 1}, "scores": {}}', "must have format 2, got 1 of another version of efftrain"),
         ('{"search": {}, "scores": {}}', "must have format 2, got None of another version of efftrain"),
     ],

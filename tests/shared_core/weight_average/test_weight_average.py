@@ -243,7 +243,7 @@ def test_what_was_never_updated_is_never_put_in():
     assert_equal(run.averaged(), weights)
     run.averaged()
     assert len(run.services.said) == 1
-    assert "no average begins before step 10" in run.services.said[0]
+    assert "begins at step 10" in run.services.said[0]
     assert_equal(dict(run.session.bake(run.model.state_dict())), weights)
     run.session.finish()
     assert "never updated" in run.services.said[-1]

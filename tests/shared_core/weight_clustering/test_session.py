@@ -151,7 +151,7 @@ def test_a_run_that_stops_early_keeps_its_weights_and_says_so():
     before = model[0].weight.detach().clone()
     session.finish()
     assert torch.equal(model[0].weight, before)
-    assert session.receipt()["unreached"] == {"cluster": "weights are not shared yet, clustered at step 30"}
+    assert "step 30" in session.receipt()["unreached"]["cluster"]
 
 
 def test_skipped_steps_do_not_count():

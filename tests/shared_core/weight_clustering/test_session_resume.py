@@ -61,7 +61,7 @@ def test_clusters_of_another_model_are_refused(spoil):
     other = Session(session.recipe)
     other.attach(make_net())
     other.load_state_dict(state)
-    with pytest.raises(CheckpointError, match="cluster: saved clusters must be those of this model's weights"):
+    with pytest.raises(CheckpointError, match=r"cluster: saved clusters must .* this model's weights"):
         other.begin([], total_steps=20)
 
 

@@ -202,7 +202,7 @@ class Stubborn(nn.Module):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("constant", "fixed size"), ("softmax", "needs all"), ("picked", "picked by number"), ("padded", "padded"),
+        ("constant", "fixed size"), ("softmax", "needs all"), ("picked", "by number"), ("padded", "padded"),
         ("unknown", "not followed"),
     ],
 )  # fmt: skip
