@@ -209,7 +209,7 @@ def test_a_run_that_ends_before_begin_stays_in_float():
     run.step(*batches(1))
     state, before = run.model.state_dict(), run.model[0].weight.detach().clone()
     assert run.technique.bake(state) is state
-    assert run.technique.plan(run.context).missing == "fake quantisation is not on yet, it starts at step 9"
+    assert run.technique.plan(run.context).missing.endswith("starts at step 9")
     run.technique.finish(run.context)
     assert torch.equal(run.model[0].weight, before)
     assert type(run.model[0]) is type(small_net()[0])
@@ -331,7 +331,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
         QatConfig(scheme="int8", include=("embed", "head"), overrides={"head": {"weight_bits": 4}})
     )
     other = Tied()
-    with pytest.raises(ConfigError, match="head must be quantised like embed, with which it shares its weight"):
+    with pytest.raises(ConfigError, match="head shares its weight with embed"):
         technique.attach(Context(model=other))
     assert type(other.head) is nn.Linear
 
@@ -339,7 +339,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
 @pytest.mark.parametrize("pattern", ["odd", "head", "Doubled"])
 def test_asking_for_what_cannot_be_is_an_error(pattern):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", include=(pattern, "body")))
-    with pytest.raises(CompatibilityError, match="include must name layers that can be quantised"):
+    with pytest.raises(CompatibilityError, match="include names .* cannot be quantised"):
         technique.attach(Context(model=Tied()))
 
 
