@@ -140,7 +140,7 @@ def test_learned_ranges_and_stochastic_rounding_leave_experts_on_their_own_scale
 
 
 def test_what_cannot_be_is_refused_or_told():
-    with pytest.raises(ConfigError, match="activation_bits .* stacked experts"):
+    with pytest.raises(ConfigError, match=r"activation_bits .* stacked experts"):
         quantize(mixture("mixtral"), {"scheme": "int8", "overrides": {"*.experts": {"activation_bits": 8}}})
     adapted = get_peft_model(mixture("mixtral"), LoraConfig(target_parameters=["mlp.experts.down_proj"]))
     with pytest.raises(CompatibilityError, match=r"adapters compute with the sum of its stacks"):

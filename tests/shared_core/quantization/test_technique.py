@@ -223,8 +223,9 @@ def test_what_was_asked_for_is_reached_when_ranges_freeze_that_are_to_freeze():
     for batch in batches(3):
         run.step(batch)
         found.append(run.technique.plan(run.context).missing)
-    moving = "ranges still move, they freeze at step 3"
-    assert found == ["fake quantisation is not on yet, it starts at step 1", moving, moving, ""]
+    assert found[0].endswith("starts at step 1")
+    assert found[1].endswith("freeze at step 3")
+    assert found[1:] == [found[1], found[1], ""]
 
 
 def test_keep_leaves_the_modules():
@@ -339,7 +340,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
 @pytest.mark.parametrize("pattern", ["odd", "head", "Doubled"])
 def test_asking_for_what_cannot_be_is_an_error(pattern):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", include=(pattern, "body")))
-    with pytest.raises(CompatibilityError, match="include names .* cannot be quantised"):
+    with pytest.raises(CompatibilityError, match=r"include names .* cannot be quantised"):
         technique.attach(Context(model=Tied()))
 
 

@@ -168,12 +168,12 @@ def costed(data=None, **options):
     (lambda: traced(layers=["4"]), MatchError, "'4' must be a Linear"),
     (lambda: hessian_trace(nn.ReLU(), cross_entropy, batches(1)), MatchError, "at least one Linear"),
     (lambda: traced(lambda net, batch: cross_entropy(net, batch) * math.nan, probes=2), TrainingError,
-     "curvature of '0' must be finite"),
+     "curvature of '0'"),
     (lambda: costed(metric="mse"), ConfigError, "metric"),
     (lambda: costed(metric="kl", bits=[1]), ConfigError, "bits"),
     (lambda: costed(metric="kl", bits=[]), ConfigError, "bits"),
-    (costed, ConfigError, "loss must be given"),
-    (lambda: costed(traces={}), MatchError, "traces must hold every layer"),
+    (costed, ConfigError, "needs a loss"),
+    (lambda: costed(traces={}), MatchError, "traces has no entry"),
     (lambda: costed([batches(1)[0][0] * math.nan], metric="rmse"), TrainingError, "costs of '0' must be finite"),
 ])  # fmt: skip
 def test_sensitivity_refuses(call, error, message):
