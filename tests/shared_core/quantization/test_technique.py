@@ -409,7 +409,7 @@ def test_replaced_weights_get_ranges_of_their_own():
     assert services.asked == [3]
     assert run.range_of("0") == (joined.min().item(), joined.max().item())
     services.data = [data[0] * float("nan")]
-    with pytest.raises(TrainingError, match="calibration batches must reach"):
+    with pytest.raises(TrainingError, match="calibration batches"):
         run.technique.weights_replaced(run.context)
     assert run.range_of("0") == (joined.min().item(), joined.max().item())
 
