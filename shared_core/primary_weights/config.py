@@ -12,7 +12,7 @@ from shared_core.config.options import Figure, TechniqueConfig, option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrimaryWeightsConfig(TechniqueConfig):
-    """Where the bits of an update go that a 16-bit weight cannot hold.
+    """Options of primary weights: how to keep the bits of an update that a 16-bit weight cannot hold.
 
     Example:
         >>> PrimaryWeightsConfig(kind="fp32_copy").telemetry_every
@@ -24,9 +24,9 @@ class PrimaryWeightsConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("fp8", "qat")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "some weights lie in parts and others whole, and copies, moments and draws are kept of one "
-        "kind; load the model in float32, or use DDP or FSDP version 2",
-        "deepspeed": "DeepSpeed keeps float32 weights beside 16-bit ones by itself (bf16 in its config)",
+        "tensor_parallel": "some weights are sharded and others whole, but copies and moments support only one of the "
+        "two; load the model in float32, or use DDP or FSDP version 2",
+        "deepspeed": "DeepSpeed already keeps float32 weights for 16-bit ones (bf16 in its config)",
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
