@@ -393,7 +393,7 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
         >>> from shared_core.quantization import convert
         >>> integer = convert(nn.Sequential(nn.Linear(2, 1)), {"0": {"min": 0.0, "max": 2.55}})
         >>> conversion_report(integer)["0"]["kernel"]
-        'reference: whole numbers, summed in float64'
+        'reference: integers, summed in float64'
     """
     report = {}
     for name, module in model.named_modules():

@@ -232,7 +232,7 @@ def find_links(model: nn.Module, example_inputs: Any = None) -> tuple[dict[str, 
     Example:
         >>> links, refused = find_links(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.GELU()))
         >>> links["0"].second, refused["2"]
-        ('2', "GELU '3' follows it, for which f(sx) = s·f(x) does not hold")
+        ('2', "GELU '3' follows it and does not satisfy f(sx) = s·f(x)")
     """
     flow = trace(model, example_inputs, where="equalize")
     links: dict[str, Link] = {}

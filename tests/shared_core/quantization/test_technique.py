@@ -352,7 +352,7 @@ def test_matching_nothing_and_attaching_twice_are_errors():
     with pytest.raises(MatchError, match="can be quantised; 0: Doubled"):
         technique.attach(Context(model=only))
     model = Run(small_net()).model
-    with pytest.raises(CompatibilityError, match="no quantisers yet"):
+    with pytest.raises(CompatibilityError, match="already has quantisers"):
         technique.attach(Context(model=model))
 
 

@@ -210,7 +210,7 @@ def test_an_integer_model_is_attacked_through_its_float_model():
     x, y = x[:100], y[:100]
     integer = convert(quantize(net, "int8", batches()))
     for attack in (lambda: fgsm(integer, x, y, 0.1), lambda: pgd(integer, x, y, 0.1, 0.05, 2)):
-        with pytest.raises(CompatibilityError, match="computes on integers; make the attack on its float model"):
+        with pytest.raises(CompatibilityError, match="computes on integers; attack its float model"):
             attack()
     found = adversarial_accuracy(integer, [(x, y)], 0.1, source=net, low=0, high=1, steps=5)
     assert found.transferred

@@ -139,7 +139,7 @@ def test_a_layer_that_no_batch_reaches_is_refused_unless_it_is_skipped():
         def forward(self, x):
             return self.used(x)
 
-    with pytest.raises(TrainingError, match="but idle saw none"):
+    with pytest.raises(TrainingError, match="idle"):
         quantize(Idle(), "int8", [torch.randn(2, 4)])
     assert quantize_with_report(Idle(), {"scheme": "int8", "skip": ["idle"]}, [torch.randn(2, 4)])[1].layers
 
@@ -198,7 +198,7 @@ def test_bad_input_is_refused(config, calibration, options, error, message):
 def test_a_weight_that_is_not_finite_is_refused_and_so_is_a_quantised_model():
     model = make("mlp", 0)
     quantized = quantize(model, "int8_weight")
-    with pytest.raises(CompatibilityError, match="no quantisers yet"):
+    with pytest.raises(CompatibilityError, match="already has quantisers"):
         quantize(quantized, "int8_weight")
     model[1].weight.data[0, 0] = float("nan")
     with pytest.raises(CompatibilityError, match="weights of 1 must be finite"):
