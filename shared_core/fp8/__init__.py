@@ -1,4 +1,4 @@
-"""FP8 training: linear layers whose three products per step are multiplied in 8-bit floating point, or narrower."""
+"""FP8 training: linear layers that compute their three products per step in 8-bit floating point or narrower."""
 
 from shared_core.lazy_exports import export_lazily
 

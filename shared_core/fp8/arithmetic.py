@@ -1,7 +1,4 @@
-"""Arithmetic of emulated recipes on the operands of a product, and the table of recipes.
-
-How a layer turns two matrices into narrow values and multiplies them: one object for each kind of recipe.
-"""
+"""Cast two matrices to narrow values and multiply them: one class per kind of recipe, and the table of recipes."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ Role = Literal["input", "weight", "gradient"]
 
 
 Cast = Callable[[Tensor, Role, bool], Tensor]
-"""Rounds a matrix (rows, contracted axis) in its role to the values that a recipe's format holds, without a host read.
+"""Rounds a matrix (rows, contracted axis) to the format that a recipe has for its role, without a host read.
 
-The last argument says whether this is a training pass, which may widen the state of the open step. The result is
+The last argument is True in a training pass, which may update the state of the current step. The result is
 detached, in float32, or float64 for float64.
 """
 _STATELESS: dict[str, Cast] = {"s2fp8": s2fp8_cast, "hfp8": hfp8_cast, "mxfp4": mxfp4_cast, "nvfp4": nvfp4_cast}
@@ -41,7 +38,7 @@ _MULTIPLE = 16  # tensor cores contract this many FP8 values at a time
 
 
 class Operand(NamedTuple):
-    """A matrix (rows, contracted axis), what it is to the layer, whether this step remembers it; its codes if known."""
+    """A matrix (rows, contracted axis), its role in the layer, whether this step records it, and its codes if known."""
 
     matrix: Tensor
     role: Role
@@ -50,24 +47,24 @@ class Operand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product, and whether torch's scaled matmul computed it."""
+    """A product, and True if torch's scaled matmul computed it."""
 
     value: Tensor
     is_scaled_mm: bool
 
 
 class Arithmetic(Protocol):
-    """The rounding of all operands of the products, by one recipe."""
+    """Rounds all operands of the products by one recipe."""
 
     def why_emulated(self, device: torch.device) -> str | None:
         """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""
         ...
 
     saved_block: tuple[int, ...]
-    """The block of inputs if backward takes their codes, of the transpose, from forward; empty if it casts again."""
+    """The block of inputs if backward reuses the forward's codes of the transpose; empty if it casts again."""
 
     def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
-        """Return the operands of two products for each: this one, and its transpose with zeros as further columns."""
+        """Return two operands per matrix: the matrix, and its transpose padded with columns of zeros."""
         ...
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:
@@ -76,7 +73,7 @@ class Arithmetic(Protocol):
 
 
 class ScaledArithmetic:
-    """FP8 codes with a scale a block; with a bank, the scale is that of past steps."""
+    """FP8 codes with one scale per block. With a bank, the scale comes from past steps."""
 
     def __init__(self, config: Fp8Config, bank: AmaxBank | None, index: int, watch: NonFiniteWatch | None) -> None:
         self.config, self.bank, self.index, self.watch = config, bank, index, watch
@@ -92,7 +89,7 @@ class ScaledArithmetic:
         return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
 
     def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
-        """Return matrices and their transposes, cast at once where they have blocks alike, and remembered once."""
+        """Return matrices and their transposes, cast together if their blocks are equal, and recorded once."""
         return [
             (Operand(x, role, False, quantized.matrix), Operand(x, role, False, quantized.transposed))
             for (x, role, _, _), quantized in zip(operands, self._quantized(operands, both), strict=True)
@@ -122,7 +119,7 @@ class ScaledArithmetic:
         matrix, role, record, _ = operand
         past = seen = None
         if self.bank is not None:
-            # 0 before the first applied step: then, and where something is not finite, the scale is that of this matrix
+            # 0 before the first applied step. Then, and for non-finite values, the scale comes from this matrix.
             past = self.bank.past(self.index, role, matrix.device)
             seen = self.bank.seen(self.index, role) if record else None
         elif record and self.watch is not None:
@@ -131,7 +128,7 @@ class ScaledArithmetic:
 
 
 class CastArithmetic:
-    """Values rounded to a format and multiplied in float32: for formats that no matmul here takes."""
+    """Values rounded to a format and multiplied in float32, for formats that no matmul here supports."""
 
     saved_block: tuple[int, ...] = ()
 
@@ -143,7 +140,7 @@ class CastArithmetic:
         return "this recipe has no scaled matmul here"
 
     def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
-        """Return matrices and their transposes, each to be cast as it is multiplied."""
+        """Return matrices and their transposes. Each is cast when it is multiplied."""
         return [(operand, operand._replace(matrix=tokens_last(operand.matrix))) for operand in operands]
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:
@@ -157,7 +154,7 @@ class CastArithmetic:
     def _values(self, operand: Operand) -> Tensor:
         values = self.cast(operand.matrix.contiguous(), operand.role, operand.record)
         if operand.record and self.watch is not None:
-            self.watch.see(values)  # a cast without a scale may itself overflow
+            self.watch.see(values)  # a cast without a scale may overflow
         return values
 
 

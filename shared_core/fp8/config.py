@@ -32,7 +32,11 @@ _DTYPES = {
     "fp4_e2m1": "float4_e2m1fn_x2",
     "int16": "int16",
 }
-_SCALED_MM_EVERYWHERE = ("tensorwise", "delayed", "rowwise")  # torch has it on CPUs too; of blocks on some GPUs only
+_SCALED_MM_EVERYWHERE = (
+    "tensorwise",
+    "delayed",
+    "rowwise",
+)  # on CPUs too; blocks on some GPUs
 _HYBRID = ("tensorwise", "delayed")  # recipes that may have another format for gradients
 
 
@@ -98,7 +102,7 @@ class Fp8Config(TechniqueConfig):
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return native where a scaled matmul computes what the emulation does; tells the recipes."""
+        """Return native, with the recipes, if a scaled matmul computes the same as the emulation."""
         from shared_core.fp8.native import BLOCKS, why_not_native
 
         reasons = {
@@ -108,11 +112,14 @@ class Fp8Config(TechniqueConfig):
         here = [recipe for recipe, reason in reasons.items() if reason is None]
         if here:
             return Ability("native", f"recipes {', '.join(here)}; the others are emulated")
-        return Ability("emulated", f"{reasons['rowwise']}: products are computed in float32, slower than without")
+        return Ability(
+            "emulated",
+            f"{reasons['rowwise']}: products run in float32, slower than without",
+        )
 
     @property
     def forward_format(self) -> str:
-        """The name of the format of inputs and weights, as `shared_core.numerics.FORMATS` has it."""
+        """The format of inputs and weights, as in `shared_core.numerics.FORMATS`."""
         return _FORMATS[self.recipe][0]
 
     @property
@@ -129,28 +136,28 @@ class Fp8Config(TechniqueConfig):
 
     @property
     def has_scales(self) -> bool:
-        """True if operands are FP8 codes with a scale a block, as scaled matmuls take them."""
+        """True if operands are FP8 codes with one scale per block, as for scaled matmuls."""
         return self.forward_format == "fp8_e4m3"
 
     @property
     def has_session_state(self) -> bool:
-        """True if the recipe does something once per optimizer step, which only a session counts."""
+        """True if the recipe does work once per optimizer step, for which it needs a session."""
         return self.recipe in ("delayed", "hfp8", "int16")
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True if gradients are cast without a scale of their own, so that small ones vanish without a loss scaler."""
+        """True if gradients are cast without a scale, so that small ones vanish without a loss scaler."""
         return self.recipe == "hfp8"
 
     @property
     def backward_is_narrow(self) -> bool:
-        """True if gradients are in e5m2, whose range is narrower than bf16's: a loss scaler is of use with bf16 too."""
+        """True if gradients are in e5m2. Its range is narrower than bf16's, so a loss scaler helps with bf16 too."""
         return self.gradient_format == "fp8_e5m2" and self.recipe in (*_HYBRID, "hfp8")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield what these options need and the recipe lacks."""
+        """Yield a message for each requirement that the recipe lacks."""
         if self.needs_loss_scaling and "loss_scale" not in recipe:
             yield (
-                f"fp8 with recipe {self.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
+                f"fp8 with recipe {self.recipe} needs loss_scale: it casts gradients without a scale, and "
                 "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
             )

@@ -1,4 +1,4 @@
-"""Stacked experts whose products run in FP8: the matrix of each expert is a layer with scales of its own."""
+"""Stacked experts whose products run in FP8. The matrix of each expert is a layer with its own scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STACKS = ("gate_up_proj", "down_proj")
 
 
 class ExpertMatrix:
-    """The matrix of one expert, which stands for a layer."""
+    """The matrix of one expert, used like a layer."""
 
     def __init__(self, module: nn.Module, stack: str, expert: int) -> None:
         self.module, self.stack, self.expert = module, stack, expert
@@ -28,7 +28,7 @@ class ExpertMatrix:
         return self.module.get_parameter(self.stack).detach()[self.expert]
 
     def swap(self, layer: Any) -> None:
-        """Have this matrix multiply by a `LayerFp8`; the first of a module gives that another class."""
+        """Make this matrix multiply by a `LayerFp8`. The first matrix changes the class of the module."""
         self.fp8 = layer
         kind = own_class(self.module)
         if kind not in _FP8.values():
@@ -48,12 +48,12 @@ class ExpertMatrix:
 
 
 class Fp8Experts(nn.Module):
-    """Experts whose three products a matrix multiply FP8 values, expert by expert."""
+    """Experts that compute the three products of each matrix on FP8 values, expert by expert."""
 
-    # loops over the experts that tokens reach
+    # loops over the experts that receive tokens
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return what the stock module computes, with products in FP8."""
+        """Run the stock module with products in FP8."""
         found = torch.zeros_like(hidden_states)
         stacks = {name: getattr(self, name).unbind(0) for name in _STACKS}
         for expert in range(len(stacks["down_proj"])):
@@ -74,18 +74,18 @@ class Fp8Experts(nn.Module):
 
 
 def expert_matrices(name: str, module: nn.Module, stack: str) -> dict[str, ExpertMatrix]:
-    """Return by name the matrices of a parameter that stacks experts."""
+    """Return name → matrix for a parameter that stacks experts."""
     num = len(module._parameters[stack])  # type: ignore[arg-type]
     names = matrix_names(f"{name}.{stack}".removeprefix("."), module, num)
     return {own: ExpertMatrix(module, stack, expert) for expert, own in enumerate(names)}
 
 
 def why_no_experts(module: nn.Module, stack: str, torchao: bool) -> str | None:
-    """Return why the products of a parameter that stacks experts cannot be in FP8, None if they can."""
+    """Return why a parameter that stacks experts cannot multiply in FP8; None if it can."""
     if torchao:
-        return "torchao multiplies nn.Linear alone; leave backend out"
+        return "torchao supports only nn.Linear; leave backend out"
     if vars(module).get("has_gate") is not True or stack not in _STACKS or not hasattr(module, "_apply_gate"):
-        return f"the forward of {own_class(module).__name__} is not known"
+        return f"the forward of {own_class(module).__name__} is unknown"
     weight: Any = module._parameters[stack]
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}, not floating point"

@@ -1,12 +1,12 @@
-"""Layers whose three matrix products run in FP8, and which layers of a model become such.
+"""Layers whose three matrix products run in FP8, and the selection of a model's layers.
 
-A stock layer becomes one by a change of class, and back; its weight stays what it is. For the recipes that torchao has,
-its float8 training takes the place of our layers; only this file of FP8 imports torchao.
+A stock layer becomes one by changing its class, and back. Its weight does not change. For the recipes that torchao has,
+its float8 training can replace our layers. Only this file of FP8 imports torchao.
 
-The products are operators of torch. Forward and backward of a layer count products and remember magnitudes, which a
+The products are torch operators. Forward and backward of a layer count products and record magnitudes, which a
 compiled graph would do only once, when it is traced. An operator is opaque to the compiler, so its side effects happen
-on every call. Operators take no objects, so a layer is named by a number, and that in a tensor: a plain number would be
-a constant of the graph, and blocks of one shape, compiled one by one, would each need a graph of their own.
+on every call. Operators take no objects, so a layer is identified by a number in a tensor: a plain number would be
+a constant of the graph, and equal blocks that are compiled one by one would each need their own graph.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 class LayerFp8:
-    """State of a layer beside its weight: its recipe, a number that names it, counts of its products."""
+    """State of a layer besides its weight: its recipe, its number, and counts of its products."""
 
     def __init__(self, arithmetic: Arithmetic, watch: NonFiniteWatch | None = None) -> None:
         self.arithmetic, self.watch = arithmetic, watch
@@ -64,20 +64,20 @@ class LayerFp8:
 
     def _register(self) -> None:
         number = next(_HANDLES)
-        self.handle = torch.tensor(number, device="cpu")  # on the CPU, where reading it waits for nothing
+        self.handle = torch.tensor(number, device="cpu")  # on the CPU, where reading does not wait
         _LAYERS[number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but what belongs to this layer's own weight."""
+        """Return all attributes except those that depend on this layer's weight."""
         return self.__dict__ | {"parameter": None, "kept": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the attributes of the layer that was copied or pickled, under a number of its own."""
+        """Restore the attributes of a copied or pickled layer, with a new number."""
         self.__dict__.update(state)
         self._register()
 
     def multiply(self, product: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Return ``a @ b.t() + bias`` in `dtype` and count it; what is not observed is not remembered."""
+        """Return ``a @ b.t() + bias`` in `dtype` and count it. Magnitudes are recorded only while observing."""
         fast = product == "forward"
         value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype, fast, bias)
         (self.scaled if is_scaled_mm else self.emulated)[product] += 1
@@ -93,7 +93,7 @@ class LayerFp8:
         saved_block = self.arithmetic.saved_block if torch.is_grad_enabled() and weight.requires_grad else ()
         x = input.reshape(-1, weight.shape[1])
         bias = None if bias is None else bias.to(x.dtype)
-        # torch's scaled matmul adds it to results of 16 bits alone
+        # torch's scaled matmul adds a bias only to 16-bit results
         within = bias if x.dtype.itemsize == 2 else None
         if _runs_at_once(x, weight):
             y: Tensor = _AtOnce.apply(x, weight, within, self, record, saved_block)  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class LayerFp8:
     def forward_product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, record: bool, saved_block: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the operator `fp8_linear` does."""
+        """Compute the operator `fp8_linear`."""
         if x.shape[0] == 0:
             return x.new_empty(0, weight.shape[0]), *_empty_codes(x, saved_block)
         a, b = Operand(x, "input", record), Operand(weight, "weight", record)
@@ -115,11 +115,11 @@ class LayerFp8:
         if not saved_block or turned.scaled is None:
             return y, *_empty_codes(x, [])
         codes, scale, block = turned.scaled
-        # the same strides on every device, which a compiled graph counts on
+        # the same strides on every device, which a compiled graph relies on
         return y, codes.view(torch.uint8), outer_major(scale) if block == (1, 128) else scale
 
     def grad_input(self, gradient: Tensor, weight: Tensor, record: bool) -> Tensor:
-        """Return what the operator `fp8_grad_input` does."""
+        """Compute the operator `fp8_grad_input`."""
         if gradient.shape[0] == 0:
             return gradient.new_empty(0, weight.shape[1])
         a, b = Operand(gradient, "gradient", record), self._weight_turned(weight)
@@ -128,7 +128,7 @@ class LayerFp8:
     def grad_weight(
         self, gradient: Tensor, x: Tensor, scale: Tensor | None, record: bool, dtype: torch.dtype
     ) -> Tensor:
-        """Return what the operator `fp8_grad_weight` does."""
+        """Compute the operator `fp8_grad_weight`."""
         if gradient.shape[0] == 0:
             return gradient.new_zeros(gradient.shape[1], _in_features(x, scale), dtype=dtype)
         a, b = Operand(tokens_last(gradient), "gradient", record), self._input_turned(x, scale)
@@ -137,7 +137,7 @@ class LayerFp8:
     def grads(
         self, gradient: Tensor, x: Tensor, scale: Tensor | None, weight: Tensor, record: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return what the operator `fp8_grads` does."""
+        """Compute the operator `fp8_grads`."""
         if gradient.shape[0] == 0:
             return gradient.new_empty(0, weight.shape[1]), weight.new_zeros(weight.shape)
         ((a, b),) = self.layouts(Operand(gradient, "gradient", record), both=[True])
@@ -159,18 +159,18 @@ class LayerFp8:
         return self.arithmetic.layouts([self._observed(operand) for operand in operands], both)
 
     def keep_codes_of(self, weight: Tensor) -> None:
-        """Keep the codes of this parameter from now on, until it or the watch's `casts` changes, or `forget_codes`.
+        """Cache the codes of this parameter until it or the watch's `casts` changes, or until `forget_codes`.
 
-        Not of a sharded one: what is gathered of it is overwritten unseen, and its codes would be those of all shards.
+        Sharded parameters are not cached: their gathered values change unnoticed, and the codes would be of all shards.
         """
         self.parameter = weakref.ref(weight) if is_plain(weight) and self.arithmetic.saved_block else None
 
     def forget_codes(self) -> None:
-        """Cast the weight anew in the next product, and release the codes' memory now."""
+        """Release the codes' memory now, and cast the weight again in the next product."""
         self.kept = None
 
     def forward_operands(self, x: Operand, weight: Operand, turn: bool) -> tuple[Operand, Operand, Operand]:
-        """Return the input, its transpose if `turn`, and the weight, for the forward product."""
+        """Return the operands of the forward product: input, its transpose if `turn`, and weight."""
         if (kept := self.kept_weight(weight.matrix, weight.record)) is not None:
             ((a, turned),) = self.layouts(x, both=[turn])
             return a, turned, kept.plain
@@ -182,7 +182,7 @@ class LayerFp8:
         return a, turned, b
 
     def kept_weight(self, weight: Tensor, record: bool) -> KeptWeight | None:
-        """Return the codes of a weight if it has not changed since, and was remembered where that is due now."""
+        """Return the cached codes of a weight if it has not changed and needs no recording now."""
         kept, parameter = self.kept, self._kept_parameter(weight)
         if kept is None or parameter is None or kept.version != self._version_of(parameter) or record > kept.recorded:
             return None
@@ -191,7 +191,7 @@ class LayerFp8:
         return kept if same and before.stride() == now.stride() else None
 
     def _kept_parameter(self, weight: Tensor) -> Tensor | None:
-        # while a session evaluates, weights may be others without a trace
+        # while a session evaluates, weights may be swapped unnoticed
         if self.parameter is None or self.watch is None or not self.watch.observing:
             return None
         parameter = self.parameter()
@@ -211,9 +211,9 @@ class KeptWeight(NamedTuple):
     """The codes of a weight and of its transpose."""
 
     weight: Tensor
-    """Holds the memory, so that no other weight comes to lie there."""
+    """Keeps the memory alive, so that no other weight can use its address."""
     version: tuple[int, int]
-    """Of the parameter, and the watch's `casts`."""
+    """Versions of the parameter and of the watch's `casts`."""
     recorded: bool
     plain: Operand
     turned: Operand
@@ -223,7 +223,7 @@ def _layer(handle: Tensor) -> LayerFp8:
     layer = _LAYERS.get(int(handle))
     if layer is None:
         raise TrainingError(
-            "fp8", "the layer of this graph must still multiply in FP8", "run backward before it is changed"
+            "fp8", "the layer of this graph no longer multiplies in FP8", "run backward before you change the layer"
         )
     return layer
 
@@ -232,16 +232,16 @@ def _layer(handle: Tensor) -> LayerFp8:
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, saved_block: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``x wᵀ + b`` of the layer with this number, in the type of x, and the codes of xᵀ with their scale.
+    """Return ``x wᵀ + b`` for the layer with this number, in the type of x, and the codes of xᵀ with their scale.
 
     Args:
         x: (tokens, in_features).
         weight: (out_features, in_features).
-        bias: (out_features,) in the type of x, which is one of 16 bits; or None.
-        handle: Names the layer: int64, no axes, on the CPU.
-        record: Whether this forward is one of training.
-        saved_block: The block of the codes of xᵀ, which are bytes (in_features, tokens and zeros up to a multiple of
-            16); empty: there are none, nor a scale.
+        bias: (out_features,) in the 16-bit type of x, or None.
+        handle: Number of the layer: int64 scalar on the CPU.
+        record: True in a training forward.
+        saved_block: The block of the codes of xᵀ, bytes of shape (in_features, tokens padded with zeros to a multiple
+            of 16). Empty: no codes and no scale.
     """
     return _layer(handle).forward_product(x, weight, bias, record, saved_block)
 
@@ -274,9 +274,9 @@ def fp8_grad_weight(
     Args:
         gradient: (tokens, out_features).
         x: (tokens, in_features), or with a scale the codes of its transpose, see `fp8_linear`.
-        scale: That of the codes, or None.
-        handle: As there, and so is `record`.
-        record: As there.
+        scale: Scale of the codes, or None.
+        handle: As in `fp8_linear`.
+        record: As in `fp8_linear`.
         dtype: Type of the result.
     """
     return _layer(handle).grad_weight(gradient, x, scale, record, dtype)
@@ -286,7 +286,7 @@ def fp8_grad_weight(
 def fp8_grads(
     gradient: Tensor, x: Tensor, scale: Tensor | None, weight: Tensor, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `fp8_grad_input` and `fp8_grad_weight` in the weight's type, the gradient cast for both at once."""
+    """Return `fp8_grad_input` and `fp8_grad_weight` in the weight's type, with one cast of the gradient for both."""
     return _layer(handle).grads(gradient, x, scale, weight, record)
 
 
@@ -327,7 +327,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     if ctx.needs_input_grad[1]:
         saved = (codes, scale) if saved_block else (x, None)
     ctx.save_for_backward(*saved, weight, handle)
-    # an eager graph may outlive the model it came from; while a graph is traced there is no number to read
+    # an eager graph may outlive its model; while tracing there is no number to read
     ctx.layer = _LAYERS.get(int(handle)) if type(handle) is Tensor else None
 
 
@@ -348,7 +348,7 @@ fp8_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _runs_at_once(*tensors: Tensor) -> bool:
-    """Return True if nothing stands between a call and its arithmetic that has to see an operator."""
+    """Return True if no tracing or other dispatch needs to see an operator."""
     return (
         all(map(is_plain, tensors))
         and not torch.compiler.is_compiling()
@@ -358,7 +358,7 @@ def _runs_at_once(*tensors: Tensor) -> bool:
 
 
 class _AtOnce(torch.autograd.Function):
-    """`fp8_linear` and its gradients without torch's dispatch of operators, which takes as long as all of ours."""
+    """`fp8_linear` and its gradients without torch's operator dispatch, which takes as long as our own code."""
 
     @staticmethod
     def forward(
@@ -394,8 +394,8 @@ class _AtOnce(torch.autograd.Function):
 class Fp8Layer(nn.Module):
     """A layer whose forward product and both backward products multiply FP8 values.
 
-    ``y = (X̂·Ŵᵀ)·(s_x·s_w) + b`` with ``X̂ = cast(clamp(x/s_x))``, accumulated in float32; dX and dW likewise. The
-    weight is an ordinary parameter. The output has the type of the input, or of the autocast region.
+    ``y = (X̂·Ŵᵀ)·(s_x·s_w) + b`` with ``X̂ = cast(clamp(x/s_x))``, accumulated in float32. dX and dW likewise. The
+    weight is an ordinary parameter. The output has the type of the input or of autocast.
     """
 
     fp8: LayerFp8
@@ -421,7 +421,7 @@ class _Transposed(Fp8Layer):
 
 @functools.cache
 def _fp8_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the FP8 layer made of a class, such as transformers' Conv1D, which is not imported for it."""
+    """Return the FP8 version of a class such as transformers' Conv1D, without importing it."""
     if kind is nn.Linear:
         return Fp8Linear
     about: dict[str, Any] = {"__doc__": f"{kind.__name__} that multiplies FP8 values.", "__module__": __name__}
@@ -434,20 +434,20 @@ def weight_of(module: Any) -> Tensor:
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """Return ``in_features`` and ``out_features``; the weight of transformers' Conv1D is (in, out)."""
+    """Return ``in_features`` and ``out_features``. The weight of transformers' Conv1D is (in, out)."""
     first, second = weight_of(module).shape
     return (first, second) if is_transformers_conv1d(module) else (second, first)
 
 
 def swap(module: nn.Module, layer: LayerFp8) -> None:
-    """Make a stock layer multiply in FP8; its parameters and keys stay as they are."""
+    """Make a stock layer multiply in FP8. Its parameters and keys stay as they are."""
     stock = own_class(module)
     module.fp8 = layer  # type: ignore[assignment]
     change_class(module, stock, _fp8_class(stock))  # type: ignore[arg-type]
 
 
 def restore(module: Any) -> None:
-    """Make a layer stock again; one that is stock stays so."""
+    """Restore a layer's stock class. Stock layers stay as they are."""
     if not isinstance(module, nn.Module):
         module.restore()
     elif isinstance(module, Fp8Layer):
@@ -456,14 +456,14 @@ def restore(module: Any) -> None:
         del module.fp8
 
 
-# what `Float8Linear.from_float` sets beside what every layer has
+# attributes that `Float8Linear.from_float` adds to a layer
 _ADDED = ("scaling_type_input", "scaling_type_weight", "scaling_type_grad_output", "config", "linear_mm_config")
 
 
 def swap_to_torchao(module: nn.Linear, config: Fp8Config) -> None:
-    """Make a stock layer torchao's `Float8Linear`, in place: module, parameters and keys stay.
+    """Turn a stock layer into torchao's `Float8Linear` in place. Module, parameters and keys stay.
 
-    Products run on torch's scaled matmul where that gives the emulation's numbers, else torchao emulates them.
+    Products run on torch's scaled matmul if it agrees with the emulation, else torchao emulates them.
     """
     layer_class, _ = _torchao(config, module.weight.device)
     follow_device(module, config)
@@ -471,20 +471,20 @@ def swap_to_torchao(module: nn.Linear, config: Fp8Config) -> None:
 
 
 def follow_device(module: nn.Module, config: Fp8Config) -> None:
-    """Have a layer multiplied as the device that it is on now can: trainers move a model after its conversion."""
+    """Update how a layer multiplies for its current device, because trainers move a model after its conversion."""
     layer_class, settings = _torchao(config, weight_of(module).device)
     donor = layer_class.from_float(module, settings)
     vars(module).update({name: vars(donor)[name] for name in _ADDED})
 
 
 def is_torchao_linear(module: nn.Module) -> bool:
-    """Return True if a layer is torchao's; without importing it."""
+    """Return True if a layer is torchao's, without importing torchao."""
     float8 = sys.modules.get("torchao.float8.float8_linear")
     return float8 is not None and isinstance(module, float8.Float8Linear)
 
 
 def restore_from_torchao(module: nn.Module) -> None:
-    """Make a layer of `swap_to_torchao` stock again; one that is stock stays so."""
+    """Undo `swap_to_torchao`. Stock layers stay as they are."""
     if is_torchao_linear(module):
         change_class(module, sys.modules["torchao.float8.float8_linear"].Float8Linear, nn.Linear)
         for name in _ADDED:
@@ -503,7 +503,7 @@ def _torchao(config: Fp8Config, device: torch.device) -> tuple[Any, Any]:
     if config.gradient_dtype != settings.cast_config_grad_output.target_dtype:
         gradient = dataclasses.replace(settings.cast_config_grad_output, target_dtype=config.gradient_dtype)
         changes |= {"cast_config_grad_output": gradient, "cast_config_grad_output_for_grad_weight": gradient}
-    # the weight's gradient contracts tokens, and tensor cores take multiples of 16; emulation needs no padding
+    # the weight's gradient contracts tokens, and tensor cores need multiples of 16; emulation needs no padding
     changes["pad_inner_dim"] = not changes["emulate"]
     return Float8Linear, dataclasses.replace(settings, **changes)
 
@@ -513,7 +513,7 @@ Bank = AmaxBank | SharedExponentBank
 
 @dataclass
 class Selection:
-    """Which layers change, by name: to the recipe's format, to 16 bit (`hfp8`), or not at all, and why not."""
+    """Layers by name that change to the recipe's format or to 16 bit (`hfp8`), and those left out with reasons."""
 
     narrow: dict[str, Any] = field(default_factory=dict)
     sixteen_bit: dict[str, nn.Module] = field(default_factory=dict)
@@ -521,15 +521,15 @@ class Selection:
 
 
 def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
-    """Return `model`, changed in place so that its linear layers multiply in FP8; for loops without a session.
+    """Make the linear layers of a model multiply in FP8, in place, and return it; for loops without a session.
 
     Args:
         model: Any model with `nn.Linear` layers or transformers' `Conv1D`, GPT-2's linear layer.
-        config: The options. `delayed` and `int16` are refused, whose histories move with the steps that a session
-            counts, and `hfp8`, which rounds the weights after each of them.
+        config: The options. `delayed`, `int16` and `hfp8` are not supported, because they need the optimizer steps that
+            a session counts.
 
     Raises:
-        ConfigError: With such a recipe.
+        ConfigError: If the recipe is not supported.
         MatchError: If no layer is left, or a pattern matches nothing.
         CompatibilityError: If a layer named in ``include`` cannot multiply in FP8.
 
@@ -543,7 +543,7 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
     if config.has_session_state:
         raise ConfigError(
             "convert_to_fp8",
-            f"recipe must be one without history, got {config.recipe!r}",
+            f"recipe {config.recipe!r} needs a history of steps",
             "use a Session, which counts steps",
         )
     for index, module in enumerate(select_layers(model, config).narrow.values()):
@@ -560,7 +560,7 @@ def convert_layer(
     watch: NonFiniteWatch | None = None,
     sixteen_bit: bool = False,
 ) -> LayerFp8 | None:
-    """Change one layer in place and return what it got beside its weight; None where torchao multiplies."""
+    """Change one layer in place and return its FP8 state; None with torchao."""
     if config.backend == "torchao" and isinstance(module, nn.Linear):
         swap_to_torchao(module, config)
         return None
@@ -582,13 +582,12 @@ def convert_layer(
 def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
     """Return which layers to swap, and why a matched layer stays in high precision.
 
-    A layer that ``include`` names, by its full name, ``first`` or ``last``, must be able; one that only a pattern or a
-    type matches, or nothing at all, goes through the filter: the model's first and last linear layers are left out,
-    and so are sizes that tensor cores cannot multiply. With `hfp8` the first and the last layer run in 16 bit, as the
-    paper has them.
+    A layer that ``include`` names in full, or by ``first`` or ``last``, must support FP8. For all others, the model's
+    first and last linear layers are left out, and sizes that tensor cores cannot multiply. With `hfp8` the first and
+    last layer run in 16 bit, as in the paper.
     """
     if any(isinstance(module, Fp8Layer | Fp8Experts) or is_torchao_linear(module) for module in model.modules()):
-        raise CompatibilityError("fp8", "model must have no FP8 layers yet", "detach or finish the earlier run first")
+        raise CompatibilityError("fp8", "the model already has FP8 layers", "detach or finish the earlier run first")
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="fp8")
     able = [module for module in model.modules() if isinstance(module, kinds)]
@@ -608,11 +607,11 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
                 continue
             reason = _why_odd_size(module)
         if reason is None and id(module) in readers:
-            reason = f"{readers[id(module)]}, past any product in FP8"
+            reason = f"{readers[id(module)]}, which bypasses FP8 products"
         if named and reason is not None:
-            raise CompatibilityError("fp8", f"include must name layers that can multiply in FP8, got {name}: {reason}")
+            raise CompatibilityError("fp8", f"include names {name}, which cannot multiply in FP8: {reason}")
         if reason is None and place and not named:
-            reason = f"the model's {place} linear layer; name it in include to have it in FP8"
+            reason = f"the model's {place} linear layer; name it in include to use FP8"
         if reason is None:
             found.narrow |= expert_matrices(match.name, module, stack) if stack else {name: module}
         else:
@@ -625,12 +624,12 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
 
 def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | None:
     if any(part.startswith("lora_") for part in name.split(".")):
-        return "a LoRA adapter, small and trained in high precision"
+        return "a LoRA adapter, which is small and trains in high precision"
     if stock_kind(own_class(module)) is None:
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
-        return f"{type(module).__name__} is a class of its own, whose forward is not known"
+        return f"{type(module).__name__} is a custom class, whose forward is unknown"
     if config.backend == "torchao" and own_class(module) is not nn.Linear:
-        return "torchao multiplies nn.Linear alone; leave backend out"
+        return "torchao supports only nn.Linear; leave backend out"
     if not weight_of(module).is_floating_point():
         return f"its weight is {weight_of(module).dtype}, not floating point"
     return None

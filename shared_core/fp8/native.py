@@ -1,6 +1,6 @@
-"""The products of FP8 matrices that hardware does: every recipe with scales, by torch's scaled matmuls.
+"""FP8 products in hardware, by torch's scaled matmuls, for every recipe with scales.
 
-Whether a device's scaled matmul computes what the emulation computes: measured, once for each device and recipe.
+Each device and recipe is tested once: does its scaled matmul agree with the emulation?
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ BLOCKS: dict[str, tuple[kernels.Block, kernels.Block, kernels.Rounding]] = {
     "mx": (_MX, _MX, "mx"),
 }
 _LAYOUTS = {(1, 128): outer_major, (128, 128): inner_major, _MX: kernels.swizzled_e8m0}
-_functional: Any = functional  # its scaled_mm and the types of scales are not in every version
+_functional: Any = functional  # not every version has scaled_mm and the types of scales
 
 
 def native_mm(
     a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """Return what `eff_kernels.fp8.emulated_mm` returns, by the scaled matmul that torch has for the blocks.
+    """Compute `eff_kernels.fp8.emulated_mm` with torch's scaled matmul for the blocks.
 
     Args:
         a: (M, K).
         b: (N, K).
         out_dtype: float32, bfloat16 or float16.
-        fast: As in `eff_kernels.fp8.scaled_mm`; smaller blocks are always summed in float32.
-        bias: As there; with smaller blocks it is added to the rounded product.
+        fast: As in `eff_kernels.fp8.scaled_mm`. Smaller blocks are always summed in float32.
+        bias: As there. With smaller blocks it is added to the rounded product.
     """
     if a.block in (_TENSOR, _ROW):
         return kernels.scaled_mm(a, b, out_dtype, fast, bias)
@@ -64,22 +64,22 @@ def _kind(block: kernels.Block) -> Any:
     return getattr(_functional.ScalingType, f"BlockWise{block[0]}x{block[1]}")
 
 
-# multiples of 16 but not of a block, five and a bit blocks of 128 along K: every kind of padding is needed
+# multiples of 16 but not of a block, and more than five blocks of 128 along K, to test every kind of padding
 _M, _N, _K = 144, 272, 656
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-# FP8 tensor cores keep about 14 bits of a sum between two additions in float32 (arXiv:2412.19437, section 3.3.2), or,
-# in the forward product, which torchao too sums the fast way, of all of it ...
+# FP8 tensor cores keep about 14 bits of a sum between additions in float32 (arXiv:2412.19437, section 3.3.2), or of the
+# whole sum in the forward product, which uses the fast mode as in torchao ...
 _ACCUMULATION, _FAST_ACCUMULATION = 2.0**-9, 2.0**-7
-# ... and a result may be rounded to bfloat16, a float32 one with a scale a row too; the last of float16 is 2^-24
+# ... and a result may be rounded to bfloat16, also float32 with a scale per row; float16 has a last bit of 2^-24
 _ROUNDING, _SMALLEST = 2.0**-8, 2.0**-24
 _LONGEST = 160
 
 
 @functools.cache
 def why_not_native(recipe: str, gradient_dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why products are emulated on a device, to follow the word "as"; None if its scaled matmul does them.
+    """Return why products are emulated on a device, to follow the word "as"; None if its scaled matmul works.
 
-    Only CUDA devices are tried: torch's scaled matmul of a CPU is a slow reference.
+    Only CUDA devices are tested, because torch's scaled matmul on CPUs is a slow reference.
     """
     if device.type != "cuda":
         return f"{device.type} does not multiply FP8"
@@ -88,11 +88,10 @@ def why_not_native(recipe: str, gradient_dtype: torch.dtype, device: torch.devic
 
 @torch.no_grad()
 def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return how a scaled matmul fails to give the emulation's numbers; None if it gives them.
+    """Return how a scaled matmul differs from the emulation; None if it agrees.
 
-    The three products of a layer, with a bias where they add it, in every type of result, of matrices whose
-    neighbouring blocks have scales that differ by a factor of 8 and more: what reads a scale in the wrong place is off
-    by as much.
+    Tests the three products of a layer, with bias where used, in every result type. Scales of neighbouring blocks
+    differ by a factor of 8 or more, so that a scale read from the wrong place causes an error of that size.
     """
     block, weight_block, _ = BLOCKS[recipe]
     inputs = torch.float8_e4m3fn
@@ -103,7 +102,7 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
     }
     for product, (left, right) in products.items():
         a, b = _known(_M, recipe, *left, device), _known(_N, recipe, *right, device)
-        # on the CPU in float64, where no setting of this device's own products reaches
+        # on the CPU in float64, which no setting of this device's products affects
         values, others = (kernels.dequantize(_on_cpu(matrix)).double() for matrix in (a, b))
         wanted, sizes = values @ others.t(), values.abs() @ others.abs().t()
         fast = product == "forward"
@@ -117,7 +116,7 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
                 apart = (found.double().cpu() - whole).abs()
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever it is, training can go on without this product
+            except Exception as error:  # with any error, training can continue without this product
                 line = next(iter(str(error).splitlines()), "")[:_LONGEST]
                 return f"{device} refuses {_named(product, recipe, dtype)} ({type(error).__name__}: {line})"
             if found.dtype != dtype or not bool((apart <= allowed).all()):  # NaN is not within bounds
@@ -127,7 +126,7 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
 
 
 def known_matrix(rows: int, columns: int, block: kernels.Block) -> Tensor:
-    """Return the values that are multiplied: eighths from -1 to 1, times 1.375 and a power of two for each block.
+    """Return test values: eighths from -1 to 1, times 1.375 and a power of two per block.
 
     Example:
         >>> known_matrix(1, 64, (1, 32))[0, ::32].abs() * 2**10

@@ -22,7 +22,7 @@ from shared_core.numerics import FORMATS, mx_round_to, nvfp4_round_to, round_to,
 
 
 def mxfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
-    """Return the values that MXFP4 holds: 32 elements share a power of two; a block with NaN or infinity becomes NaN.
+    """Return values rounded to MXFP4: 32 elements share a power of two. A block with NaN or infinity becomes NaN.
 
     Source: OCP Microscaling Formats (MX) 1.0; Rouhani et al. 2023, arXiv:2310.10537.
     """
@@ -30,7 +30,7 @@ def mxfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
 
 
 def nvfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
-    """Return the values that NVFP4 holds: 16 elements share an e4m3 scale, and all that of the matrix's current amax.
+    """Return values rounded to NVFP4: 16 elements share an e4m3 scale, the matrix one from its current amax.
 
     A NaN or an infinity makes the whole matrix NaN. Rounded to nearest, without Hadamard transforms.
 
@@ -43,11 +43,11 @@ _FORWARD, _BACKWARD, _SIXTEEN_BIT = "fp8_ibm", "fp8_e5m2", "fp16"
 
 
 def hfp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
-    """Return values of fp8_ibm (1, 4, 3, bias 11) for inputs and weights, of e5m2 for gradients, without scales.
+    """Return values rounded to fp8_ibm (1, 4, 3, bias 11) for inputs and weights, to e5m2 for gradients, unscaled.
 
-    Inputs and weights saturate at 15: the format's range is their range. Gradients do not: beyond 57344 they become
-    infinite, so that the loss scaler sees the overflow. NaN and infinities pass everywhere. The products accumulate
-    in float32, where the paper's chunks accumulate in 16 bits.
+    Inputs and weights saturate at 15, which is large enough for them. Gradients beyond 57344 become
+    infinite, so that the loss scaler sees the overflow. NaN and infinity are kept. Products accumulate
+    in float32, while the paper accumulates chunks in 16 bits.
 
     Source: Sun et al. 2019, *Hybrid 8-bit Floating Point (HFP8) Training and Inference for Deep Neural Networks*,
     NeurIPS 32.
@@ -57,15 +57,15 @@ def hfp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
 
 
 def cast_16bit(matrix: Tensor, role: str, record: bool = False) -> Tensor:
-    """Return values of fp16, for the first and the last layer of HFP8, which 8 bits cost the most accuracy.
+    """Return values rounded to fp16, for the first and last layer of HFP8, which lose most accuracy with 8 bits.
 
-    Gradients beyond 65504 become infinite, inputs and weights saturate.
+    Gradients beyond 65504 become infinite. Inputs and weights saturate.
     """
     return _widened(round_to(matrix, _SIXTEEN_BIT, saturate=role != "gradient"))
 
 
 def round_weights_(weights: Iterable[Tensor]) -> None:
-    """Round weights to the nearest values of fp16, in place: where training with `round_update_` begins."""
+    """Round weights to the nearest fp16 values in place, before training with `round_update_`."""
     with torch.no_grad():
         for weight in weights:
             _check(weight)
@@ -73,11 +73,11 @@ def round_weights_(weights: Iterable[Tensor]) -> None:
 
 
 def round_update_(weights: Iterable[Tensor], generator: torch.Generator) -> None:
-    """Round weights to values of fp16 stochastically, in place: after each step, so that small updates survive.
+    """Round weights stochastically to fp16 values in place, after each step, so that small updates are not lost.
 
-    A weight was on the grid before the step; after it ``w = ulp·(⌊w/ulp⌋ + Bernoulli(frac(w/ulp)))``, whose mean is the
-    updated weight. One that has not moved stays. Ranks with equal weights, order and generators get equal weights. The
-    paper's 16 bits are (1, 6, 9); these are IEEE's (1, 5, 10).
+    Weights are on the grid before the step. After it ``w = ulp·(⌊w/ulp⌋ + Bernoulli(frac(w/ulp)))``, whose mean is the
+    updated weight. Unchanged weights stay. Ranks with equal weights, order and generators get equal weights. The
+    paper's 16-bit format is (1, 6, 9). This is IEEE's (1, 5, 10).
 
     Source: Sun et al. 2019, NeurIPS 32; Gupta et al. 2015, arXiv:1502.02551.
     """
@@ -92,14 +92,14 @@ def _widened(values: Tensor) -> Tensor:
 
 def _check(weight: Tensor) -> None:
     if weight.dtype not in (torch.float32, torch.float64):
-        # in 16 bits the optimizer has rounded its update to nearest already, and lost the small ones
+        # in 16 bits the optimizer has already rounded its updates to nearest and lost small ones
         raise ConfigError(
             "hfp8", f"weights must be float32 or float64, got {weight.dtype}", "load the model in float32"
         )
 
 
 _MAX_EXPONENT = 15.0  # log2 of the largest power of two in e5m2
-# Below this, m - µ is the rounding error of a mean over equal magnitudes (some 2^-41), not a spread.
+# Below this, m - µ is the rounding error of a mean over equal magnitudes (about 2^-41), not a spread.
 _NO_SPREAD = 2.0**-32
 
 
@@ -115,8 +115,8 @@ def squeeze(x: Tensor) -> Squeezed:
     """Return ``|y| = 2^beta·|x|^alpha`` with the sign of x, rounded to e5m2.
 
     ``alpha = 15/(m - µ)`` and ``beta = -alpha·µ`` with µ and m the mean and the maximum of log2|x|: the mean of log2|y|
-    is 0 and its maximum 15. Where all magnitudes are equal, alpha is 1 and beta ``15 - m``. Zeros, NaN and infinities
-    count in neither µ nor m, and stay what they are.
+    is 0 and its maximum 15. If all magnitudes are equal, alpha is 1 and beta ``15 - m``. Zeros, NaN and infinities
+    are not part of µ and m, and stay as they are.
 
     Source: Cambier et al. 2020, *Shifted and Squeezed 8-bit Floating Point Format for Low-Precision Training of Deep
     Neural Networks*, arXiv:2001.05674.
@@ -128,7 +128,7 @@ def squeeze(x: Tensor) -> Squeezed:
     known = torch.where(used, log, 0.0)
     mean = known.sum() / used.sum().clamp_min(1)
     largest = torch.where(used, log, -math.inf).amax() if x.numel() else torch.zeros_like(mean)
-    largest = torch.where(largest.isfinite(), largest, 0.0)  # nothing but zeros, NaN and infinities
+    largest = torch.where(largest.isfinite(), largest, 0.0)  # only zeros, NaN and infinities
     spread = largest - mean
     flat = spread <= _NO_SPREAD
     alpha = torch.where(flat, 1.0, _MAX_EXPONENT / spread.clamp_min(_NO_SPREAD))
@@ -146,14 +146,14 @@ def unsqueeze(squeezed: Squeezed) -> Tensor:
 
 
 def s2fp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
-    """Return the values that S2FP8 holds, with an alpha and a beta of its own for each product."""
+    """Return values rounded to S2FP8, with separate alpha and beta for each product."""
     values = unsqueeze(squeeze(matrix))
     return values if matrix.dtype == torch.float64 else values.float()
 
 
-_UNKNOWN = -(2**30)  # an exponent, where there is none
-_SMALLEST, _LARGEST = -126, 112  # of a step that is normal, with codes that are finite, in float32
-_BEYOND = FORMATS["int16"].qmax + 0.5  # in steps: what rounds past the largest code, an overflow of either sign
+_UNKNOWN = -(2**30)  # marks a missing exponent
+_SMALLEST, _LARGEST = -126, 112  # exponents for which the step is normal and codes are finite in float32
+_BEYOND = FORMATS["int16"].qmax + 0.5  # in steps: magnitudes from here on round past the largest code
 _ELEMENTS_PER_OVERFLOW = 10_000  # the paper's largest overflow rate, 0.01 %, as integers
 
 
@@ -167,13 +167,13 @@ def needed_exponent(x: Tensor) -> Tensor:
 
 
 def fixed_point_round_to(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return ``2^e·clamp(round(x/2^e), -32768, 32767)``: halves to even; NaN and infinities pass."""
+    """Return ``2^e·clamp(round(x/2^e), -32768, 32767)``, halves to even. NaN and infinities are kept."""
     step = _step(exponent)
     return torch.where(x.isfinite(), round_to(x / step, "int16") * step, x)
 
 
 def count_overflows(x: Tensor, needed: Tensor, exponent: Tensor) -> Tensor:
-    """Return what a window counts of a tensor: (needed exponent, elements, overflows, of the doubled tensor, odd ones).
+    """Return (needed exponent, elements, overflows, overflows of the doubled tensor, non-finite values) of a tensor.
 
     Example:
         >>> x = torch.tensor([1.0, 20000.0, -40000.0])
@@ -188,16 +188,16 @@ def count_overflows(x: Tensor, needed: Tensor, exponent: Tensor) -> Tensor:
 
 
 class SharedExponentBank:
-    """The exponents of all layers of one model, three a layer: a step costs one collective and a few ops.
+    """The exponents of all layers of a model, three per layer. A step costs one collective and a few ops.
 
-    Forward and backward only count into the window. `take_window` joins the ranks and empties it; `commit` moves the
-    exponents by it once the optimizer step was applied, and a window that is never committed leaves no trace. With an
-    overflow rate above 0.01 % an exponent rises by one; if it would be at most that with all values doubled, it falls
-    by one. A row without an exponent takes what its first committed window needs; until then, every tensor is cast with
-    what it needs itself, so nothing overflows at the start. Zeros alone say nothing, and a window that saw NaN or
-    infinity moves nothing.
+    Forward and backward only count into the window. `take_window` joins the ranks and empties it. `commit` updates the
+    exponents with it after the optimizer step was applied. A window that is never committed has no effect. With an
+    overflow rate above 0.01 % an exponent rises by one. If the rate would stay within that with all values doubled, it
+    falls by one. A row gets its first exponent from its first committed window. Until then each tensor is cast with
+    the exponent that it needs, so nothing overflows at the start. Windows with only zeros, or with NaN or
+    infinity, change nothing.
 
-    Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
+    Rows are plain attributes, not buffers, because DDP would overwrite the other ranks' windows with those of rank 0.
 
     Source: Courbariaux et al. 2014, *Training Deep Neural Networks with Low Precision Multiplications*,
     arXiv:1412.7024, algorithm 1; Das et al. 2018, *Mixed Precision Training of Convolutional Neural Networks using
@@ -219,7 +219,7 @@ class SharedExponentBank:
                 setattr(self, name, getattr(self, name).to(device))
 
     def widen(self, layer: int, role: str, counts: Tensor) -> None:
-        """Take the counts of a tensor, those of `count_overflows`, into the open window."""
+        """Add the counts of a tensor from `count_overflows` to the current window."""
         row = self.window[layer * len(ROLES) + ROLES.index(role)]
         counts = counts.to(row)
         row.copy_(torch.cat([torch.maximum(row[:1], counts[:1]), row[1:] + counts[1:]]))
@@ -239,7 +239,7 @@ class SharedExponentBank:
         return torch.cat([slots[:, :, :1].amax(0), slots[:, :, 1:].sum(0)], 1)
 
     def commit(self, window: Tensor) -> None:
-        """Move the exponents by a window; rows that saw only zeros, or NaN or infinity, stay as they are."""
+        """Update the exponents with a window. Rows with only zeros, or with NaN or infinity, stay as they are."""
         needed, elements, overflows, of_double, non_finite = window.unbind(1)
         rises = (overflows * _ELEMENTS_PER_OVERFLOW > elements).long()
         falls = (of_double * _ELEMENTS_PER_OVERFLOW <= elements).long()
@@ -251,7 +251,7 @@ class SharedExponentBank:
         self.num_updates += 1
 
     def forget(self) -> None:
-        """Forget the exponents: the weights are others now."""
+        """Forget the exponents, after weights were replaced."""
         self.exponents.fill_(_UNKNOWN)
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,16 +282,16 @@ class SharedExponentBank:
 
 
 class Int16Cast:
-    """Every operand in int16 with the exponent of its layer and role; products accumulate in float32, not in int32."""
+    """Casts operands to int16 with the exponent of their layer and role. Products accumulate in float32, not int32."""
 
     def __init__(self, bank: SharedExponentBank, index: int) -> None:
         self.bank, self.index = bank, index
 
     def __call__(self, matrix: Tensor, role: str, record: bool = False) -> Tensor:
-        """Return the values that int16 holds; NaN and infinities pass."""
+        """Return values rounded to int16. NaN and infinities are kept."""
         x = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
         needed, shared = needed_exponent(x), self.bank.exponent(self.index, role, x.device)
-        # before the first applied step there is no shared one
+        # before the first applied step there is no shared exponent
         exponent = torch.where(shared == _UNKNOWN, needed, shared)
         if record:
             self.bank.widen(self.index, role, count_overflows(x, needed, exponent))
@@ -299,5 +299,5 @@ class Int16Cast:
 
 
 def _step(exponent: Tensor) -> Tensor:
-    # from the bit pattern: exp2 of vector libraries is not exact at integers
+    # built from bits, because exp2 of vector libraries is not exact at integers
     return ((exponent.clamp(_SMALLEST, _LARGEST).int() + 127) << 23).view(torch.float32)

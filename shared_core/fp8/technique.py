@@ -1,4 +1,4 @@
-"""FP8 training: swaps layers, does what a recipe does once a step, discards steps with NaN, leaves stock layers."""
+"""FP8 training: swap layers, update the recipe once per step, discard steps with NaN, restore stock layers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def _parameter(module: Any) -> Any:
 
 
 class Fp8(Technique):
-    """Trains with linear layers whose forward and backward products multiply FP8 values.
+    """Train with linear layers whose forward and backward products multiply FP8 values.
 
-    Weights, optimizer state and checkpoints stay in the precision that they have; nothing is baked at the end. A step
-    that met NaN or infinity in a layer, on any rank, is discarded: no weight, optimizer state or history moves.
+    Weights, optimizer state and checkpoints keep their precision, and nothing is baked at the end. A step
+    with NaN or infinity in a layer, on any rank, is discarded: weights, optimizer state and histories do not change.
 
     Args:
         config: The options, already checked.
@@ -61,7 +61,7 @@ class Fp8(Technique):
         self.layers: dict[str, Any] = {}
         self.sixteen_bit: set[str] = set()
         self.left_out: dict[str, str] = {}
-        self.states: dict[str, LayerFp8] = {}  # empty where torchao multiplies
+        self.states: dict[str, LayerFp8] = {}  # empty with torchao
         self.discarded = 0
         self._in_a_row = 0
         self._emulated_because: str | None = None
@@ -72,7 +72,7 @@ class Fp8(Technique):
         self._undo: Undo = []
 
     def attach(self, context: Context) -> Touched:
-        """Swap the classes of the layers to multiply in FP8; remember nothing yet."""
+        """Swap the classes of the layers to multiply in FP8. Nothing is recorded yet."""
         model = context.model
         context.undo.callback(self._detach)
         found = select_layers(model, self.config)
@@ -82,10 +82,10 @@ class Fp8(Technique):
         return self._touched()
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Leave in their precision the layers whose weight no optimizer holds."""
+        """Restore the layers whose weight no optimizer holds."""
         out = {name: UNHELD for name, module in self.layers.items() if _parameter(module) in context.unheld}
         if len(out) == len(self.layers):
-            raise MatchError("fp8", "must find at least one layer whose weight an optimizer holds, got none")
+            raise MatchError("fp8", "no optimizer holds the weight of any FP8 layer")
         if out:
             self._detach()
             self.left_out |= {self._stacks().get(name, name): reason for name, reason in out.items()}
@@ -93,7 +93,7 @@ class Fp8(Technique):
         return self._touched()
 
     def _convert(self, model: nn.Module, layers: dict[str, Any]) -> None:
-        """Swap the classes of these layers, each with its place in what is remembered."""
+        """Swap the classes of these layers and assign their rows in the bank."""
         self.layers, self.states = layers, {}
         if self.config.recipe == "delayed":
             self._bank = AmaxBank(len(self.layers), self.config.amax_history)
@@ -115,7 +115,7 @@ class Fp8(Technique):
         )
 
     def _detach(self) -> None:
-        """Give the layers back their stock class."""
+        """Restore the stock classes of the layers."""
         for module in self.layers.values():
             restore(module)
             if isinstance(module, nn.Module):
@@ -124,7 +124,7 @@ class Fp8(Technique):
         self._undo = []
 
     def plan(self, context: Context) -> Plan:
-        """Return that the layers must stay, and the modules that stack experts."""
+        """Return a plan that guards the layers and the modules that stack experts."""
         linear = {name: one for name, one in self.layers.items() if not isinstance(one, ExpertMatrix)}
         stacks = {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
         return Plan(guards=linear | stacks)
@@ -141,20 +141,20 @@ class Fp8(Technique):
         return Touched(sizes, dict(self.left_out), "layers")
 
     def _stacks(self) -> dict[str, str]:
-        """Return by matrix of an expert the name of the parameter that stacks it."""
+        """Return matrix of an expert → name of the parameter that stacks it."""
         experts = (name for name, one in self.layers.items() if isinstance(one, ExpertMatrix))
         return {name: name.rpartition("[")[0] for name in experts}
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Start to remember, and say aloud if FP8 is emulated."""
+        """Start recording, and warn if FP8 is emulated."""
         if state is not None:
             self._restore(state)
         for name, one in self.layers.items():
             if isinstance(one, ExpertMatrix) and is_sharded(one.module.get_parameter(one.stack)):
                 raise CompatibilityError(
                     "fp8",
-                    f"{name} must not be sharded, got a stack of experts that is: its matrices are read one by one",
-                    "skip it, or train in DDP",
+                    f"{name} is a sharded stack of experts, which is not supported: its matrices are read one by one",
+                    "skip it, or use DDP",
                 )
         device = weight_of(next(iter(self.layers.values()))).device
         if not self.states:
@@ -177,13 +177,13 @@ class Fp8(Technique):
             )
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Return the loss as it is; the first one tells what it was computed in."""
+        """Return the loss unchanged. The first one shows in which type it was computed."""
         self._loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
     def before_step(self, context: Context) -> None:
-        """Take the window of this step, and have the step discarded if it met NaN or infinity on any rank."""
-        # A window already pending belongs to a skipped step and is dropped.
+        """Take the window of this step, and discard the step if any rank had NaN or infinity."""
+        # A window still pending belongs to a skipped step and is dropped.
         self._watch.casts += 1
         if self._bank is not None:
             self._pending = self._bank.take_window()
@@ -194,41 +194,40 @@ class Fp8(Technique):
             if self._in_a_row >= self.config.max_skips:
                 raise TrainingError(
                     "fp8",
-                    f"operands and gradients must be finite at least once in {self.config.max_skips} steps "
-                    "(max_skips), got NaN or infinity in each of them",
-                    "lower the learning rate, or look at the data",
+                    f"operands or gradients had NaN or infinity in {self.config.max_skips} steps in a row (max_skips)",
+                    "lower the learning rate, or check the data",
                 )
 
     def _met_non_finite(self) -> bool:
-        if not self.states:  # torchao's operands are out of sight, but what is not finite in them shows in gradients
+        if not self.states:  # torchao's operands are not visible, but non-finite values appear in gradients
             for module in self.layers.values():
                 if (gradient := weight_of(module).grad) is not None:
                     self._watch.see(local_part(gradient))
         if self._bank is None or self._pending is None:
             return self._watch.take()
-        # a bank's window has seen every operand, and its collective was joined already; int16 counts NaN last
+        # a bank's window has seen every operand and is already joined over ranks; int16 counts NaN last
         bad = torch.isinf(self._pending) if isinstance(self._bank, AmaxBank) else self._pending[:, -1] > 0
         return bool(bad.any())
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Move the histories by the pending window; `hfp8` rounds the weights to its 16-bit grid."""
+        """Update the histories with the pending window. `hfp8` rounds the weights to its 16-bit grid."""
         if not applied:
             self._pending = None
             return
         self._in_a_row = 0
-        self._watch.casts += 1  # weights may have changed in ways that leave no trace, or their scales have
+        self._watch.casts += 1  # weights may have changed unnoticed, or their scales have
         if self._bank is not None and self._pending is not None:
             self._bank.commit(self._pending)
             self._pending = None
         if self.config.recipe == "hfp8":
-            # the run's generator is on the CPU, as part of the saved state; what it draws seeds the device's own
+            # the run's generator is on the CPU, as part of the saved state, and seeds that of the device
             seed = int(torch.randint(2**62, (), generator=context.generator))
             generator = torch.Generator(weight_of(next(iter(self.layers.values()))).device).manual_seed(seed)
             round_update_([local_part(weight_of(module).detach()) for module in self.layers.values()], generator)
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Remember nothing of a validation, also of one that puts layers into training mode."""
+        """Record nothing during validation, even if it puts layers into training mode."""
         if purpose != "evaluate":
             yield
             return
@@ -239,7 +238,7 @@ class Fp8(Technique):
             self._observe(True)
 
     def _forget_codes(self) -> None:
-        """Have weights cast anew, and release what is kept of them."""
+        """Release cached codes, so that weights are cast again."""
         for state in self.states.values():
             state.forget_codes()
 
@@ -252,21 +251,21 @@ class Fp8(Technique):
     def _why_emulated(self, device: torch.device) -> str | None:
         if not self.states:
             return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
-        # hfp8's layers in 16 bit are emulated as its others are
+        # hfp8's 16-bit layers are emulated like its others
         return next(iter(self.states.values())).arithmetic.why_emulated(device)
 
     def weights_replaced(self, context: Context) -> None:
-        """Forget the histories: those of other weights do not fit; the next scales are of current magnitudes."""
+        """Forget the histories of the old weights. The next scales come from current magnitudes."""
         self._forget_codes()
         if self._bank is not None:
             self._bank.forget()
 
     def finish(self, context: Context) -> None:
-        """Leave stock layers; their weights are plain and need no baking."""
+        """Restore stock layers. Their weights are plain and need no baking."""
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the histories with the open window, whether the open step met NaN, and counts."""
+        """Return the histories with the current window, the NaN flag of the current step, and counts."""
         return {
             "layers": list(self.layers),
             "discarded": self.discarded,
@@ -278,23 +277,23 @@ class Fp8(Technique):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, histories each for the layer of its name."""
+        """Restore a saved state, with histories by layer name."""
         self._forget_codes()
         self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
         self._watch.flag.copy_(state["flag"])
         self._loss_dtype.load_state_dict(state["loss"])
         for name, saved in state.get("products", {}).items():
-            if name in self.states:  # products since an earlier checkpoint stay counted
+            if name in self.states:  # keep the counts of products since an earlier checkpoint
                 self.states[name].scaled |= Counter(saved[0])
                 self.states[name].emulated |= Counter(saved[1])
-        if self._bank is None or "bank" not in state:  # the recipe changed in between, which the session notes
+        if self._bank is None or "bank" not in state:  # the recipe changed, which the session reports
             return
         names = list(state["layers"])
         if set(names) != set(self.layers):
             odd = ", ".join(sorted(set(names) ^ set(self.layers))[:5])
             raise CheckpointError(
                 "fp8",
-                f"saved histories must be of the layers that are in FP8 now, but differ in {odd}",
+                f"saved histories and the current FP8 layers differ in {odd}",
                 "resume with the include and skip of the saved run",
             )
         count = len(ROLES)
@@ -307,11 +306,11 @@ class Fp8(Technique):
         )
 
     def figures(self) -> dict[str, float]:
-        """Return how many layers multiply in FP8, and how many steps were discarded for NaN or infinity."""
+        """Return the numbers of FP8 layers and of steps discarded for NaN or infinity."""
         return {"fp8/layers": float(len(self.layers)), "fp8/discarded_steps": float(self.discarded)}
 
     def report(self) -> dict[str, Any]:
-        """Return which layers multiplied in FP8, how often and by what, and what was left out and why."""
+        """Return the FP8 layers, how often and by what they multiplied, and the layers left out with reasons."""
         layers = [self._layer_report(index, name, module) for index, (name, module) in enumerate(self.layers.items())]
         return {
             "recipe": self.config.recipe,
@@ -349,11 +348,11 @@ class Fp8(Technique):
         if self.config.recipe == "hfp8":
             entry["sixteen_bit"] = name in self.sixteen_bit
         state = self.states.get(name)
-        if state is None:  # torchao does not count; it multiplies as it was told at the start
+        if state is None:  # torchao does not count; its backend is set at the start
             on_gpu = weight_of(module).device.type == "cuda"
             return entry | {"by": "torchao", "native": on_gpu and self._emulated_because is None}
         entry |= {
-            # native means on hardware that multiplies FP8, and seen to be called, not only asked for
+            # native means run on FP8 hardware: counted calls, not just requested
             "native": bool(state.scaled) and not state.emulated and weight_of(module).device.type == "cuda",
             "scaled_mm": {product: state.scaled[product] for product in PRODUCTS},
             "emulated": {product: state.emulated[product] for product in PRODUCTS},

@@ -1,4 +1,4 @@
-"""Loss scaling: fp16 gradients kept in range, overflowing steps skipped openly, a scale that never dies."""
+"""Loss scaling: keep fp16 gradients in range, skip overflowing steps visibly, and never let the scale reach 0."""
 
 from shared_core.lazy_exports import export_lazily
 

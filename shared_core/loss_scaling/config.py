@@ -31,7 +31,7 @@ class LossScaleConfig(TechniqueConfig):
         "tensor_parallel": "its statistics sum gradients over all processes and would count whole layers several "
         "times; train in bf16, or use DDP or FSDP2",
         "bf16": "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
-        "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
+        "drop loss_scale or train in fp16. It is allowed if fp8 casts gradients to e5m2, whose range is narrower: "
         "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2",
         "deepspeed": DEEPSPEED,
         "fsdp1": "FSDP1 has its own scaler; use FSDP2 or DDP",
@@ -52,7 +52,7 @@ class LossScaleConfig(TechniqueConfig):
         "grad_below_normal": Figure(
             "share of gradients below the format's normal numbers", only="with `histogram_every`"
         ),
-        "grad_below_subnormal": Figure("share of gradients that it makes zero", only="with `histogram_every`"),
+        "grad_below_subnormal": Figure("share of gradients that become zero in it", only="with `histogram_every`"),
         "update_to_weight": Figure("log2 of median update over median weight", only="with `histogram_every`"),
     }
 
@@ -109,7 +109,7 @@ class LossScaleConfig(TechniqueConfig):
             raise self._error("init_scale", f"must be at least the floor of step 0, {first}")
 
     def scaler_options(self) -> dict[str, Any]:
-        """Return the options that `LossScaler` takes: all but those of telemetry."""
+        """Return the options of `LossScaler`: all except telemetry."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TELEMETRY}
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
@@ -118,17 +118,17 @@ class LossScaleConfig(TechniqueConfig):
         return other == "bf16" and fp8 is not None and fp8.backward_is_narrow and self.format == "fp8_e5m2"
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out."""
+        """Yield a message for each combination that these options rule out."""
         if not self.flush_every:
             return
         for sharded in ("fsdp1", "fsdp2"):
             if sharded in environment:
                 yield (
-                    f"loss_scale with flush_every cannot be combined with {RUN_ENVIRONMENTS[sharded]}: the backward "
-                    "that it repeats does not gather sharded weights; histogram_every shows small gradients too"
+                    f"loss_scale with flush_every cannot be combined with {RUN_ENVIRONMENTS[sharded]}: its repeated "
+                    "backward does not gather sharded weights; use histogram_every, which shows small gradients too"
                 )
         if "checkpointing" in recipe:
             yield (
-                "loss_scale with flush_every cannot be combined with checkpointing: the backward that it repeats "
-                "counts every forward of a layer, recomputed ones too; histogram_every shows small gradients as well"
+                "loss_scale with flush_every cannot be combined with checkpointing: its repeated backward "
+                "also counts recomputed forwards; use histogram_every, which shows small gradients too"
             )

@@ -1,4 +1,4 @@
-"""What moves a loss scale: the exponent of the largest gradient, or a rising floor, published or found on the way."""
+"""Rules that change a loss scale: the exponent of the largest gradient, or a rising floor, scheduled or automatic."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _ROUNDING = 1e-9  # log2 of two floats that are exact multiples may miss the int
 
 def largest_exponent(log2_amax: float, format: str, margin: float) -> int:
     """Return log2 of the largest power of two ``S`` with ``amax·S·2^margin <= format maximum``."""
-    # ⌊log2(max) - margin - log2(amax)⌋; the tiny addend keeps exact powers of two on the right side.
+    # ⌊log2(max) - margin - log2(amax)⌋. The tiny addend keeps exact powers of two on the right side.
     return math.floor(math.log2(torch.finfo(FORMATS[format]).max) - margin - log2_amax + _ROUNDING)
 
 
 class AutoScale:
-    """Follows the largest gradient: down at once, up by at most one doubling a step.
+    """Follows the largest gradient: down at once, up by at most one doubling per step.
 
     The log2 of the largest gradient is smoothed as a peak that decays: ``p ← max(log2 amax, β·p + (1 − β)·log2 amax)``,
     so the step's own gradient never exceeds the margin. Parameter gradients can be smaller than the activation
-    gradients behind them; the first overflow of a streak therefore adds bits to the margin, as many as kept the scale
-    from fitting, and every `growth_interval` good steps take half of them back. Later overflows of a streak lower the
-    scale alone: a storm of bad batches says nothing about the range of good ones.
+    gradients before them. So the first overflow in a row adds the missing bits to the margin,
+    and every `growth_interval` good steps remove half of them. Further overflows in a row only lower the
+    scale, because a series of bad batches says nothing about the range of good ones.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -48,26 +48,26 @@ class AutoScale:
             self._streak += 1
             self._good = 0
             exponent = _exponent(scale * self._backoff)
-            # The first overflow of a streak tells how much too high the prediction was; further ones only fall.
+            # The first overflow in a row shows how much too high the prediction was. Further ones only lower it.
             if self._streak == 1 and self._peak is not None:
                 self._extra = max(self._extra, largest_exponent(self._peak, self._format, self._margin) - exponent)
             return self._clamped(exponent)
         self._streak = 0
         self._good += 1
         if self._good >= self._interval:
-            # A good interval takes back half of the extra margin: an outlier is forgotten slowly.
+            # A good interval removes half of the extra margin, so that an outlier is forgotten slowly.
             self._good, self._extra = 0, self._extra // 2
         if amax > 0:
             now = math.log2(amax)
             past = now if self._peak is None else self._smoothing * self._peak + (1 - self._smoothing) * now
-            # Up at once, down slowly: the smoothed peak never lies below the present gradient.
+            # Up at once, down slowly, so that the smoothed peak never lies below the current gradient.
             self._peak = max(now, past)
         if self._peak is None:
-            # nothing but zeros so far: perhaps all was flushed
+            # only zeros so far: perhaps all gradients were flushed
             return max(scale, self._clamped(min(_exponent(self._init_scale), _exponent(scale) + 1)))
-        # of a step of zeros too: after a storm the scale may be so low that every gradient is flushed
+        # also after a step of zeros: the scale may be so low that every gradient is flushed
         wanted = largest_exponent(self._peak, self._format, self._margin) - self._extra
-        # At most one doubling a step: a lucky small gradient cannot raise the scale over a normal one's overflow.
+        # At most one doubling per step, so that one small gradient cannot make the scale overflow for a normal one.
         return self._clamped(min(wanted, _exponent(scale) + 1))
 
     def _clamped(self, exponent: int) -> float:
@@ -79,7 +79,7 @@ class AutoScale:
         return {"peak": self._peak, "extra": self._extra, "good": self._good, "streak": self._streak}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`; an empty state starts anew."""
+        """Restore the state returned by `state_dict`; an empty state starts over."""
         if state:
             self._peak = state["peak"]
             self._extra, self._good, self._streak = state["extra"], state["good"], state["streak"]
@@ -96,7 +96,7 @@ _STREAKS = 10
 
 
 class FloorSchedule:
-    """The floor of ``(step, floor)`` pairs, which looks at no losses and has no state; base of `AutoFloor`."""
+    """The floor of ``(step, floor)`` pairs, without state and independent of losses; base of `AutoFloor`."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs
@@ -116,32 +116,32 @@ class FloorSchedule:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`; an empty state starts anew."""
+        """Restore the state returned by `state_dict`; an empty state starts over."""
 
 
 class AutoFloor(FloorSchedule):
-    """A floor that rises by a doubling after each window of steps that trained well, and falls by one after others.
+    """A floor that doubles after each good window of steps, and halves after others.
 
     A window is good if its mean training loss is below that of the window before and fewer than a given share of its
-    steps overflowed. The floor never rises above the scale itself, so that it holds what the scale has proven and
-    provokes no overflow. Overflow in a row at the floor lowers it within the window, every `patience` steps: what no
-    longer fits must not end the run.
+    steps overflowed. The floor never rises above the current scale, so that it causes no overflow. If steps
+    at the floor overflow in a row, it falls within the window, every `patience` steps, so that a floor that is too high
+    does not end the run.
     """
 
     def __init__(self, *, start: float, lowest: float, window: int, overflows: float, patience: int) -> None:
         super().__init__(())
         self._lowest, self._window, self._overflows, self._patience = lowest, window, overflows, patience
-        self._value = max(torch.tensor(start).item(), lowest)  # as the scale has it, in float32
+        self._value = max(torch.tensor(start).item(), lowest)  # rounded to float32 like the scale
         self._steps = self._skips = 0
         self._sums: Tensor | None = None
         self._mean_before: float | None = None
 
     def at(self, step: int) -> float:
-        """Return the floor now, whatever the step."""
+        """Return the current floor."""
         return self._value
 
     def watch(self, loss: Any) -> None:
-        """Add a micro-batch's loss to the window's mean, on its device; what is not one finite number is left out."""
+        """Add a micro-batch's loss to the window's mean, on its device, unless it is not one finite number."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         value = loss.detach().float().reshape(())
@@ -149,14 +149,14 @@ class AutoFloor(FloorSchedule):
         if self._sums is None:
             self._sums = value.new_zeros(2)
         self._sums = self._sums.to(value.device)
-        # On the loss's device, without a read: this runs in every micro-batch.
+        # On the loss's device, without a host read, because this runs in every micro-batch.
         self._sums += torch.stack((torch.where(finite, value, 0.0), finite.float()))
 
     def end_step(self, *, skipped: bool, in_a_row: int, scale: float) -> None:
         """Count a step taken or skipped at this scale, the same on all processes, and move the floor if it is time."""
         self._steps += 1
         self._skips += skipped
-        # Many skips in a row at the floor: it is what stops the scale from falling, so it falls.
+        # Many skips in a row at the floor: the floor keeps the scale too high, so lower it.
         if skipped and scale <= self._value and in_a_row % self._patience == 0:
             self._fall()
             self._close(self._mean_before)
@@ -181,7 +181,7 @@ class AutoFloor(FloorSchedule):
     def _mean(self) -> float | None:
         if self._sums is None:
             return None
-        # One collective a window: the sums of all processes decide alike everywhere.
+        # One collective per window, so that all processes decide by the same sums.
         total, count = all_reduce_(self._sums, "sum").tolist()
         return total / count if count else None
 
@@ -196,7 +196,7 @@ class AutoFloor(FloorSchedule):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`; an empty state starts anew."""
+        """Restore the state returned by `state_dict`; an empty state starts over."""
         if not state:
             return
         self._value = max(float(state["value"]), self._lowest)
@@ -206,7 +206,7 @@ class AutoFloor(FloorSchedule):
 
 
 def make_floor(config: LossScaleConfig) -> FloorSchedule:
-    """Return the floor that the options ask for."""
+    """Return the floor for these options."""
     pairs = parse_floor(config.floor or "auto")
     if pairs != "auto":
         return FloorSchedule(pairs)

@@ -1,4 +1,4 @@
-"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates of a step really use."""
+"""Histograms of log2|x|: the powers of two that weights, activations, gradients and updates of a step use."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from shared_core.distributed.collectives import all_reduce_, local_part, world_s
 from shared_core.loss_scaling.floors import FORMATS
 
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# On CPU the float64 difference stays in cache; on a GPU fewer launches count.
+# On a CPU the float64 difference stays in cache; on a GPU fewer launches matter.
 _CPU_PIECE, _DEVICE_PIECE = 1 << 15, 1 << 22
 
 
 @dataclass
 class Log2Histogram:
-    """Counts of ``⌊log2|x|⌋``, with what has no logarithm apart."""
+    """Counts of ``⌊log2|x|⌋``, and separately of values without logarithm."""
 
     zeros: int = 0
     infinite: int = 0
     nan: int = 0
     exponents: Counter[int] = field(default_factory=Counter)
-    """Exponent e → elements with ``2^e <= |x| < 2^(e + 1)``; no key where there are none."""
+    """Exponent e → number of elements with ``2^e <= |x| < 2^(e + 1)``, without empty entries."""
 
     @property
     def elements(self) -> int:
@@ -52,7 +52,7 @@ class Log2Histogram:
 
     @property
     def median(self) -> int | None:
-        """The exponent of the median magnitude of the finite elements that are not zero; None without any."""
+        """The exponent of the median magnitude of finite nonzero elements, or None."""
         half, order = self.exponents.total() / 2, sorted(self.exponents)
         seen = itertools.accumulate(self.exponents[exponent] for exponent in order)
         return next((exponent for exponent, count in zip(order, seen, strict=True) if count >= half), None)
@@ -73,7 +73,7 @@ class Log2Histogram:
         }
 
     def counts(self) -> dict[str, int]:
-        """Return the counts by exponent, from the lowest up, as JSON can hold them."""
+        """Return the counts by exponent in ascending order, for JSON."""
         return {str(exponent): self.exponents[exponent] for exponent in sorted(self.exponents)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Log2Histogram:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Log2Histogram:
-        """Return the histogram whose `state_dict` this is."""
+        """Return the histogram of a `state_dict`."""
         exponents = Counter({int(exponent): count for exponent, count in state["exponents"].items()})
         return cls(state["zeros"], state["infinite"], state["nan"], exponents)
 
@@ -96,12 +96,12 @@ def smallest_exponents(format: str) -> tuple[int, int]:
 
 
 def log2_histogram(tensors: Iterable[Tensor]) -> Log2Histogram:
-    """Return the exact histogram of log2|x| over all elements of some tensors, one pass over the bits of each.
+    """Return the exact histogram of log2|x| over all elements of some tensors, in one pass over their bits.
 
     ``⌊log2|x|⌋`` is read from the exponent field, or for subnormal numbers from their highest bit.
 
     Args:
-        tensors: Floating point, any shape and device; 8-bit floats are counted as the float32 that they are.
+        tensors: Floating point, any shape and device; 8-bit floats are counted as their float32 values.
 
     Example:
         >>> found = log2_histogram([torch.tensor([0.0, 0.75, -3.0]), torch.tensor([2.0**-24]).half()])
@@ -115,12 +115,12 @@ def log2_histogram(tensors: Iterable[Tensor]) -> Log2Histogram:
 
 
 def device_counts(tensor: Tensor) -> Exponents:
-    """Return the counts on the tensor's own device: nothing waits for them there."""
+    """Return the counts on the tensor's device, without waiting for it."""
     return count_exponents(tensor if tensor.dtype in _COUNTED else tensor.detach().float())
 
 
 def update_counts(new: Tensor, old: Tensor) -> Exponents:
-    """Return the counts of ``new − old``, subtracted in float64: exact where the difference has 53 bits or fewer."""
+    """Return the counts of ``new − old``, subtracted in float64, which is exact for differences of up to 53 bits."""
     size = _CPU_PIECE if new.device.type == "cpu" else _DEVICE_PIECE
     pieces = (torch.split(tensor.detach().reshape(-1), size) for tensor in (new, old))
     # float64: the difference of two float32 numbers 2^29 apart is still exact.
@@ -129,7 +129,7 @@ def update_counts(new: Tensor, old: Tensor) -> Exponents:
 
 
 def read_counts(found: Exponents) -> Log2Histogram:
-    """Return the counts as a histogram; this waits for the device."""
+    """Return the counts as a histogram. This waits for the device."""
     lowest, counts = found
     zeros, *finite, infinite, nan = counts.tolist()
     exponents = Counter({lowest + i: count for i, count in enumerate(finite) if count})
@@ -143,19 +143,19 @@ _Layers = dict[_Key, Log2Histogram]
 
 
 class HistogramProbe:
-    """Counts the powers of two that one step uses. Between measurements nothing is hooked and nothing is kept.
+    """Counts the powers of two that one step uses. Between measurements it has no hooks and keeps nothing.
 
     - *weights*: parameters before the step;
-    - *activations*: outputs of the modules without children in one training micro-batch, the first of the step: no
-      evaluation, and no second time where activation checkpointing computes them again;
-    - *activation gradients*: gradients of those outputs, as the backward had them, loss scale included;
+    - *activations*: outputs of modules without children in the first training micro-batch of the step, without
+      evaluations and recomputations by activation checkpointing;
+    - *activation gradients*: gradients of those outputs in the backward, including the loss scale;
     - *gradients*: of the parameters, unscaled, before clipping;
     - *updates*: weights after the step minus weights before it, which needs a copy of the weights for that step.
 
-    Under DDP the activations of all processes are added up, once a measurement; what is equal on all counts once.
+    Under DDP the activations of all processes are summed once per measurement. Values equal on all ranks count once.
 
     Args:
-        format: ``"fp16"`` or ``"fp8_e5m2"``: whose smallest numbers the shares are told for.
+        format: ``"fp16"`` or ``"fp8_e5m2"``, whose smallest numbers the shares refer to.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -180,9 +180,9 @@ class HistogramProbe:
         self.scale = 1.0
         """Loss scale of the latest measurement."""
         self.snapshot_bytes = 0
-        """Memory that the copy of the weights took in the latest measurement, on this process."""
+        """Memory of the copy of the weights in the latest measurement, on this process."""
         self.layers: _Layers = {}
-        """The latest histograms, by kind and layer: the owner of a parameter, or the module whose output it is."""
+        """The latest histograms, by kind and layer: the module that owns a parameter or returns an output."""
         self._model: nn.Module | None = None
         self._restored: _Layers = {}
         self._handles: list[RemovableHandle] = []
@@ -193,7 +193,7 @@ class HistogramProbe:
             handle.remove()
         self._handles = []
         self._armed = self._ended = False
-        self._calls: list[bool] = []  # the modules being called: whether the outermost one was to be trained
+        self._calls: list[bool] = []  # for each module being called: True if the outermost one is in training
         self._recorded: dict[_Key, list[Exponents]] = {}
         self._carried: _Layers = {}
         self._without_gradient: set[str] = set()
@@ -202,7 +202,7 @@ class HistogramProbe:
         self._at = (0, 1.0)
 
     def watch(self, model: nn.Module) -> None:
-        """Stand by for `arm`; nothing is hooked until then."""
+        """Set the model for `arm`. There are no hooks until then."""
         self.leave()
         self._model = model
 
@@ -217,15 +217,15 @@ class HistogramProbe:
         return self._armed
 
     def arm(self) -> None:
-        """Measure the step that begins now; one that was measured in part is begun again."""
+        """Measure the step that begins now. A partial measurement is restarted."""
         self._forget()
         if self._model is None:
             return
         self._armed = True
         self._carried, self._restored = self._restored, {}
-        # A histogram of a step that was interrupted is joined with what is recorded from here.
+        # A histogram of an interrupted step is joined with later records.
         if self._carried:
-            return  # the run was resumed within this step, and its first micro-batch was recorded before
+            return  # the run was resumed within this step, after recording its first micro-batch
         for name, module in self._model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter))
             leave = functools.partial(self._leave, name)
@@ -235,14 +235,14 @@ class HistogramProbe:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # a hook that is traced would stay in the graph for good
-        # The first forward after a backward is the next micro-batch: one is enough.
+            return  # a traced hook would stay in the graph forever
+        # The first forward after a backward is the next micro-batch, and one is enough.
         if not self._calls and self._ended and not _in_backward():
             for handle in self._handles:  # the next micro-batch
                 handle.remove()
             self._handles = []
             return
-        # Whether the outermost module trains decides for all inside, also under checkpointing's no_grad forward.
+        # The mode of the outermost module decides for all inside, also in checkpointing's no_grad forward.
         self._calls.append(self._calls[0] if self._calls else module.training and torch.is_grad_enabled())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -254,7 +254,7 @@ class HistogramProbe:
         parts = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
         if _in_backward():
             self._ended = True
-            # A recomputed forward: only outputs that had no gradient in the first one are hooked now.
+            # A recomputed forward: hook only outputs that had no gradient in the first one.
             if name not in self._without_gradient:
                 return
         else:
@@ -284,7 +284,7 @@ class HistogramProbe:
 
     @torch.no_grad()
     def before_step(self, scale: float, step: int) -> None:
-        """Count weights and gradients and copy the weights that have one: gradients are unscaled, not yet clipped."""
+        """Count weights and (unscaled, unclipped) gradients, and copy the weights that have a gradient."""
         # Gradients of the step, before clipping changes them.
         self._measured, self._before, self._at = {}, {}, (step, scale)
         for name, layer, parameter in self._parameters():
@@ -298,15 +298,15 @@ class HistogramProbe:
 
     @torch.no_grad()
     def after_step(self) -> bool:
-        """Count the updates, and return whether the step could be measured; every process must call it.
+        """Count the updates, and return True if the step could be measured. Every process must call it.
 
-        A step without gradients, or with Inf or NaN in them, is left out and the latest histograms stay.
+        A step without gradients, or with Inf or NaN in them, is skipped, and the latest histograms stay.
         """
         for name, layer, parameter in self._parameters():
             if name in self._before:
                 counts = update_counts(local_part(parameter), self._before[name])
                 self._measured.setdefault(("updates", layer), []).append(counts)
-        # Replicated tensors must not be summed; sharded ones and activations differ between processes.
+        # Replicated tensors must not be summed. Shards and activations differ between processes.
         sharded = {layer for _, layer, parameter in self._parameters() if hasattr(parameter, "to_local")}
         found = {**_read(self._measured), **_read(self._recorded)}
         for key, histogram in self._carried.items():
@@ -323,13 +323,13 @@ class HistogramProbe:
         return usable
 
     def _add_up(self, found: _Layers, sharded: set[str], usable: bool) -> bool:
-        """Add what differs between processes, and return whether all can use it."""
+        """Sum the counts that differ between processes, and return True if all can use them."""
         if world_size() == 1 or self._model is None:
             return usable
         names = [name or "(model)" for name, module in self._model.named_modules() if not any(module.children())]
         keys = [(kind, name) for kind in ("activations", "activation_gradients") for name in names]
         keys += [(kind, layer) for kind in ("weights", "gradients", "updates") for layer in sorted(sharded)]
-        # One table, a row for each histogram: a single collective.
+        # One table with a row per histogram needs a single collective.
         table = torch.zeros(len(keys) + 1, _COLUMNS, dtype=torch.int64)
         for row, key in zip(table, keys, strict=False):
             histogram = found.pop(key, Log2Histogram())
@@ -354,7 +354,7 @@ class HistogramProbe:
         return total
 
     def figures(self) -> dict[str, float]:
-        """Return what the format would lose of the unscaled gradients, and log2 of median update over median weight."""
+        """Return the share of unscaled gradients lost by the format, and log2 of median update / median weight."""
         if self.step is None:
             return {}
         gradients = self.total("gradients").summary(self.format)
@@ -365,7 +365,7 @@ class HistogramProbe:
         return figures
 
     def report(self) -> dict[str, Any]:
-        """Return, by kind, the histogram of all layers with its shares, and those shares by layer."""
+        """Return by kind the histogram of all layers with its shares, and the shares by layer."""
         if self.step is None:
             return {}
         told: dict[str, Any] = {
@@ -381,7 +381,7 @@ class HistogramProbe:
         return {"histograms": told}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the latest histograms, and what was recorded of a step that is not over."""
+        """Return the latest histograms, and the records of the current step."""
         recorded = self._restored or self._carried or _read(self._recorded)
         return {
             "step": self.step,
@@ -392,7 +392,7 @@ class HistogramProbe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`, before `arm`; an empty state changes nothing."""
+        """Restore the state returned by `state_dict`, before `arm`. An empty state changes nothing."""
         if state:
             self.step, self.scale = state["step"], state["scale"]
             self.snapshot_bytes = state["snapshot_bytes"]
@@ -400,7 +400,7 @@ class HistogramProbe:
 
 
 def _in_backward() -> bool:
-    # private to torch, whose own checkpointing asks the same
+    # private in torch, which uses it for its own checkpointing
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -1,4 +1,4 @@
-"""`LossScaler`: torch's GradScaler with a floor, visible skips and one verdict on all ranks."""
+"""`LossScaler`: torch's GradScaler with a floor, visible skips and the same decision on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from eff_kernels.loss_scaling import unscale_with_largest_
 from torch import Tensor
 
-# Private to torch: only so can a subclass see the stage of a step. Pinned by its tests.
+# Private in torch, but a subclass can see the stage of a step only in this way. Tests pin it.
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
 from shared_core.distributed.collectives import all_reduce_, world_size
@@ -21,7 +21,7 @@ from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
 from shared_core.loss_scaling.floor_pairs import floor_text
 from shared_core.loss_scaling.floors import AutoScale, make_floor
 
-# torch's words
+# torch's own messages
 _NOT_UNSCALED = {
     OptState.UNSCALED: "unscale_() has already been called on this optimizer since the last update().",
     OptState.STEPPED: "unscale_() is being called after step().",
@@ -29,22 +29,22 @@ _NOT_UNSCALED = {
 
 
 class LossScaleError(TrainingError):
-    """Gradients overflowed in so many steps in a row that scaling down no longer helps."""
+    """Gradients overflowed in too many steps in a row, so that lowering the scale does not help."""
 
 
 class LossScaler(GradScaler):
-    """Multiplies the loss by ``S``, divides gradients by it, and skips steps whose gradients hold Inf or NaN.
+    """Multiplies the loss by ``S``, divides gradients by it, and skips steps whose gradients have Inf or NaN.
 
-    Wherever a ``torch.amp.GradScaler`` goes this one goes too: same methods, same state dict, and the same
-    scales and weights as long as torch's scale stays at or above `min_scale`. It differs where torch's errs:
+    It replaces ``torch.amp.GradScaler``: same methods, same state dict, and the same
+    scales and weights as long as torch's scale stays at or above `min_scale`. It differs in these cases:
 
     - the scale never falls below `min_scale` (torch's reaches 0, and the next finite step writes NaN);
     - after `max_skips` skipped steps of an optimizer in a row, `update` raises `LossScaleError`;
-    - an overflow is a step that is not called, also for fused optimizers (torch calls those and lets the
-      kernel skip, so that trainers count the step and move the learning rate);
-    - all processes take or skip a step together, also when only one of them saw the overflow.
+    - on overflow the optimizer's step is not called, also for fused optimizers (torch calls those and lets the
+      kernel skip, so that trainers count the step and advance the learning rate);
+    - all processes apply or skip a step together, even if only one of them saw the overflow.
 
-    ``step`` reads from the device once; nothing else waits for it, but an automatic floor's end of a window.
+    ``step`` reads from the device once. Nothing else waits for it, except the end of an automatic floor's window.
 
     Args:
         device: Device type of the losses, ``"cpu"``, ``"cuda"``, ...
@@ -55,18 +55,18 @@ class LossScaler(GradScaler):
         backoff_factor: Multiplies the scale after an overflow, in (0, 1).
         growth_interval: Steps without overflow before the scale grows, >= 1.
         min_scale: Floor of the scale, > 0.
-        max_skips: Skipped steps in a row that end training, >= 1.
-        floor: Of kind enhanced: ``(step, floor)`` pairs in applied steps, also as a text like
+        max_skips: Skipped steps in a row after which training ends with an error, >= 1.
+        floor: For kind enhanced: ``(step, floor)`` pairs in applied steps, also as text like
             ``"40000:8192,150000:32768"``, or ``"auto"``, the default.
-        floor_window: Steps after which an automatic floor moves by a doubling, >= 1.
+        floor_window: Steps after which an automatic floor doubles or halves, >= 1.
         floor_overflows: Share of overflowing steps, in (0, 1], at which an automatic floor falls.
-        format: Of kind auto: ``"fp16"`` or ``"fp8_e5m2"``, what the gradients must fit into.
-        margin: Of kind auto: bits kept free below the format's maximum, >= 0.
-        smoothing: Of kind auto: share of the past in the smoothed largest gradient, in [0, 1).
-        enabled: False makes every method pass its input on.
+        format: For kind auto: ``"fp16"`` or ``"fp8_e5m2"``, which the gradients must fit into.
+        margin: For kind auto: bits kept free below the format's maximum, >= 0.
+        smoothing: For kind auto: share of the past in the smoothed largest gradient, in [0, 1).
+        enabled: If False, every method passes its input on.
 
     Raises:
-        ConfigError: If an argument breaks its rule.
+        ConfigError: If an argument is invalid.
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2; the floor: Mellempudi et al., 2019,
     arXiv:1905.12334, section 3.1.
@@ -114,24 +114,24 @@ class LossScaler(GradScaler):
         self._floor = make_floor(checked) if checked.kind == "enhanced" else None
         self._auto = AutoScale(checked) if checked.kind == "auto" else None
         self.num_steps = 0
-        """Calls of `step`, the skipped ones included."""
+        """Calls of `step`, including skipped ones."""
         self.skipped_steps = 0
-        """Calls of `step` that were skipped."""
+        """Skipped calls of `step`."""
         self.applied_steps = 0
-        """Calls of `update` after steps none of which was skipped: the step that a floor's pairs mean."""
+        """Calls of `update` after which no step was skipped. The pairs of a floor count these."""
         self.last_step_skipped = False
-        """True if the latest call of `step` was skipped, whichever optimizer it was for."""
+        """True if the latest call of `step`, for any optimizer, was skipped."""
         self.scale_range: tuple[float, float] | None = None
-        """Lowest and highest scale that a step was taken or skipped at; None before the first."""
+        """Lowest and highest scale of any step, applied or skipped; None before the first."""
         self.widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
-        """Makes an optimizer's fp16 gradients float32 before they are unscaled; in fp16 they would underflow again."""
+        """Converts an optimizer's fp16 gradients to float32 before unscaling, because in fp16 they would underflow."""
         self._in_a_row: dict[int, int] = {}
         self._restored_in_a_row: list[int] = []
         self._seen: list[tuple[bool, float, float]] = []
 
     @property
     def lowest_scale(self) -> float:
-        """The lower bound of the scale now: `min_scale`, or the floor of kind enhanced where that is higher."""
+        """The current lower bound of the scale: `min_scale`, or the floor of kind enhanced if that is higher."""
         return max(self._min_scale, self._floor.at(self.applied_steps) if self._floor else 0.0)
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -145,12 +145,12 @@ class LossScaler(GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, once they are complete: to clip or look at them before `step`.
+        """Divide an optimizer's complete gradients by the scale, to clip or read them before `step`.
 
-        Written anew for speed: torch 2.13 takes five operations to find the factor, where on a CPU one does.
+        Reimplemented for speed: torch 2.13 needs five operations for the factor, but on a CPU one is enough.
 
         Raises:
-            RuntimeError: If it or `step` was called for this optimizer since `update`.
+            RuntimeError: If `unscale_` or `step` was already called for this optimizer since `update`.
         """
         if not self._enabled:
             return
@@ -164,23 +164,23 @@ class LossScaler(GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Return what ``optimizer.step(*args, **kwargs)`` returns, or None without calling it on overflow.
+        """Return ``optimizer.step(*args, **kwargs)``, or on overflow None without calling it.
 
-        Gradients are unscaled first unless `unscale_` was called. Several processes must all call it.
+        Gradients are unscaled first unless `unscale_` was called. All processes must call it.
 
         Raises:
             RuntimeError: If it was called twice for this optimizer since `update`, or with a closure.
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
-        # torch lets a positional closure through, which would bring scaled gradients back; accelerate passes None
+        # torch accepts a positional closure, which would compute scaled gradients again; Accelerate passes None
         if "closure" in kwargs or any(argument is not None for argument in args[:1]):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        # Fused optimizers unscale inside their kernel and would skip silently: the skip is decided here.
+        # Fused optimizers unscale inside their kernel and would skip silently, so we decide here.
         unscales_itself = state["stage"] is OptState.READY and has_scaled_step(optimizer)
         if unscales_itself:
             self._check_inf_per_device(optimizer)
@@ -196,7 +196,7 @@ class LossScaler(GradScaler):
         if not unscales_itself:
             return cast("float | None", optimizer.step(*args, **kwargs))
         amp: Any = optimizer
-        # Another wrapper may have set grad_scale already: both divide.
+        # Another wrapper may have set grad_scale already: divide by both.
         amp.grad_scale, amp.found_inf = scale * getattr(optimizer, "grad_scale", 1), found_inf
         try:
             return cast("float | None", optimizer.step(*args, **kwargs))
@@ -204,13 +204,13 @@ class LossScaler(GradScaler):
             del amp.grad_scale, amp.found_inf
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale, down to `lowest_scale` at most, and open the next iteration.
+        """Update the scale, which never falls below `lowest_scale`, and start the next iteration.
 
         Args:
             new_scale: Set the scale to this instead: finite, at least `lowest_scale`.
 
         Raises:
-            ConfigError: If `new_scale` breaks its rule.
+            ConfigError: If `new_scale` is invalid.
             LossScaleError: If an optimizer has now skipped `max_skips` steps in a row.
             AssertionError: If no gradients were checked since the last call.
         """
@@ -227,9 +227,9 @@ class LossScaler(GradScaler):
         if worst >= self._max_skips:
             raise LossScaleError(
                 "loss_scale",
-                f"gradients must be finite at least once in {self._max_skips} steps (max_skips), got Inf or NaN in "
-                f"{worst} steps in a row, the scale now {scale.item():g}",
-                "no scale helps: look for NaN in inputs or weights, lower the learning rate, or train in bf16",
+                f"gradients had Inf or NaN in {worst} steps in a row (max_skips is {self._max_skips}), and the scale "
+                f"is down to {scale.item():g}",
+                "no scale helps: check inputs and weights for NaN, lower the learning rate, or train in bf16",
             )
 
     def _set(self, new_scale: float | Tensor) -> None:
@@ -246,7 +246,7 @@ class LossScaler(GradScaler):
         super().update()
         seen, before = self._seen, self.lowest_scale
         self._end_iteration()
-        # a scale that stayed or grew above the same floor is above it
+        # a scale that did not fall is still above the same floor
         if self.lowest_scale != before or not seen or any(bad or at < before for bad, at, _ in seen):
             scale.clamp_(min=self.lowest_scale)
 
@@ -256,7 +256,7 @@ class LossScaler(GradScaler):
         if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
         if self._auto is not None:
-            # whoever unscaled without stepping has a say too, as in torch
+            # optimizers that were unscaled but not stepped count too, as in torch
             seen = self._seen + [self._read(s, scale) for s in checked if s["stage"] is not OptState.STEPPED]
             overflowed, amax = any(bad for bad, _, _ in seen), max(amax for _, _, amax in seen)
             scale.fill_(self._auto.next_scale(seen[0][1], amax, overflowed=overflowed))
@@ -266,12 +266,12 @@ class LossScaler(GradScaler):
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
         """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""
         (found_inf,) = state["found_inf_per_device"].values()
-        # One host read for all figures.
+        # One host read for all values.
         found, at, *amax = torch.stack((found_inf, scale, *state.get("amax", ()))).tolist()
         return found != 0, at, amax[0] / at if amax else 0.0
 
     def _end_iteration(self) -> None:
-        """Count an applied step, and let an automatic floor count either, unless gradients were only checked."""
+        """Count an applied step, and report either kind to the floor, unless gradients were only checked."""
         if self._seen:
             skipped = any(bad for bad, _, _ in self._seen)
             self.applied_steps += not skipped
@@ -281,7 +281,7 @@ class LossScaler(GradScaler):
         self._seen = []
 
     def _record(self, optimizer: torch.optim.Optimizer, seen: tuple[bool, float, float]) -> bool:
-        """Count a step at this scale and return whether it must be skipped."""
+        """Count a step at this scale and return True if it must be skipped."""
         overflowed, scale, _ = seen
         self._seen.append(seen)
         if id(optimizer) not in self._in_a_row:
@@ -297,15 +297,15 @@ class LossScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Return one flag on the scale's device: one host read for all devices, one verdict for all ranks."""
-        # Written anew for speed: torch 2.13 reads `param.grad` up to six times for every parameter.
+        """Return one flag on the scale's device, with one host read for all devices and one decision for all ranks."""
+        # Reimplemented for speed: torch 2.13 reads `param.grad` up to six times per parameter.
         if self.widen_gradients is not None:
             self.widen_gradients(optimizer)
         grouped = grouped_gradients(optimizer)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise CompatibilityError(
                 "loss_scale",
-                "gradients to unscale must be float32 or bfloat16, got float16, where they would underflow again",
+                "gradients to unscale are float16, in which they would underflow again",
                 "add primary_weights, or keep the weights in float32 and let autocast run fp16",
             )
         home, found = inv_scale.device, found_inf
@@ -322,7 +322,7 @@ class LossScaler(GradScaler):
             if device != home:
                 found = found + flag.to(home, non_blocking=True)
         if world_size() > 1:
-            # An Inf that one rank alone sees after DDP's reduction would let the weights drift apart.
+            # If only one rank saw an Inf after DDP's reduction, the weights would diverge.
             both = all_reduce_(torch.stack((found, found if amax is None else amax)), "max")
             found, amax = both[0], None if amax is None else both[1]
         if amax is not None:
@@ -347,7 +347,7 @@ class LossScaler(GradScaler):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state of this class or of ``torch.amp.GradScaler``; a scale below the floor is lifted.
+        """Restore a state of this class or of ``torch.amp.GradScaler``. A scale below the floor is raised to it.
 
         Raises:
             CheckpointError: If the saved scale is not a finite number.
@@ -361,7 +361,7 @@ class LossScaler(GradScaler):
                 raise CheckpointError(
                     "loss_scale",
                     f"the saved scale must be a finite number, got {state['scale']}",
-                    "this run had diverged, go back to an earlier checkpoint",
+                    "this run had diverged: resume from an earlier checkpoint",
                 )
             self.num_steps = state.get("num_steps", 0)
             self.skipped_steps = state.get("skipped_steps", 0)
@@ -379,15 +379,15 @@ class LossScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # a session's method and ids of optimizers mean nothing elsewhere
+        # a session's method and ids of optimizers are only valid in this process
         state["widen_gradients"] = None
         state |= {"_in_a_row": {}, "_restored_in_a_row": [*self._in_a_row.values(), *self._restored_in_a_row]}
         return state
 
 
 def has_scaled_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the step unscales in its own kernel, in fp32: only then may parameters be fp16."""
-    # kernels that want the whole scaler as an argument would skip inside; they take unscaled gradients too
+    """Return True if the step unscales in its own kernel, in fp32. Only then may parameters be fp16."""
+    # kernels that take the whole scaler would skip inside; they accept unscaled gradients too
     return getattr(optimizer, "_step_supports_amp_scaling", False) and (
         "grad_scaler" not in inspect.signature(optimizer.step).parameters
     )
@@ -396,23 +396,23 @@ def has_scaled_step(optimizer: torch.optim.Optimizer) -> bool:
 def _coalesced(parameter: Tensor) -> Tensor | None:
     grad = parameter.grad
     if grad is not None and grad.is_sparse and grad.dtype is torch.float16:
-        # scaled fp16 values of one index can overflow when they are added up: check the sums
+        # the sum of scaled fp16 values with the same index can overflow, so check the sums
         parameter.grad = grad = grad.coalesce()
     return grad._values() if grad is not None and grad.is_sparse else grad
 
 
 def grouped_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Return the numbers to be unscaled by device and dtype; of sparse gradients, those that they store."""
+    """Return the values to unscale by device and dtype; for sparse gradients the stored values."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     if not grads:
         return {}
     if any(map(attrgetter("is_sparse"), grads)):
         grads = [grad for parameter in parameters if (grad := _coalesced(parameter)) is not None]
-    # what torch's optimizers group by; no None comes out where none went in
+    # torch's optimizers group in the same way; without None as input there is none in the result
     groups: Any = torch._C._group_tensors_by_device_and_dtype([grads], False)
     return {
-        # torch's kernel is of real numbers
+        # torch's kernel supports only real numbers
         (device, dtype): [*map(torch.view_as_real, same)] if dtype.is_complex else same
         for (device, dtype), ((same,), _) in groups.items()
     }

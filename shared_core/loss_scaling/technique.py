@@ -1,4 +1,4 @@
-"""Loss scaling as a technique: it owns the scaler that a trainer or a bare loop uses in place of its own."""
+"""Loss scaling as a technique: it owns the scaler that a trainer or a plain loop uses instead of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_core.printing import counted, share_text
 
 
 class LossScaling(Technique):
-    """Holds `scaler`; whoever drives the optimizer calls it: ``scale``, ``unscale_``, ``step``, ``update``."""
+    """Holds `scaler`. The trainer or loop calls its ``scale``, ``unscale_``, ``step`` and ``update``."""
 
     key = "loss_scale"
     config: LossScaleConfig
@@ -27,7 +27,7 @@ class LossScaling(Technique):
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(config)
         self.scaler = LossScaler(**config.scaler_options())
-        """The scaler to train with; its scale lives on the device of the first loss."""
+        """The scaler to train with. Its scale is on the device of the first loss."""
         self.telemetry = UnderflowTelemetry(config.format)
         """The latest measurement of underflow."""
         self.flush = FlushProbe()
@@ -43,30 +43,30 @@ class LossScaling(Technique):
         self._flush_due = False
 
     def plan(self, context: Context) -> Plan:
-        """Return that gradients are multiples of themselves until they are unscaled."""
+        """Return a plan which says that gradients are scaled until they are unscaled."""
         return Plan(acts_on_gradients=True)
 
     def make_scaler(self, device: str) -> LossScaler:
-        """Return a fresh scaler with these options for a device type, and keep it as `scaler`.
+        """Return a new scaler with these options for a device type, and store it as `scaler`.
 
         Raises:
-            CompatibilityError: If there is no such device, where torch would go on without scaling.
+            CompatibilityError: If there is no such device. torch would continue without scaling.
         """
         scaler = LossScaler(device, **self.config.scaler_options())
         if not scaler.is_enabled():
-            raise CompatibilityError("loss_scale", f"device must be usable for loss scaling, got {device!r}")
+            raise CompatibilityError("loss_scale", f"device {device!r} cannot be used for loss scaling")
         self.scaler = scaler
         return scaler
 
     def attach(self, context: Context) -> Touched:
-        """Return that the run as a whole is scaled."""
+        """Return that the technique acts on the whole run."""
         context.undo.callback(self._detach)
         return Touched()
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Note how many steps the scaler has seen; let it unscale the gradients of 16-bit parameters."""
+        """Record how many steps the scaler has seen, and let it unscale the gradients of 16-bit parameters."""
         if state is not None:
-            self.scaler.load_state_dict(state["scaler"])  # harmless where the trainer restored it already
+            self.scaler.load_state_dict(state["scaler"])  # harmless if the trainer has already restored it
             for key, kept in self._kept.items():
                 kept.load_state_dict(state.get(key, {}))
         self._steps_at_begin = self.scaler.num_steps
@@ -94,12 +94,12 @@ class LossScaling(Technique):
             self.histograms.arm()
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Return the loss as it is; the first one tells what it was computed in."""
+        """Return the loss unchanged. The first one shows in which type it was computed."""
         self.loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
     def before_step(self, context: Context) -> None:
-        """Measure underflow if it is time; a step that overflows leaves it to the next one."""
+        """Measure underflow if due. If the step overflows, the next one is measured."""
         if _is_due(self.config.telemetry_every, context.step, self.telemetry.step):
             self.telemetry.measure(context.model.named_parameters(), self.scaler.get_scale(), context.step)
         if self._flush_due:
@@ -110,11 +110,11 @@ class LossScaling(Technique):
             self.histograms.before_step(self.scaler.get_scale(), context.step)
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Raise `TrainingError` if the step went past the scaler: nothing would be scaled."""
+        """Raise `TrainingError` if the step bypassed the scaler, so that nothing would be scaled."""
         if applied and self.scaler.num_steps == self._steps_at_begin:
             raise TrainingError(
                 "loss_scale",
-                "the scaler must step the optimizer, got a step that it has not seen",
+                "the optimizer stepped without the scaler",
                 "call scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
             )
         if applied:
@@ -128,7 +128,7 @@ class LossScaling(Technique):
         return {"scaler": self.scaler.state_dict()} | {key: kept.state_dict() for key, kept in self._kept.items()}
 
     def figures(self) -> dict[str, float]:
-        """Return the scale, the number of skipped steps, and the latest underflow, zero share and head-room."""
+        """Return the scale, the number of skipped steps, and the latest underflow, zero share and headroom."""
         return {
             "loss_scale/scale": self.scaler.get_scale(),
             "loss_scale/skipped": float(self.scaler.skipped_steps),
@@ -138,7 +138,7 @@ class LossScaling(Technique):
         }
 
     def report(self) -> dict[str, Any]:
-        """Return steps seen and skipped, the scales they were seen at, the floor, and underflow by layer."""
+        """Return the numbers of steps and skips, the range of scales, the floor, and underflow by layer."""
         low, high = self.scaler.scale_range or (None, None)
         floor = {"floor": self.scaler.lowest_scale} if self.config.kind == "enhanced" else {}
         return {

@@ -1,6 +1,6 @@
-"""What the number format loses of scaled gradients.
+"""Measure what the number format loses of scaled gradients.
 
-Telemetry counts those of parameters that the format can hardly hold; the flush probe those of activations that the
+Telemetry counts parameter gradients that are subnormal or zero. The flush probe counts activation gradients that the
 half-precision backward made zero, by a second backward in fp32.
 """
 
@@ -36,7 +36,7 @@ class Figures:
     amax: float = 0.0
 
     def shares(self, scale: float, largest: float) -> dict[str, float | None]:
-        """Return the shares of subnormal and zero elements and the head-room in bits, None where all are zero."""
+        """Return the shares of subnormal and zero elements and the headroom in bits, None if all are zero."""
         total = max(self.elements, 1)
         return {
             "underflow": self.subnormal / total,
@@ -46,10 +46,10 @@ class Figures:
 
 
 class UnderflowTelemetry:
-    """Measures the parameter gradients as the number format saw them, scaled: a scaler sees overflow, nothing else.
+    """Measures scaled parameter gradients in the number format, since a scaler only sees overflow.
 
     - *underflow*: share of elements with ``0 < |g|·S < smallest normal``, which have lost bits;
-    - *zero*: share that is exactly 0, which flushed gradients are too;
+    - *zero*: share that is exactly 0, including flushed gradients;
     - *headroom*: ``log2(format maximum / (amax·S))``, the doublings until overflow.
 
     Args:
@@ -76,14 +76,14 @@ class UnderflowTelemetry:
         """Counts of the latest measurement, by the name of the module that owns the parameters."""
         self.histograms = torch.zeros(0, NUM_BINS, dtype=torch.int64)
         """int64 ``[layers, 256]``: column k counts unscaled gradients with ``2^(k − 127) <= |g| < 2^(k − 126)``,
-        column 0 what is smaller and zeros."""
+        column 0 also smaller ones and zeros."""
 
     @torch.no_grad()
     def measure(self, parameters: Iterable[tuple[str, Tensor]], scale: float, step: int = 0) -> bool:
-        """Replace the figures by those of these parameters' gradients, and return whether it could be done.
+        """Measure the gradients of these parameters, and return True if it was possible.
 
-        A step whose gradients hold Inf or NaN, or that has no gradients, is left out. Under FSDP2 every process must
-        call it. Gradients are unscaled, `scale` is what they were multiplied by in the backward.
+        A step without gradients, or with Inf or NaN in them, is skipped. Under FSDP2 every process must
+        call it. Gradients are unscaled, and `scale` is the factor that they had in the backward.
         """
         grads = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
         smallest = min(max(self._limits.smallest_normal / scale, _FLOAT32.tiny), _FLOAT32.max)
@@ -91,7 +91,7 @@ class UnderflowTelemetry:
         if not grads or counts[:, NUM_BINS - 1].any():
             return False
         self.step, self.scale = step, scale
-        # a few operations for all layers: one row of figures after the other would hold up the step of a large model
+        # a few operations for all layers, because row by row would delay the step of a large model
         layers: dict[str, int] = {}
         rows = torch.tensor([layers.setdefault(name.rpartition(".")[0] or name, len(layers)) for name, _ in grads])
         summed = counts.new_zeros(len(layers), counts.shape[1]).index_add_(0, rows, counts)
@@ -108,7 +108,7 @@ class UnderflowTelemetry:
         return Figures(sum(elements), sum(zeros), sum(subnormal), max(amax))
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all layers together; nothing before the first measurement."""
+        """Return the figures of all layers together; empty before the first measurement."""
         if self.step is None:
             return {}
         shares = self.total.shares(self.scale, self._limits.max)
@@ -147,7 +147,7 @@ class UnderflowTelemetry:
 
 
 def _count(grads: list[Tensor], smallest: float) -> tuple[Tensor, Tensor]:
-    """Return on CPU int64 ``[n, 256 + 2]``, the histogram, zeros and small ones, and float32 ``[n]``, the largest."""
+    """Return on the CPU int64 ``[n, 256 + 2]`` (histogram, zeros, small ones) and float32 ``[n]`` (largest)."""
     counts = torch.zeros(len(grads), NUM_BINS + 2, dtype=torch.int64)
     amax = torch.zeros(len(grads))
     groups: dict[tuple[torch.device, bool], list[int]] = {}
@@ -165,13 +165,13 @@ def _count(grads: list[Tensor], smallest: float) -> tuple[Tensor, Tensor]:
 
 
 class FlushProbe:
-    """Repeats one micro-batch's forward and backward with fp32 activation gradients, and counts what was flushed.
+    """Repeats one micro-batch's forward and backward with fp32 activation gradients, and counts flushed ones.
 
-    Under autocast flushed gradients arrive as exact zeros, which no later count can tell from true ones. The second
-    pass has autocast off, but every module without children hands on the values that it had, so that both backwards
-    take the same branches; it starts from the gradients of the model's outputs that the first one got, scale included.
-    For that micro-batch the model hands its outputs out in fp32, as accelerate always does. Parameters, their
-    gradients, buffers and the random state stay as they are. It costs one more forward and backward, and the memory of
+    Under autocast flushed gradients become exact zeros, which cannot be distinguished later from true zeros. The second
+    pass has autocast off, but every module without children returns its first values, so that both backwards
+    take the same branches. It starts from the gradients of the model's outputs in the first pass, including the scale.
+    For that micro-batch the model returns its outputs in fp32, as with Accelerate. Parameters, their
+    gradients, buffers and the random state are not changed. It costs one more forward and backward, and the memory of
     the activations and their gradients.
 
     Example:
@@ -190,7 +190,7 @@ class FlushProbe:
         self.step: int | None = None
         """Applied steps before the latest measurement; None before the first."""
         self.layers: dict[str, tuple[int, int]] = {}
-        """Flushed elements, and elements that are not zero in fp32, of each leaf module's output."""
+        """Flushed elements, and elements that are not zero in fp32, per leaf module's output."""
         self._model: nn.Module | None = None
         self._waiting: list[RemovableHandle] = []
         self._recording: list[RemovableHandle] = []
@@ -208,7 +208,7 @@ class FlushProbe:
         self._ends: dict[int, Tensor] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Stand by for `arm`; nothing is hooked until then."""
+        """Set the model for `arm`. There are no hooks until then."""
         self.leave()
         self._model = model
 
@@ -223,8 +223,8 @@ class FlushProbe:
         return self._model is not None
 
     def arm(self) -> None:
-        """Record the next forward in train mode: that of the first module with children that is called."""
-        # Which module the user's loop calls is not known: the first one called that has children is the model or its
+        """Record the next forward in train mode of the first called module that has children."""
+        # We don't know which module the user's loop calls. The first called one with children is the model or its
         # core.
         self._clear()
         if self._model is not None:
@@ -258,7 +258,7 @@ class FlushProbe:
         for tensor in _tensors(output):
             index = len(self._names)
             self._names.append(name)
-            # Kept: the fp32 repetition takes the same forward values, so that only the gradients' rounding differs.
+            # The fp32 repetition uses the same forward values, so that only the gradients' rounding differs.
             self._values.append(tensor.detach().clone())  # it may be changed in place
             _keep_gradient(tensor, self._grads, index)
 
@@ -272,7 +272,7 @@ class FlushProbe:
             index = next(indices)
             if not (isinstance(part, Tensor) and part.requires_grad):
                 return part
-            # The outputs are cast up here, so that the loss and its gradient are exact from this point on.
+            # Outputs become fp32 here, so that the loss and its gradient are exact from here on.
             whole = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
             _keep_gradient(whole, self._ends, index)
             return whole
@@ -280,16 +280,16 @@ class FlushProbe:
         return tree_map(watched, output)
 
     def measure(self, step: int) -> bool:
-        """Compare the recorded backward with one in fp32, and return whether it could be done; on every process.
+        """Compare the recorded backward with one in fp32. Return True if it was possible. Every process must call it.
 
-        A backward with Inf or NaN is left out. A model that cannot be measured at all, since its parameters are not
-        fp32 or its output is no tree of tensors, is left alone from then on.
+        A backward with Inf or NaN is skipped. A model that can never be measured, because its parameters are not
+        fp32 or its output is no tree of tensors, is not tried again.
         """
         if self._model is None:
             return False
         names = [name for name, _ in self._leaves(self._model)]
-        # Counts of all processes are summed in one tensor. Any process can veto by
-        # the last row: whether some process could not measure this time, and whether one never can
+        # Counts of all processes are summed in one tensor. Its last row lets any process veto: it counts
+        # processes that could not measure this time, and those that never can
         counts = torch.zeros(len(names) + 1, 2, dtype=torch.int64)
         counts[-1] = torch.tensor((not self._usable(), self._is_hopeless()))
         if not counts[-1].any():
@@ -330,7 +330,7 @@ class FlushProbe:
         indices = itertools.count()
 
         def repeated(module: nn.Module, inputs: Any, output: Any) -> Any:
-            # Outputs are replaced by the half-precision forward's values; the graph behind them is fp32.
+            # Outputs get the half-precision forward's values, but their graph is fp32.
             numbers = [next(indices) for _ in _tensors(output)]
             if isinstance(output, Tensor) and output.requires_grad:
                 output = _WithValues.apply(output, self._values[numbers[0]])  # type: ignore[no-untyped-call]
@@ -344,9 +344,9 @@ class FlushProbe:
         try:
             autocast = torch.autocast(device.type, enabled=False)
             with _earlier_random_state(model, self._rng), torch.enable_grad(), autocast:
-                # the class's own forward: trainers put autocast around the instance's
+                # the forward of the class, because trainers wrap the instance's in autocast
                 ends = tree_leaves(type(model).forward(model, *args, **kwargs))
-                # `grad`, not `backward`: it adds to no parameter's gradient and wakes no hook of DDP
+                # `grad`, not `backward`: it changes no parameter's gradient and triggers no DDP hook
                 torch.autograd.grad(
                     [ends[index] for index in self._ends],
                     [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -362,7 +362,7 @@ class FlushProbe:
         return {number: grad for number, grad in exact.items() if number in self._grads}
 
     def figures(self) -> dict[str, float]:
-        """Return the share of nonzero activation gradients that were flushed; nothing before the first measurement."""
+        """Return the share of nonzero activation gradients that were flushed; empty before the first measurement."""
         lost, seen = (sum(column) for column in zip((0, 0), *self.layers.values(), strict=True))
         return {} if self.step is None else {"loss_scale/flushed": lost / max(seen, 1)}
 
@@ -391,7 +391,7 @@ class _WithValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Straight through: the gradient of the fp32 output is that of the value put in its place.
+        # Straight through: the fp32 output gets the gradient of the value that replaces it.
         return grads[0], None
 
 
@@ -412,7 +412,7 @@ def _rng_state(model: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 @contextlib.contextmanager
 def _earlier_random_state(model: nn.Module, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Run a block from an earlier random state, and leave the present one as it is."""
+    """Run a block from an earlier random state, and restore the current one."""
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if state[1] is not None else []):
         torch.set_rng_state(state[0])

@@ -1,6 +1,6 @@
-"""A model run on example inputs, whatever way it takes them, in eval mode and without a key-value cache.
+"""Run a model on example inputs in any form, in evaluation mode and without a key-value cache.
 
-Its calls of one micro-batch are kept for tracing; its linear layers are solved one decoder block after another.
+Also record the calls of one micro-batch for tracing, and solve linear layers one decoder block at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared_core.modules.matching import is_transformers_conv1d
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:
-    """Return what the model makes of a tensor, a tuple or a mapping of arguments, or what a function returns."""
+    """Call a model with a tensor, a tuple or a mapping of arguments, or call a function; return the result."""
     if callable(example_inputs):
         return example_inputs()
     if isinstance(example_inputs, Mapping):
@@ -38,7 +38,7 @@ def call_model(
 
 @contextmanager
 def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
-    """Surround the call of a user's model with inputs, so that its errors name these."""
+    """Wrap the call of a user's model, so that its errors name the inputs."""
     try:
         yield
     except (EffError, torch.OutOfMemoryError):
@@ -53,21 +53,21 @@ def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
 
 
 def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, where: str) -> Any:
-    """Return what the user's loss makes of a batch, or the model itself."""
+    """Return the user's loss on a batch, or without one the model's output."""
     return loss(model, batch) if loss else call_model(model, batch, where, "or pass loss(model, batch)")
 
 
 def forget_compiled() -> None:
-    """Drop what ``torch.compile`` made earlier in this process: it runs without hooks that were registered since."""
-    # dynamo does not look whether a module without hooks has got one (torch 2.13, skip_nnmodule_hook_guards)
-    if "torch._dynamo" in sys.modules:  # without it nothing was compiled, and to import it takes a second
+    """Drop earlier results of ``torch.compile`` in this process, which ignore hooks registered since."""
+    # dynamo does not check if a module got its first hook (torch 2.13, skip_nnmodule_hook_guards)
+    if "torch._dynamo" in sys.modules:  # without it nothing was compiled, and importing it takes a second
         torch.compiler.reset()
 
 
 @contextmanager
 def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Give each module afterwards the mode that it has now, training or evaluation."""
-    # Modules one by one: a user may have left some in eval mode (frozen BatchNorm), and train() would wake these.
+    """Restore the mode of each module, training or evaluation, at the end."""
+    # Module by module, because users may keep some in eval mode (frozen BatchNorm), which train() would change.
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -78,7 +78,7 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Give each buffer afterwards the values that it has now."""
+    """Restore the values of each buffer at the end."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -89,19 +89,19 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 def cache_configs(*models: nn.Module) -> list[Any]:
-    """Return the configurations in these models that have a switch for the key-value cache, once each."""
+    """Return each configuration in these models that has a switch for the key-value cache, once."""
     modules = (module for model in models for module in model.modules())
-    # Parts have configurations of their own (the text model of a vision-language model).
+    # Parts have their own configurations (the text model of a vision-language model).
     configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
     return [config for config in configs.values() if isinstance(getattr(config, "use_cache", None), bool)]
 
 
 @contextmanager
 def without_cache(configs: Iterable[Any]) -> Iterator[None]:
-    """Switch off the key-value cache; afterwards each configuration has its own value again.
+    """Switch off the key-value cache, and restore the configurations at the end.
 
-    No loss needs keys and values, and they take memory. transformers (5.23) ignores where documents of a packed batch
-    begin as soon as there is a cache, so that tokens attend across documents.
+    A loss needs no cache, which takes memory. With a cache transformers (5.23) ignores where documents of a packed
+    batch begin, so that tokens attend across documents.
     """
     switched = [config for config in configs if config.use_cache]
     for config in switched:
@@ -115,7 +115,7 @@ def without_cache(configs: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, without a key-value cache; afterwards each is as it was."""
+    """Set every module to evaluation mode without a key-value cache, and restore all at the end."""
     with modes_restored(model), without_cache(cache_configs(model)):
         model.eval()
         yield
@@ -123,35 +123,35 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, without gradients or a key-value cache, and back afterwards."""
+    """Set a model to evaluation mode without gradients and key-value cache, and restore it at the end."""
     with evaluating(model), torch.no_grad():
         yield
 
 
 class ExampleCalls:
-    """The arguments of the outermost calls that reach every weight within reach, in the user's own first micro-batch.
+    """The arguments of the outermost calls that use the wanted weights, in the user's first micro-batch.
 
-    A model that its trainer calls whole gives one call. A LightningModule whose ``training_step`` calls its parts gives
-    one a part; what connects the parts is then not seen, and so is not pruned.
+    A model that its trainer calls as a whole gives one call. A LightningModule whose ``training_step`` calls its parts
+    gives one per part. Connections between the parts are then unknown, and so are not pruned.
     """
 
     def __init__(self, model: nn.Module, modules: set[nn.Module]) -> None:
         self.calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-        self._open: list[tuple[nn.Module, Any, bool]] = []  # with its own forward, and whether that is called
+        self._open: list[tuple[nn.Module, Any, bool]] = []  # with its own forward, and True if that is called
         self._has_expired = False
         self._handles: list[Any] = []
-        # Under torch.compile they stay outside of the graph, which cannot note such things.
+        # Under torch.compile hooks stay outside the graph, which cannot record calls.
         enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))  # type: ignore[no-untyped-call]
-        # On every module with a wanted one inside: a user may call a part of the model directly.
+        # On every module that contains a wanted one, because users may call a part of the model directly.
         for module in model.modules():
             if not modules.isdisjoint(module.modules()):
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                # always_call: a forward that raised must leave the stack as it was.
+                # always_call: a forward that raised an error must restore the stack.
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_redirected()
-        # Only the outermost, only in training: nested calls are repeated by it.
+        # Only the outermost and only in training, because it repeats nested calls.
         if not any(is_own for _, _, is_own in self._open) and module.training and torch.is_grad_enabled():
             if self._has_expired:
                 self.calls, self._has_expired = [], False
@@ -166,7 +166,7 @@ class ExampleCalls:
 
     def _drop_redirected(self) -> None:
         """Forget a call whose arguments were for another method."""
-        # Under DDP, Lightning and Fabric replace `forward` by what calls a method: what that calls is outermost.
+        # Under DDP, Lightning and Fabric replace `forward` by a function that calls a method: its calls are outermost.
         for index, (module, forward, is_own) in enumerate(self._open):
             if is_own and module.__dict__.get("forward") is not forward:
                 self._open[index] = (module, forward, False)
@@ -177,7 +177,7 @@ class ExampleCalls:
         return [module(*args, **kwargs) for module, args, kwargs in self.calls]
 
     def expire(self) -> None:
-        """The step is over: the next micro-batch takes the place of these calls."""
+        """Mark the end of the step: the next micro-batch replaces these calls."""
         self._has_expired = True
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class ExampleCalls:
 
 
 Solve = Callable[[str, nn.Module, Tensor], None]
-"""Called with (name, layer, ``X Xᵀ`` of its inputs): changes the layer."""
+"""Called with (name, layer, ``X Xᵀ`` of its inputs). Changes the layer."""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -206,12 +206,12 @@ def solve_in_order(
     where: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Show every layer's inputs to `solve`, in evaluation mode and without gradients.
+    """Call `solve` for every layer with its inputs, in evaluation mode and without gradients.
 
-    Where a ``ModuleList`` holds blocks, each called once with the output of the one before, layers of a block see what
-    the blocks before, already changed, give; hidden states wait on the CPU, and one block's Hessians are held at a
-    time. Layers outside the blocks come last, by one more pass. In any other model all layers see the inputs of the
-    unchanged model, and all Hessians are held at once, solved in the order of `layers`.
+    If a ``ModuleList`` holds blocks that form a chain, layers of a block receive the outputs of the earlier, already
+    changed blocks. Hidden states are kept on the CPU, and only one block's Hessians are in memory at a
+    time. Layers outside the blocks come last, in one more pass. In other models all layers see the inputs of the
+    unchanged model, and all Hessians are in memory at once and solved in the order of `layers`.
     """
     blocks = _blocks(model, layers)
     calls: list[list[_Call]] = []
@@ -244,7 +244,7 @@ def solve_in_order(
 
 
 def _blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Return the list of modules of one class that holds most of the layers; empty where none holds several."""
+    """Return the list of modules of one class that holds most of the layers; empty if none holds several."""
     wanted, best, most = {id(layer) for layer in layers.values()}, list[nn.Module](), 0
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
@@ -255,14 +255,14 @@ def _blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module
 
 
 def _record(blocks: list[nn.Module], run: Callable[[], Any]) -> list[_Call] | None:
-    """Return the arguments of each block, on the CPU; None where the blocks are no chain."""
+    """Return the arguments of each block, on the CPU; None if the blocks are no chain."""
     calls: list[_Call] = []
     kept: dict[int, tuple[Tensor, Tensor]] = {}
     last: list[Any] = [None]
     chained = [True]
 
     def on_cpu(value: Any) -> Any:
-        if isinstance(value, Tensor):  # once, however many blocks share it; kept alive so that no id comes twice
+        if isinstance(value, Tensor):  # once, even if blocks share it; kept alive so that ids stay unique
             return kept.setdefault(id(value), (value, value.detach().to("cpu", copy=True)))[1]
         return None if hasattr(value, "get_seq_length") else value  # a cache: empty here, filled again elsewhere
 
@@ -301,7 +301,7 @@ def _with_hidden(call: _Call, hidden: Tensor) -> _Call:
 
 
 def _again(block: nn.Module, call: _Call) -> Any:
-    """Call a block with copies of kept arguments, which it may write into, on its device."""
+    """Call a block with copies of the stored arguments, which it may change, on its device."""
     device = next(block.parameters()).device
     args, kwargs = tree_map(lambda value: value.to(device, copy=True) if isinstance(value, Tensor) else value, call)
     return block(*args, **kwargs)
@@ -309,7 +309,7 @@ def _again(block: nn.Module, call: _Call) -> Any:
 
 @contextlib.contextmanager
 def _hessians(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Gather ``X Xᵀ`` of each layer's inputs, of every position and example, in float32 (float64 of float64)."""
+    """Sum ``X Xᵀ`` of each layer's inputs over positions and examples, in float32 (float64 for float64)."""
     found: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -336,7 +336,7 @@ def _solve(layers: Mapping[str, nn.Module], found: dict[str, Tensor], solve: Sol
         if name not in found:
             rule, remedy = f"calibration must reach {name}, got no input", "skip it, or use other batches"
         elif not bool(torch.isfinite(found[name].diagonal()).all()):
-            rule, remedy = f"inputs of {name} must be finite, got NaN or infinity", "look for the batch"
+            rule, remedy = f"inputs of {name} must be finite, got NaN or infinity", "check the batches"
         else:
             solve(name, layer, found.pop(name))
             continue

@@ -1,4 +1,4 @@
-"""Stacked experts: one parameter holds the matrices of all of them, as transformers keeps a mixture's."""
+"""Stacked experts: one parameter holds the matrices of all experts, as in transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 STACKED_DIMS = 3
-"""The experts first, then outputs and inputs in the order that `output_axis_of_experts` tells."""
+"""Axis 0 for experts, then outputs and inputs in the order of `output_axis_of_experts`."""
 
 
 def output_axis_of_experts(module: nn.Module) -> int | None:
-    """Return the axis of each expert's outputs in the parameters that stack them; None of others.
+    """Return the axis of the outputs in the parameters that stack experts; None for other modules.
 
-    1 in (experts, out, in), as Mixtral, Qwen3-MoE and DeepSeek have them; 2 in (experts, in, out), as GPT-OSS and
-    Llama 4 have them. Modules of transformers say it (`is_transposed`), or sizes in common tell.
+    1 in (experts, out, in), as in Mixtral, Qwen3-MoE and DeepSeek; 2 in (experts, in, out), as in GPT-OSS and
+    Llama 4. It follows from `is_transposed` of transformers' modules, or from common sizes.
     """
     stacked = [value for value in module._parameters.values() if value is not None and value.ndim == STACKED_DIMS]
     if not stacked or len({len(value) for value in stacked}) > 1:
@@ -35,36 +35,36 @@ def output_axis_of_experts(module: nn.Module) -> int | None:
 
 
 class _Stacked(type):
-    """Makes `isinstance` ask what a module holds: the classes of experts have no base of their own."""
+    """Makes `isinstance` check a module's contents, because classes of experts have no common base."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, nn.Module) and output_axis_of_experts(instance) is not None
 
 
 class StackedExperts(nn.Module, metaclass=_Stacked):
-    """The class of modules that stack experts, for `match_modules` and `isinstance`; never made itself."""
+    """The class of modules that stack experts, for `match_modules` and `isinstance`. It has no instances."""
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that hold the matrices of all experts, by name; none of a module of another kind."""
+    """Return the parameters that hold the matrices of all experts, by name; empty for other modules."""
     found = {n: value for n, value in module._parameters.items() if value is not None and value.ndim == STACKED_DIMS}
     return found if isinstance(module, StackedExperts) else {}
 
 
 def gates_between_products(module: nn.Module) -> bool:
-    """Return True if what the second stack multiplies is what the module's own ``_apply_gate`` returns.
+    """Return True if the module's ``_apply_gate`` returns the inputs of the second stack.
 
-    So transformers' batched and grouped products call it; its eager loops gate in their own code.
+    This holds for transformers' batched and grouped products. Its eager loops gate in their own code.
     """
     how = getattr(vars(module).get("config"), "_experts_implementation", None)
     return vars(module).get("has_gate") is True and how in ("batched_mm", "grouped_mm")
 
 
 def matrices(module: nn.Module, tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a tensor of the shape of a module's weight as the matrix of each layer: of each expert, or itself."""
+    """Return a tensor with the shape of a module's weight as matrices: one per expert, or the tensor itself."""
     return tensor.unbind(0) if isinstance(module, StackedExperts) else (tensor,)
 
 
 def matrix_names(name: str, module: nn.Module, num: int) -> list[str]:
-    """Return what the matrices of a weight are called."""
+    """Return the names of the matrices of a weight."""
     return [f"{name}[{expert}]" for expert in range(num)] if isinstance(module, StackedExperts) else [name]

@@ -1,4 +1,4 @@
-"""Linear layers of four bits: bitsandbytes' codes and products, right on every processor."""
+"""4-bit linear layers: bitsandbytes' codes and products, correct on every processor."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _BLOCK = 64
 
 
 def linear_of_four_bits(weight: Tensor, *, bias: bool, quant_type: str = "nf4", double_quant: bool = True) -> Any:
-    """Return bitsandbytes' layer of a weight, (outputs, inputs), which stays as it is; a bias is on meta.
+    """Return a bitsandbytes layer for a weight, (outputs, inputs), which is not changed. A bias is on meta.
 
     Source: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
     bnb: Any = importlib.import_module("bitsandbytes")
     outputs, inputs = weight.shape
     kind = _of_part_blocks() if inputs % _BLOCK else bnb.nn.Linear4bit
-    # On meta: bitsandbytes' own layer would draw and allocate a weight only to lose it.
+    # On meta, because bitsandbytes' layer would otherwise allocate and initialise a weight that is not used.
     layer = kind(inputs, outputs, bias=bias, compute_dtype=weight.dtype, device="meta")
-    # .to() is what quantises: bitsandbytes (0.50) does it as the parameter reaches its device.
+    # .to() quantises: bitsandbytes (0.50) does it when the parameter reaches its device.
     layer.weight = bnb.nn.Params4bit(
         weight, requires_grad=False, compress_statistics=double_quant, quant_type=quant_type, module=layer
     ).to(weight.device)
-    # In evaluation bitsandbytes (0.50) would repack the codes for AVX512-BF16 and not turn back for training, and it
+    # In evaluation bitsandbytes (0.50) would repack the codes for AVX512-BF16 and not restore them for training. It
     # fails there at sizes that are not full blocks.
     layer.support_avx512bf16_for_cpu = False
     return layer
 
 
 def dequantized(weight: Any) -> Tensor:
-    """Return what the 4-bit codes of a parameter of bitsandbytes stand for, in the dtype that they were made of."""
+    """Return the values of a bitsandbytes parameter's 4-bit codes, in the dtype before quantisation."""
     bnb: Any = importlib.import_module("bitsandbytes")
     state = weight.quant_state
     if weight.device.type == "cpu" and state.shape[-1] % state.blocksize:
-        # bitsandbytes' AVX-512 kernel (0.50) finds the scales by the rows' whole blocks: with 96 columns those of the
-        # third block and all later ones are another's. Rows of one block each are read rightly.
+        # bitsandbytes' AVX-512 kernel (0.50) assumes rows of whole blocks to find scales: with 96 columns, from the
+        # third block on it uses wrong ones. Rows of one block each are read correctly.
         numel, state = state.shape.numel(), copy.copy(state)
         state.shape = torch.Size((1, numel) if numel % state.blocksize else (numel // state.blocksize, state.blocksize))
     found: Tensor = bnb.functional.dequantize_4bit(weight.data, state)
@@ -48,7 +48,7 @@ def dequantized(weight: Any) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x·Wᵀ`` of codes, which alone are kept for backward, as bitsandbytes has it."""
+    """``x·Wᵀ`` of codes. As in bitsandbytes, only the codes are kept for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
 
 @cache
 def _of_part_blocks() -> Any:
-    """Return bitsandbytes' layer for rows that are not made of whole blocks, which multiplies by `dequantized`."""
+    """Return bitsandbytes' layer for rows that do not consist of whole blocks. It multiplies by `dequantized`."""
     bnb: Any = importlib.import_module("bitsandbytes")
 
     class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[name-defined,misc]

@@ -1,4 +1,4 @@
-"""Which modules a technique touches: by type, name pattern, size and place. Matching nothing is an error."""
+"""Select the modules a technique touches, by type, name pattern, size and place. Matching nothing is an error."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from shared_core.modules.experts import StackedExperts, expert_weights
 
 
 class PlannedForward:
-    """Stands in for the function that a plan put on a layer: the same around the forward of the layer's present class.
+    """Replaces the forward that a tensor parallel plan put on a layer, and calls the forward of its current class.
 
-    Without gradients the plan would hand over plain parts of weight and input, of which nothing tells whether a row is
-    whole; here both are always tensors that know which part of a whole they are.
+    Without gradients the plan would pass plain local parts of weight and input, which do not show if a row is
+    whole. Here both are always DTensors, which know their part of the whole.
     """
 
     def __init__(self, module: nn.Module, planned: Any, style: Any, mesh: Any) -> None:
         self.planned, self._module, self._style, self._mesh = planned, module, style, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer computes."""
+        """Run the layer."""
         module, style, mesh, asked = self._module, self._style, self._mesh, torch.is_grad_enabled()
-        with torch.enable_grad():  # by which a style tells which tensors to hand over
+        with torch.enable_grad():  # a plan's style decides by this which tensors to pass
             args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
             with torch.set_grad_enabled(asked):
                 output = type(module).forward(module, *args, **kwargs)
@@ -46,9 +46,9 @@ class PlannedForward:
 
 
 def follow_class(module: nn.Module) -> bool:
-    """Return True if a layer has a plan's forward that follows its class from now on, until `leave_planned`.
+    """Return True if a plan's forward on a layer now follows the layer's class, until `leave_planned`.
 
-    Not where a plan hands over plain parts in training too: those of packed projections and of experts.
+    False for packed projections and experts, for which plans pass plain parts in training too.
     """
     planned = vars(module).get("forward")
     if not inspect.isfunction(planned):
@@ -66,27 +66,27 @@ def follow_class(module: nn.Module) -> bool:
 
 
 def leave_planned(module: nn.Module) -> None:
-    """Put the plan's own function back on a layer that has its own class again."""
+    """Restore the plan's own function on a layer that has its own class again."""
     found = vars(module).get("forward")
     if isinstance(found, PlannedForward):
         vars(module)["forward"] = found.planned
 
 
 _PLACES = ("first", "last")
-# but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for,
+# except code that only inspects weights or reads parts: Bloom's slices and DeBERTa's other states, off by default,
 # and penalties on weights
 _READ = re.compile(
     r"(?<!isinstance\()\bself\.(\w+)\.weight\b"
     r"(?!\.(?:dtype|device|shape|size|numel|data|grad|requires_grad|detach|cpu|chunk|abs|norm|pow|square|sum|mean|std|var"
     r"|min|max)\b|\[|\s*=[^=])"
 )
-# not Lightning's hooks, which look at a weight to log it or to give it a group of its own
+# not Lightning's hooks, which read a weight to log it or to create a parameter group
 _NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$|^log_|plot|save|load|export|histogram")
 
 
 @dataclass(frozen=True)
 class Matched:
-    """A module that a technique may touch, by its plain dotted name; of stacked experts one for each parameter."""
+    """A module that a technique may touch, with its plain dotted name; for stacked experts one per parameter."""
 
     name: str
     module: nn.Module
@@ -99,9 +99,9 @@ class Matched:
 
 
 def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Return the model with modules replaced in place wherever it holds them; a new one where it is replaced itself."""
+    """Replace modules everywhere in a model, in place, and return it, or its own replacement."""
     for parent in [*model.modules()]:
-        # In `_modules`, under each name that holds it: setattr would go through the user's own __setattr__.
+        # In `_modules`, under each name that holds it, because setattr would call the user's own __setattr__.
         for name, child in parent._modules.items():
             if child is not None and child in made:
                 parent._modules[name] = made[child]
@@ -109,13 +109,13 @@ def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module
 
 
 def check_model(model: object, where: str) -> None:
-    """Raise `ConfigError` unless `model` is a module: a state dict or a path is none."""
+    """Raise `ConfigError` unless `model` is a module, not a state dict or a path."""
     if not isinstance(model, nn.Module):
         raise ConfigError(where, f"model must be a module, got {type(model).__name__}", "build it first")
 
 
 def plain_name(name: str) -> str:
-    """Return a module or parameter name without the parts that wrappers insert.
+    """Return a module or parameter name without the parts inserted by wrappers.
 
     Example:
         >>> plain_name("module.net._orig_mod.0.weight")
@@ -127,32 +127,32 @@ def plain_name(name: str) -> str:
 
 
 def weight_of(name: str, module: nn.Module) -> nn.Parameter:
-    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several."""
+    """Return a module's weight by the last part of a weight's name. Recurrent layers have several weights."""
     return cast("nn.Parameter", module._parameters[name.rpartition(".")[2]])
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, without what FSDP2 makes of it when it shards the module."""
+    """Return a module's class before FSDP2 sharded it."""
     first, *others = type(module).__bases__
-    # FSDP2 makes a class with (FSDPModule, the class) as bases.
+    # FSDP2 creates a class with (FSDPModule, the class) as bases.
     return others[0] if others and first.__name__ == "FSDPModule" else type(module)
 
 
 def is_transformers_conv1d(module: nn.Module) -> bool:
-    """Return True if a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
+    """Return True if a module is GPT-2's linear layer with weight (in, out), without importing transformers."""
     return not isinstance(module, nn.Linear) and conv1d_kind(type(module)) is not None  # type: ignore[arg-type]
 
 
 def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return transformers' Conv1D if a model has it or a class made of it, and nothing otherwise."""
-    # Through the MRO, so that a subclass counts, and without importing transformers.
+    """Return transformers' Conv1D if a model has it or a subclass, else an empty tuple."""
+    # By the MRO, so that subclasses count, and without importing transformers.
     kinds = {*map(type, model.modules())}
     return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
 
 
-@functools.lru_cache(256)  # asked for each layer in every step
+@functools.lru_cache(256)  # called for each layer in every step
 def conv1d_kind(kind: type) -> Any:
-    """Return the class Conv1D of transformers that a class is or is made of, None if it is neither."""
+    """Return transformers' Conv1D if a class is it or a subclass, else None."""
     return next((base for base in kind.__mro__ if _is_conv1d(base)), None)
 
 
@@ -161,13 +161,13 @@ def _is_conv1d(kind: type) -> bool:
 
 
 def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
+    """Change a layer's class from `old` to `new`, and keep the classes of wrappers."""
     if _is_ours(new) and not _is_ours(old):
         _check_forward(module)
     kind = type(module)
     if kind is old:
         _set_class(module, new)
-    else:  # FSDP2 gives a module that it shards a class of its own, made of its mixin and the class it had
+    else:  # FSDP2 gives a sharded module a new class from its mixin and the old class
         bases = tuple(new if base is old else base for base in kind.__bases__)
         own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
         _set_class(module, type(kind.__name__.replace(old.__name__, new.__name__), bases, own))
@@ -184,32 +184,31 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 def _is_own_forward(module: nn.Module, value: object) -> bool:
     """Return True if a value is the bound ``forward`` of a module's class."""
-    # accelerate's hooks, which `device_map` puts on layers, call the one that they found (`_old_forward`), and leave it
-    # on the layer as `forward` when they are removed. Both would go on calling that of the layer's class before.
+    # Accelerate's hooks for `device_map` call the forward they found (`_old_forward`), and leave it on the layer as
+    # `forward` when they are removed. Both would keep calling the forward of the old class.
     return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is type(module).forward
 
 
 def _check_forward(module: nn.Module) -> None:
     found = vars(module).get("forward")
-    if found is None or _is_ours(type(found)) or follow_class(module):  # ours look up that of the class at every call
+    if found is None or _is_ours(type(found)) or follow_class(module):  # ours look up the class's forward in every call
         return
     if not any(_is_own_forward(module, value) for value in (found, vars(module).get("_old_forward"))):
         raise MatchError(
             "layers",
-            f"forward must be that of its class, got {getattr(found, '__qualname__', found)} put on a "
-            f"{type(module).__name__} itself",
-            "do that after the technique is attached, or name the layer in skip",
+            f"forward was replaced by {getattr(found, '__qualname__', found)} on a {type(module).__name__}",
+            "replace it after the technique is attached, or name the layer in skip",
         )
 
 
 @contextlib.contextmanager
 def stock_layers(model: nn.Module) -> Iterator[None]:
-    """Have layers that techniques gave a class of their own compute as the stock layers that they stand for."""
+    """Make layers with a technique's class compute like their stock layers."""
     changed = [(module, type(module)) for module in model.modules() if _is_ours(type(module))]
     try:
         for module, kind in changed:
             stock = next(base for base in kind.__mro__ if not _is_ours(base))
-            if stock is not nn.Module:  # else a layer that stands for itself
+            if stock is not nn.Module:  # else a layer without a stock class
                 _set_class(module, stock)
         yield
     finally:
@@ -250,7 +249,7 @@ def match_modules(
 
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
-            # "last" is index 1 in _PLACES: times -1 it is -1, and "first" stays 0.
+            # "last" has index 1 in _PLACES, which gives -1. "first" stays 0.
             return found is able[_PLACES.index(pattern) * -1]
         return any(_fits(pattern, name, found.module) for name in found.names)
 
@@ -261,7 +260,7 @@ def match_modules(
             raise MatchError(where, f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
-        # Only a pattern that matches nothing at all is a mistake.
+        # Only a pattern without any match is a mistake.
         if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):
             known = [name for name in names if name]
             raise MatchError(where, f"skip pattern {pattern!r} matches no module{nearest(pattern, known)}")
@@ -272,7 +271,7 @@ def match_modules(
         if (not include or any(hit(pattern, found) for pattern in include))
         and not any(hit(pattern, found) for pattern in skip)
     ]
-    # An empty weight has nothing to change, whatever min_size is.
+    # An empty weight has nothing to change, for any min_size.
     large = [found for found in chosen if _num_weights(found) >= max(min_size, 1)]
     if not large:
         most = max(map(_num_weights, chosen), default=0)
@@ -286,12 +285,12 @@ def match_modules(
 
 
 def chosen_modules(config: Any, model: nn.Module, types: tuple[type[nn.Module], ...], *, where: str) -> list[Matched]:
-    """Return what `match_modules` does by a technique's options `include`, `skip` and `min_size`."""
+    """Call `match_modules` with a technique's options `include`, `skip` and `min_size`."""
     return match_modules(model, types, where=where, include=config.include, skip=config.skip, min_size=config.min_size)
 
 
 def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of the modules that patterns name, as `match_modules` reads them."""
+    """Return the names of the modules that match patterns, as in `match_modules`."""
     places = dict(zip(_PLACES, [*modules][:1] + [*modules][-1:], strict=False))
     asked = list(patterns)
     named = {places[pattern] for pattern in asked if pattern in places}
@@ -302,7 +301,7 @@ def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[s
 def options_by_module(
     where: str, overrides: Iterable[tuple[str, str, str]], layers: Mapping[str, nn.Module], what: str
 ) -> dict[str, dict[str, str]]:
-    """Return for each layer the options that overrides, (pattern, option, value), set; of two the later one counts."""
+    """Return the options per layer from overrides, (pattern, option, value). The last match counts."""
     options: dict[str, dict[str, str]] = {name: {} for name in layers}
     for pattern, option, value in overrides:
         hit = named_by([pattern], layers)
@@ -320,7 +319,7 @@ def _fits(pattern: str, name: str, module: nn.Module) -> bool:
 def _num_weights(found: Matched) -> int:
     module, name = found.module, found.parameter or "weight"
     if parametrize.is_parametrized(module, name):
-        # not computed: spectral norm goes one iteration further whenever somebody looks at its weight
+        # not computed, because each read of its weight advances spectral norm by one iteration
         return max(value.numel() for value in cast(nn.ModuleDict, module.parametrizations)[name].parameters())
     weight = getattr(module, name, None)
     if isinstance(weight, Tensor):
@@ -332,16 +331,16 @@ def _num_weights(found: Matched) -> int:
 
 
 UNHELD = "no optimizer holds it"
-"""Of a weight that counts as frozen, in reasons why it is left out."""
+"""Reason for leaving out a weight that counts as frozen."""
 PAST_FORWARD = "computes with its weight itself"
-"""Of a parent, in reasons why a layer is left out."""
+"""Reason for leaving out a layer whose parent reads its weight."""
 
 
 @functools.cache
 def weights_read_by(parent: type) -> frozenset[str]:
-    """Return whose weights a module's code reads to compute with, as Mamba's fused scan does, by attribute."""
+    """Return the attributes whose weights a module's code reads directly, as Mamba's fused scan does."""
     found: set[str] = set()
-    # `fast_paths_off` switches torch's own such code off
+    # `fast_paths_off` switches off such code in torch
     for ancestor in (cls for cls in parent.__mro__ if not cls.__module__.startswith("torch.")):
         for name, function in vars(ancestor).items():
             if inspect.isfunction(function) and not _NO_FORWARD.search(name):
@@ -351,7 +350,7 @@ def weights_read_by(parent: type) -> frozenset[str]:
 
 
 def read_past_forward(model: nn.Module) -> dict[int, str]:
-    """Return, by identity of a layer, whose code computes with its weights past its forward, as a reason."""
+    """Return layer id → reason, for layers whose weights other code uses without calling their forward."""
     found: dict[int, str] = {}
     for parent in model.modules():
         kind: Any = type(parent)

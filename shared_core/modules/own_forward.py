@@ -1,4 +1,4 @@
-"""Forwards that may not read what a layer stores: those of users' own classes, and torch's fused evaluation."""
+"""Detect forwards that bypass the stored weight: those of user classes, and torch's fused evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared_core.modules.calls import buffers_restored, modes_restored
 from shared_core.modules.matching import conv1d_kind, own_class
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
-UNKNOWN = "its own forward cannot be tried on a small input"
+UNKNOWN = "its custom forward does not run on a small input"
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -25,7 +25,7 @@ _PRODUCTS = (
 
 
 def stock_kind(kind: Any) -> type[nn.Module] | None:
-    """Return the layer of torch's or transformers' that a class computes as; None if its forward is its own.
+    """Return the class of torch or transformers whose forward a class uses; None if it has its own forward.
 
     Example:
         >>> class Orthogonal(nn.Linear):
@@ -45,15 +45,15 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
 
 
 def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
-    """Return why what a linear or convolutional layer stores may not be what it multiplies by; None if it is.
+    """Return why a linear or convolutional layer may not multiply by its stored weight; None if it does.
 
-    A layer that computes as torch's multiplies by its weight. Another one is run on a small input, in evaluation mode
-    and without gradients; its buffers and the random state stay as they are.
+    A layer with torch's forward multiplies by its weight. Any other is run on a small input, in evaluation mode
+    and without gradients. Its buffers and the random state are not changed.
 
     Args:
-        module: With a parameter `weight`.
-        keeps_zeros: Whether a weight will do too that is 0 where the stored one is, whatever it is elsewhere, and of
-            which no element depends on others: one under a mask, or times a constant.
+        module: A module with a parameter `weight`.
+        keeps_zeros: Also accept a weight that is 0 where the stored one is and whose elements do not depend on each
+            other, such as a masked weight or one times a constant.
 
     Example:
         >>> class Centred(nn.Linear):
@@ -77,7 +77,7 @@ def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
             ones = torch.ones_like(stored)
             kept = (torch.arange(stored.numel(), device=stored.device) % 2).view(stored.shape).bool()
             full, half = (_products(module, values).used for values in (ones, ones * kept))
-        except Exception:  # a user's forward may want anything
+        except Exception:  # a user's forward may need anything
             return UNKNOWN
     is_kept = [
         any(_equal(one, half_of, other) for half_of in (kept, kept.mT)) for one, other in zip(full, half, strict=True)
@@ -90,9 +90,9 @@ def _equal(whole: Tensor, kept: Tensor, half: Tensor) -> bool:
 
 
 def _products(module: Any, weight: Tensor) -> _Products:
-    """Return what a layer multiplies by on a small input if it stores this weight."""
+    """Return the factors that a layer with this weight multiplies by on a small input."""
     try:
-        vars(module)["weight"] = weight  # found before the parameter of that name
+        vars(module)["weight"] = weight  # Python finds it before the parameter of that name
         seen = _Products(weight)
         with seen:
             own_class(module).forward(module, _input(module))
@@ -103,7 +103,7 @@ def _products(module: Any, weight: Tensor) -> _Products:
 
 def _input(module: Any) -> Tensor:
     like = {"device": module.weight.device, "dtype": module.weight.dtype}
-    rows = next(count for count in range(2, 9) if count not in module.weight.shape)  # not to be taken for the weight
+    rows = next(count for count in range(2, 9) if count not in module.weight.shape)  # must not look like the weight
     if isinstance(module, nn.Linear):
         return torch.ones(rows, module.in_features, **like)
     sides = [step * (size - 1) + 3 for size, step in zip(module.kernel_size, module.dilation, strict=True)]
@@ -111,7 +111,7 @@ def _input(module: Any) -> Tensor:
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches for products by a weight, or by a view of it, and keeps other tensors of its shape that are factors."""
+    """Watches for products by a weight or a view of it, and records other factors with its shape."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ Undo = list[tuple[nn.Module, str, Any]]
 
 
 def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Undo:
-    """Switch off the fused evaluation of `nn.TransformerEncoder`, which reads weights itself, past swapped layers."""
+    """Switch off the fused evaluation of `nn.TransformerEncoder`, which reads weights and bypasses swapped layers."""
     undo: Undo = []
     for parent in model.modules():
         if not any(isinstance(child, layers) for child in parent.modules()):
@@ -143,12 +143,12 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
         )
         if name is not None and hasattr(parent, name):
             undo.append((parent, name, getattr(parent, name)))
-            # 0: no activation that the fused kernel knows, and nested tensors off.
+            # 0: no activation known to the fused kernel, and nested tensors off.
             setattr(parent, name, 0)
     return undo
 
 
 def fast_paths_on(undo: Undo) -> None:
-    """Set back what `fast_paths_off` changed."""
+    """Undo `fast_paths_off`."""
     for parent, name, value in undo:
         setattr(parent, name, value)

@@ -1,4 +1,4 @@
-"""The weights of Linear, Conv, transposed Conv and recurrent layers, seen by output and input channel."""
+"""Views of the weights of Linear, Conv, transposed Conv and recurrent layers by output and input channel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Conv = nn.modules.conv._ConvNd
 def output_axis(module: nn.Module) -> int:
     """Return the axis of a module's weight along which the outputs lie.
 
-    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2); of stacked
-    experts 1 or 2.
+    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2), 1 or 2 for
+    stacked experts.
     """
     stacked = output_axis_of_experts(module)
     return int(isinstance(module, TRANSPOSED) or is_transformers_conv1d(module)) if stacked is None else stacked
@@ -35,7 +35,7 @@ def input_axis(module: nn.Module) -> int:
 
 
 def check_layout(module: nn.Module, where: str) -> None:
-    """Refuse a layer whose weight is laid out in no way that is known here."""
+    """Raise an error if the layout of a layer's weight is unknown."""
     if not isinstance(module, nn.Linear | _Conv) and not is_transformers_conv1d(module):
         raise ConfigError(
             where, f"layer must be linear or convolutional, got {type(module).__name__}", "leave it out with skip"
@@ -52,7 +52,7 @@ def output_rows(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def from_output_rows(module: nn.Module, rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what `output_rows` made rows of, in the weight's shape and contiguous."""
+    """Undo `output_rows`: return a contiguous tensor of the weight's shape."""
     if is_transformers_conv1d(module):
         return rows.t().contiguous()
     if isinstance(module, TRANSPOSED):
@@ -62,34 +62,34 @@ def from_output_rows(module: nn.Module, rows: Tensor, shape: Sequence[int]) -> T
 
 
 def channel_axis(module: nn.Module, x: Tensor) -> int:
-    """Return the axis of an input's or output's channels: the last, or before the places of a convolution."""
+    """Return the axis of an input's or output's channels: the last, or before the spatial axes of a convolution."""
     return x.dim() - 1 - (len(module.kernel_size) if isinstance(module, _Conv) else 0)
 
 
 def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return one value an input channel, (channels,), shaped to be multiplied with a weight of this shape."""
+    """Return values per input channel, (channels,), shaped to multiply a weight of this shape."""
     rest = (1,) * (len(shape) - 2)
     if isinstance(module, TRANSPOSED) or is_transformers_conv1d(module):
         return channels.view(-1, 1, *rest)
     if isinstance(module, _Conv):
-        # Channel g * (in / groups) + j is at place j of its group's rows.
+        # Channel g * (in / groups) + j is at index j of its group's rows.
         groups = channels.view(module.groups, 1, shape[1]).expand(-1, shape[0] // module.groups, -1)
         return groups.reshape(shape[0], shape[1], *rest)
     return channels.view(1, -1)
 
 
 def over_outputs(module: nn.Module, units: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return one value an output unit, a new tensor of the weight's shape."""
-    # expand has stride 0: clone gives the values memory.
+    """Return values per output unit as a new tensor of the weight's shape."""
+    # expand has stride 0, so clone allocates memory.
     rows = units.view(-1, 1).expand(-1, math.prod(shape) // units.numel())
     return from_output_rows(module, rows, shape).clone(memory_format=torch.contiguous_format)
 
 
 def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
-    """Return a transposed convolution's weight with its output channels along axis 0; its own inverse.
+    """Return a transposed convolution's weight with output channels along axis 0. It is its own inverse.
 
     (in, out / groups, ...) becomes (out, in / groups, ...): output channel ``g·(out/groups) + j`` is computed from
-    ``weight[g·(in/groups) : (g+1)·(in/groups), j]``, the g-th group's inputs. What works per output channel along
+    ``weight[g·(in/groups) : (g+1)·(in/groups), j]``, the g-th group's inputs. Code for output channels along
     axis 0 (scales, LSQ, ternary) then works for transposed convolutions too.
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or len(weight) % groups:
@@ -99,7 +99,7 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that hold a layer's weights, by name: several of recurrent layers and stacked experts."""
+    """Return a layer's weights by name. Recurrent layers and stacked experts have several."""
     found = {
         name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
     }
@@ -112,7 +112,7 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a weight with a row for each output channel or embedding vector, experts one after the other."""
+    """Return a weight with one row per output channel or embedding vector, experts concatenated."""
     if isinstance(module, TRANSPOSED):
         weight = output_channels_first(weight, module.groups)
     if (axis := output_axis_of_experts(module)) is not None:
@@ -121,11 +121,11 @@ def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
-    """Return `rows`, as `as_rows` made them, in the shape of the weight `like`."""
+    """Undo `as_rows`: return `rows` in the shape of the weight `like`."""
     if is_transformers_conv1d(module):
         return rows.t()
     if output_axis_of_experts(module) == 2:
-        # as the parameter lies in memory: products of other layouts may differ in their last bits
+        # in the parameter's memory layout, because products in other layouts may differ in the last bits
         return rows.view(like.mT.shape).mT.contiguous()
     if not isinstance(module, TRANSPOSED):
         return rows.view(like.shape)
@@ -134,16 +134,16 @@ def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None = None) -> Tensor:
-    """Return what a Linear, Conv1D, convolution or transposed convolution computes with another weight and bias."""
+    """Run a Linear, Conv1D, convolution or transposed convolution with another weight and bias."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if is_transformers_conv1d(layer):
-        # As transformers computes it, so that results keep their bits.
+        # As in transformers, so that results are equal bit for bit.
         return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], layer.nf)  # type: ignore[arg-type]
     if not layer.transposed:
         return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
     dims = len(layer.kernel_size)
-    # The user's output_size decides how much is added at one side.
+    # The user's output_size decides how much is added on one side.
     padding = layer._output_padding(
         x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
     )
@@ -163,13 +163,13 @@ def num_inputs(module: nn.Module) -> int:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Return True if every output channel of a convolution reads one input channel of its own."""
+    """Return True if every output channel of a convolution reads its own single input channel."""
     groups = getattr(module, "groups", 1)
     return bool(groups > 1 and groups == num_inputs(module) == num_outputs(module))
 
 
 def by_channel(weight: Tensor, module: nn.Module, channels: int | None = None) -> Tensor:
-    """Return a view (groups, outputs a group, inputs a group, …) of a layer's weight.
+    """Return a view (groups, outputs per group, inputs per group, …) of a layer's weight.
 
     `channels` are those of the (channels, positions) map that a Linear layer reads flattened, all features by default.
     """
@@ -180,12 +180,12 @@ def by_channel(weight: Tensor, module: nn.Module, channels: int | None = None) -
 
 
 def largest_by_output(view: Tensor) -> Tensor:
-    """Return max|w| of each output channel of a `by_channel` view."""
+    """Return max|w| per output channel of a `by_channel` view."""
     return view.abs().amax(dim=tuple(range(2, view.dim()))).flatten()
 
 
 def largest_by_input(view: Tensor) -> Tensor:
-    """Return max|w| of each input channel of a `by_channel` view."""
+    """Return max|w| per input channel of a `by_channel` view."""
     return view.abs().amax(dim=(1, *range(3, view.dim()))).flatten()
 
 
@@ -200,7 +200,7 @@ def scale_inputs_(view: Tensor, factor: Tensor) -> None:
 
 
 def scaled_outputs(weight: Tensor, module: nn.Module, factor: Tensor) -> Tensor:
-    """Return `weight` with every output channel multiplied by its factor, (channels,); gradients reach both."""
+    """Return `weight` with every output channel multiplied by its factor, (channels,). Gradients reach both."""
     if not isinstance(module, TRANSPOSED):
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
     groups = int(module.groups)
@@ -209,12 +209,12 @@ def scaled_outputs(weight: Tensor, module: nn.Module, factor: Tensor) -> Tensor:
 
 
 def _split(weight: Tensor, axis: int, parts: int) -> Tensor:
-    """Return a view with `axis` split in two; unlike reshape, also for channels_last weights never a copy."""
+    """Return a view with `axis` split in two. Unlike reshape, it never copies, even channels_last weights."""
     return torch.unflatten(weight, axis, (parts, weight.shape[axis] // max(parts, 1)))
 
 
 def channel_sums(output: Tensor, module: nn.Module) -> tuple[Tensor, int]:
-    """Return (sum of each channel in float64, number of values a channel) of a layer's output."""
+    """Return (sum per channel in float64, number of values per channel) of a layer's output."""
     axis = -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)  # type: ignore[arg-type]
     values = output.detach().movedim(axis, 0).flatten(1)
     return values.sum(1, dtype=torch.float64), values.shape[1]

@@ -1,4 +1,4 @@
-"""Number formats: one table, and rounding, encoding and decoding by it, element by element or in blocks."""
+"""Number formats: one table, and rounding, encoding and decoding, per element or in blocks."""
 
 from shared_core.numerics.block_formats import Blocks as Blocks
 from shared_core.numerics.block_formats import mx_encode as mx_encode

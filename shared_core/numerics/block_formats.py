@@ -1,4 +1,4 @@
-"""Formats whose blocks share a scale, MX and NVFP4: codes and scales, and the values that they stand for."""
+"""Block formats MX and NVFP4, in which blocks share a scale: codes, scales and rounded values."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SMALLEST_TENSOR_SCALE = 2.0**-121
 
 
 class Blocks(NamedTuple):
-    """A tensor in a block format: bit patterns as uint8, read as `decode` reads them.
+    """A tensor in a block format: bit patterns as uint8, for `decode`.
 
     Args:
         codes: Elements, in the shape of the tensor.
-        scale: One a block, in that shape but for the axis: e8m0 (MX) or fp8_e4m3 (NVFP4).
-        tensor_scale: The second scale of NVFP4, float32 of no dimensions; None in MX.
+        scale: One per block, in that shape except for the axis: e8m0 (MX) or fp8_e4m3 (NVFP4).
+        tensor_scale: The second scale of NVFP4, a float32 scalar; None for MX.
     """
 
     codes: Tensor
@@ -48,11 +48,11 @@ def mx_round_to(
     mode: RoundingMode = "nearest_even",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `x` rounded to a microscaling format: ``s·round(x/s)`` with one power of two `s` a block.
+    """Return `x` rounded to a microscaling format: ``s·round(x/s)`` with one power of two `s` per block.
 
     ``s = 2^(floor(log2 amax) - emax)``, clamped to [2^-126, 2^127], with emax the exponent of the element's largest
-    value; what lies beyond that value saturates. A ragged last block is as if filled up with zeros, a block of zeros
-    stays zero, and **a block that holds a NaN or an infinity becomes NaN as a whole**: it has no scale, and saturation
+    value. Values beyond it saturate. A shorter last block is padded with zeros, a block of zeros
+    stays zero, and **a block with NaN or infinity becomes NaN as a whole**, because it has no scale and saturation
     would hide an overflow.
 
     Equal, bit for bit, to torchao's ``MXTensor.to_mx(...).dequantize()`` with the floor rule while amax is finite and
@@ -62,12 +62,12 @@ def mx_round_to(
         x: At least one axis; float64, float32, bfloat16 or float16. Not changed.
         element: Format of the elements.
         group_size: Length of a block.
-        axis: Where the blocks lie, in a matrix product the contracted axis.
+        axis: Axis of the blocks, in a matrix product the contracted axis.
         mode: How elements round, see `round_to`.
         generator: Source of the stochastic mode's randomness, on x's device.
 
     Returns:
-        The shape and dtype of `x`, which holds every result, detached.
+        A detached tensor with the shape and dtype of `x`, which holds every result.
 
     Raises:
         ConfigError: Unknown element or mode, a dtype that is no float, no axis, or a group size below 1.
@@ -85,7 +85,7 @@ def mx_round_to(
     if mode == "nearest_even" and group_size in GROUP_SIZES and _is_last(x, axis) and on_eager_cuda(x):
         rounded: Tensor = directly(mx_round)(x.detach(), element, group_size)
         return rounded
-    # (..., blocks, group_size), the axis moved last; the pad's zeros change no maximum.
+    # (..., blocks, group_size), with the axis moved last. Zeros of the padding change no maximum.
     blocks = _blocks(x, group_size, axis)
     scale = _mx_scale(blocks, element)
     values = round_to(blocks / scale, element, mode=mode, generator=generator)
@@ -93,9 +93,9 @@ def mx_round_to(
 
 
 def mx_encode(x: Tensor, element: Element = "fp4_e2m1", *, group_size: int = 32, axis: int = -1) -> Blocks:
-    """Return codes and e8m0 scales of `x`, whose values are those of `mx_round_to`.
+    """Return codes and e8m0 scales of the values of `mx_round_to`.
 
-    The scale of a block that holds a NaN or an infinity is NaN, 255.
+    The scale of a block with NaN or infinity is NaN, 255.
 
     Args:
         x: See `mx_round_to`.
@@ -121,10 +121,10 @@ def mx_encode(x: Tensor, element: Element = "fp4_e2m1", *, group_size: int = 32,
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
-    """Return NVFP4's scale of a tensor, ``s_t = amax/(448·6)``: its largest block has the largest block scale.
+    """Return NVFP4's tensor scale, ``s_t = amax/(448·6)``, which gives the largest block the largest block scale.
 
-    At least 2^-121, so that a tensor of zeros stays zero and the reciprocals of scales stay finite; NaN where `amax`
-    is not finite.
+    It is at least 2^-121, so that a tensor of zeros stays zero and reciprocals of scales stay finite. It is NaN if
+    `amax` is not finite.
 
     Args:
         amax: Largest magnitude of the tensor.
@@ -138,16 +138,16 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
         >>> nvfp4_tensor_scale(torch.tensor(2688.0)).item()
         1.0
     """
-    # 448 · 6 = 2688: a block whose maximum is the tensor's then has the scale 448, e4m3's largest.
+    # 448 · 6 = 2688, so that a block with the tensor's maximum has the scale 448, e4m3's largest.
     return _usable(amax.detach().float() / (_E4M3.largest * _FP4.largest))
 
 
 def nvfp4_binary_scale(amax: Tensor) -> Tensor:
     """Return the smallest power of two at or above `nvfp4_tensor_scale`.
 
-    Block scales keep their relative precision, of floats, under any power of two: a tensor rounded with this scale has
-    the same values under a larger one that is a power of two too, as long as no block falls below e4m3's normal
-    values. So engines may give several matrices one tensor scale, or inputs a fixed one.
+    Block scales are floats and keep their relative precision under any power of two. A tensor rounded with this scale
+    has the same values with any larger power of two, as long as no block scale falls below e4m3's normal
+    values. So engines may share one tensor scale among matrices, or fix it for inputs.
     """
     scale = nvfp4_tensor_scale(amax)
     below = binade(scale, FORMATS["fp32"])
@@ -164,23 +164,23 @@ def nvfp4_round_to(
 ) -> Tensor:
     """Return `x` rounded to NVFP4: ``s·fp4(x/s)`` with ``s = s_t·e4m3(amax_block/(6·s_t))`` for each 16 elements.
 
-    Block scales are clamped to [2^-6, 448], the normal values of e4m3; what lies beyond the largest element saturates.
-    A ragged last block is as if filled up with zeros, and zeros stay zero. **A block that holds a NaN or an infinity
-    becomes NaN as a whole**, and so does the tensor if its scale is not finite, as that of such a tensor is.
+    Block scales are clamped to [2^-6, 448], the normal values of e4m3. Values beyond the largest element saturate.
+    A shorter last block is padded with zeros, and zeros stay zero. **A block with NaN or infinity becomes NaN
+    as a whole**. If the tensor scale is not finite, as its own is in this case, the whole tensor becomes NaN.
 
     Equal, bit for bit, to torchao's ``NVFP4Tensor.to_nvfp4(x, per_tensor_scale=s_t).dequantize(torch.float32)`` while
-    x is finite and s_t at least 2^-121; smaller tensor scales are raised to that.
+    x is finite and s_t at least 2^-121. Smaller tensor scales are raised to that.
 
     Args:
         x: At least one axis; float64, float32, bfloat16 or float16. Not changed.
-        per_tensor_scale: s_t, one positive value on x's device, see `nvfp4_tensor_scale`; None takes that of x.
-        axis: Where the blocks lie, in a matrix product the contracted axis.
-        dtype: Of the result, which 16 bits round once more: a product of scales does not fit them. None is float32,
-            or float64 for float64.
-        binary: Whether x's own s_t is a power of two, see `nvfp4_binary_scale`.
+        per_tensor_scale: s_t, one positive value on x's device, see `nvfp4_tensor_scale`; None: that of x.
+        axis: Axis of the blocks, in a matrix product the contracted axis.
+        dtype: Type of the result. 16-bit types round once more, because they cannot hold a product of scales. None:
+            float32, or float64 for float64.
+        binary: Use a power of two as x's own s_t, see `nvfp4_binary_scale`.
 
     Returns:
-        The shape of `x`, detached.
+        A detached tensor with the shape of `x`.
 
     Raises:
         ConfigError: A dtype that is no float, no axis, or a tensor scale of more than one value.
@@ -200,15 +200,15 @@ def nvfp4_round_to(
         return rounded
     blocks = _blocks(x, NVFP4_GROUP, axis)
     scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale, binary)
-    # Products with reciprocals, as the kernel and torchao do: a division would round otherwise.
+    # Multiply by reciprocals like the kernel and torchao. A division would round differently.
     values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
     return in_type(_joined(values * (tensor_scale * scale), x, axis), dtype)
 
 
 def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Blocks:
-    """Return codes, e4m3 block scales and the tensor scale of `x`, whose values are those of `nvfp4_round_to`.
+    """Return codes, e4m3 block scales and the tensor scale of the values of `nvfp4_round_to`.
 
-    The scale of a block that holds a NaN or an infinity is NaN.
+    The scale of a block with NaN or infinity is NaN.
 
     Args:
         x: See `nvfp4_round_to`.
@@ -275,7 +275,7 @@ def _joined(blocks: Tensor, x: Tensor, axis: int) -> Tensor:
 def _mx_scale(blocks: Tensor, element: str) -> Tensor:
     amax = blocks.abs().amax(-1, keepdim=True)
     emax = math.frexp(FORMATS[element].largest)[1] - 1
-    # 2^(⌊log2 amax⌋ - emax) by masks of exponent bits, which do not miss a power of two as log2 may.
+    # 2^(⌊log2 amax⌋ - emax) by masking exponent bits, which is exact at powers of two, unlike log2.
     scale = (binade(amax, FORMATS["fp32"]) * 2.0**-emax).clamp_(2.0**-126, 2.0**127)
     return torch.where(amax.isfinite(), scale, math.nan)
 
@@ -288,7 +288,7 @@ def _nvfp4_scales(blocks: Tensor, per_tensor_scale: Tensor | None, binary: bool 
     else:
         tensor_scale = _usable(per_tensor_scale.detach().float().reshape(()))
     tensor_scale = tensor_scale.to(blocks.dtype)
-    # Two divisions, and later a product with the reciprocal: the float32 roundings of torchao and of the GPU kernels.
+    # Two divisions, and later a product with the reciprocal, to round in float32 like torchao and the GPU kernels.
     relative = (amax / _FP4.largest / tensor_scale).clamp(_E4M3.smallest_normal, _E4M3.largest)
     return round_to(torch.where(amax.isfinite(), relative, math.nan), "fp8_e4m3"), tensor_scale
 

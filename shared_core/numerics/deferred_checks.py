@@ -1,4 +1,4 @@
-"""Read or check many tensors at once: each look at a GPU waits for it."""
+"""Read or check many tensors at once, because each read from a GPU waits for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _open: list[list[tuple[Tensor, Callable[[], EffError]]]] = []
 
 
 def read_together(values: Sequence[Tensor]) -> list[Any]:
-    """Return single values of tensors, of one dtype, in one read.
+    """Return the values of single-element tensors of one dtype in one read.
 
     Example:
         >>> read_together([torch.tensor(3), torch.tensor([4])])
@@ -26,7 +26,7 @@ def read_together(values: Sequence[Tensor]) -> list[Any]:
 
 
 def copied_to_cpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield copies of tensors on the CPU, in order; up to 64 MiB of one device travel in one copy.
+    """Yield copies of tensors on the CPU, in order. Up to 64 MiB of one device are copied at once.
 
     Example:
         >>> list(copied_to_cpu([torch.tensor([1.5]), torch.tensor(2)]))
@@ -48,12 +48,12 @@ def _in_one_copy(tensors: list[Tensor]) -> Iterator[Tensor]:
         return
     together = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
     for tensor, part in zip(tensors, torch.split(together, [tensor.nbytes for tensor in tensors]), strict=True):
-        # cloned: aligned to its type, and not held in memory by the others
+        # cloned, so that it is aligned to its type and does not keep the others in memory
         yield part.clone().view(tensor.dtype).view(tensor.shape)
 
 
 def refuse(flag: Tensor, error: Callable[[], EffError]) -> None:
-    """Raise an error where a flag is True; inside `checked_together` flags of a GPU are looked at when that ends."""
+    """Raise an error if a flag is True. Within `checked_together`, GPU flags are read at its end."""
     if _open and not flag.is_cpu:
         _open[-1].append((flag, error))
     elif flag:
@@ -62,7 +62,7 @@ def refuse(flag: Tensor, error: Callable[[], EffError]) -> None:
 
 @contextlib.contextmanager
 def checked_together() -> Iterator[None]:
-    """Surround what checks many tensors by `refuse`; the first error is raised at the end."""
+    """Collect the checks that `refuse` makes in this context, and raise the first error at its end."""
     flags: list[tuple[Tensor, Callable[[], EffError]]] = []
     _open.append(flags)
     try:

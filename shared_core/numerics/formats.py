@@ -1,4 +1,4 @@
-"""The table of number formats: what every other part knows of a format comes from here."""
+"""The table of number formats, the only source of format properties."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Overflow = Literal["inf", "nan", "largest"]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One number format; a code is its bit pattern read as an unsigned integer.
+    """One number format. A code is a bit pattern read as an unsigned integer.
 
-    Floats: sign, exponent, mantissa, with subnormals. ``overflow`` says what lies beyond the largest value:
-    ``"inf"`` an exponent reserved for Inf and NaN as in IEEE 754, ``"nan"`` one NaN pattern per sign and no Inf,
-    ``"largest"`` nothing, so that every conversion saturates.
+    Floats have sign, exponent and mantissa, with subnormals. ``overflow`` describes values beyond the largest:
+    ``"inf"``: an exponent reserved for Inf and NaN as in IEEE 754; ``"nan"``: one NaN pattern per sign and no Inf;
+    ``"largest"``: neither, so that every conversion saturates.
 
     Args:
         name: Key in `FORMATS`.
         kind: Family.
         bits: Width of a code.
         use: What the format is for.
-        source: Where it is defined.
+        source: The definition of the format.
         exponent_bits: Width of the exponent field (floats), of the posit exponent, or of the integer part of log2.
         mantissa_bits: Width of the stored fraction.
-        bias: What the exponent field is ahead of the exponent by; None if there is no such field.
-        overflow: What a value beyond the largest becomes where a conversion does not saturate.
+        bias: Exponent field minus exponent; None if there is no such field.
+        overflow: Result for values beyond the largest if a conversion does not saturate.
         qmin: Smallest value of an integer format.
         qmax: Largest value of an integer format.
 
@@ -57,31 +57,31 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value of a float (0 elsewhere)."""
+        """Exponent of the smallest normal value of a float format, else 0."""
         return 1 - self.bias if self.kind == "float" and self.bias is not None else 0
 
     @property
     def largest(self) -> float:
         """Largest finite value."""
         if self.kind == "float":
-            # With infinities the top exponent is theirs; e4m3fn gives up only its top code, to NaN.
+            # With infinities the top exponent is reserved. e4m3fn reserves only its top code, for NaN.
             reserved_exponents = 1 if self.overflow == "inf" else 0
             lost_fractions = 2 if self.overflow == "nan" else 1
             top = 2**self.exponent_bits - 1 - reserved_exponents + self.min_exponent - 1
-            # (2 - lost · ulp) 2^top: the largest fraction below 2, less the codes that are NaN.
+            # (2 - lost · ulp) 2^top: the largest fraction below 2, minus the codes that are NaN.
             return (2.0 - lost_fractions * 0.5**self.mantissa_bits) * math.ldexp(1.0, top)
         return float(self.qmax) if self.kind in ("integer", "binary") else self.magnitudes[-1]
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest positive value of full precision; of all positive values where there are no subnormals."""
+        """Smallest positive value with full precision; without subnormals the smallest positive value."""
         if self.kind == "float":
             return math.ldexp(1.0, self.min_exponent)
         return 1.0 if self.kind in ("integer", "binary") else min(value for value in self.magnitudes if value)
 
     @property
     def smallest_subnormal(self) -> float | None:
-        """Smallest positive subnormal value, None in a format without them."""
+        """Smallest positive subnormal value, or None."""
         return math.ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.kind == "float" else None
 
     @property
@@ -94,7 +94,7 @@ class Format:
         """Largest relative error of rounding to nearest.
 
         Floats: ``2^-(mantissa_bits + 1)``, at normal values. Posits: the same around 1, where they are finest.
-        Logarithms: half a step of log2. Integers and binary have an absolute step: half of it, over the largest.
+        Logarithms: half a step of log2. Integers and binary: half of their absolute step, divided by the largest value.
         """
         if self.kind == "log":
             return math.exp2(0.5 ** (self.mantissa_bits + 1)) - 1.0
@@ -105,7 +105,7 @@ class Format:
 
     @property
     def precision(self) -> int:
-        """Significant bits, the implicit one included, that hold every value (log values are irrational: as fp32)."""
+        """Significant bits, including the implicit one, to hold every value (irrational log values: as fp32)."""
         if self.kind in ("integer", "binary"):
             return self.qmax.bit_length()
         return 24 if self.kind == "log" else self.mantissa_bits + 1
@@ -117,7 +117,7 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """Canonical code of NaN, None where there is none."""
+        """Canonical code of NaN, or None."""
         if self.kind == "float":
             top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
             quiet, fraction = 1 << (self.mantissa_bits - 1), (1 << self.mantissa_bits) - 1
@@ -139,17 +139,17 @@ class Format:
 
     @property
     def magnitudes(self) -> tuple[float, ...]:
-        """Values of a posit, log or scale format that are not negative, by code."""
+        """Non-negative values of a posit, log or scale format, by code."""
         return _LATTICES[self.name][0]
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """For each of `magnitudes` the largest float64 that rounds to it or below it."""
+        """For each of `magnitudes`, the largest float64 that rounds to it or to a smaller one."""
         return _LATTICES[self.name][1]
 
     def holds(self, other: Format) -> bool:
         """Return True if this float format has every value of `other`."""
-        # More precise, and with a wider range at both ends: every value of `other` is one of this format.
+        # Higher precision and a wider range at both ends: this format has every value of `other`.
         finer = self.precision >= other.precision and self.smallest <= other.smallest
         return self.kind == "float" and finer and self.largest >= other.largest
 
@@ -176,11 +176,11 @@ def posit_value(code: int, bits: int, exponent_bits: int) -> Fraction:
     Source: Posit Working Group 2022, *Standard for Posit Arithmetic*, 3.4.
     """
     body = f"{code:0{bits}b}"[1:]
-    # The regime is a run of equal bits: r = run - 1 for ones, -run for zeros. It eats into the fraction.
+    # The regime is a run of equal bits: r = run - 1 for ones, -run for zeros. It leaves fewer bits for the fraction.
     run = len(body) - len(body.lstrip(body[0]))
     regime = run - 1 if body[0] == "1" else -run
     tail = body[run + 1 :]
-    # Exponent bits that the regime left no room for count as zeros.
+    # Exponent bits without room after the regime count as zeros.
     exponent = int(tail[:exponent_bits].ljust(exponent_bits, "0") or "0", 2)
     fraction = tail[exponent_bits:]
     significand = 1 + Fraction(int(fraction or "0", 2), 2 ** len(fraction))
@@ -191,15 +191,15 @@ def posit_value(code: int, bits: int, exponent_bits: int) -> Fraction:
 def _lattice(row: Format) -> tuple[tuple[float, ...], tuple[float, ...]]:
     last = 2 ** (row.bits - 1) - 1
     if row.kind == "posit":
-        # The standard's boundary between two posits is the posit one bit longer between them, not their mean; ties go
-        # to the even code, and nothing but zero becomes zero.
+        # The standard's boundary between two posits is the posit with one more bit between them, not their mean. Ties
+        # go to the even code, and only zero becomes zero.
         values = [0.0] + [float(posit_value(code, row.bits, row.exponent_bits)) for code in range(1, last + 1)]
         middles = [float(posit_value(2 * code + 1, row.bits + 1, row.exponent_bits)) for code in range(1, last)]
         edges = [m if code % 2 == 0 else math.nextafter(m, 0.0) for code, m in enumerate(middles, 1)]
         return tuple(values), (0.0, *edges, math.inf)
     if row.kind == "log":
         steps, bias = 2**row.mantissa_bits, row.bias or 0
-        # The boundary in the logarithm, halfway between codes: values are 2^(code / steps - bias).
+        # The boundary is halfway between codes in the logarithm: values are 2^(code / steps - bias).
         values = [0.0] + [_power_of_two(Fraction(code, steps) - bias)[0] for code in range(1, last + 1)]
         edges = [_power_of_two(Fraction(2 * code + 1, 2 * steps) - bias)[1] for code in range(last + 1)]
         return tuple(values), tuple(edges)
@@ -210,9 +210,9 @@ def _lattice(row: Format) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _power_of_two(exponent: Fraction) -> tuple[float, float]:
-    """Return 2^exponent as the nearest float64 and rounded down: the C library's pow promises neither."""
+    """Return 2^exponent as the nearest float64 and rounded down, neither of which C's pow guarantees."""
     with localcontext() as context:
-        # 60 digits decide which side of an irrational 2^x a float64 lies on.
+        # 60 digits decide on which side of an irrational 2^x a float64 lies.
         context.prec = 60
         exact = Decimal(2) ** (Decimal(exponent.numerator) / Decimal(exponent.denominator))
     value = float(exact)
@@ -289,12 +289,12 @@ def lookup(name: str) -> Format:
         name: A key of `FORMATS`, such as ``fp8_e4m3``.
 
     Raises:
-        ConfigError: There is no such format; the message names the nearest.
+        ConfigError: If there is no such format. The message names the nearest.
 
     Example:
         >>> lookup("fp8_e5m2").largest
         57344.0
     """
     if name not in FORMATS:
-        raise ConfigError("numerics", f"format must be a known name, got {name!r}{nearest(str(name), FORMATS)}")
+        raise ConfigError("numerics", f"format {name!r} is unknown{nearest(str(name), FORMATS)}")
     return FORMATS[name]

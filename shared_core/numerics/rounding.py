@@ -1,6 +1,6 @@
-"""Rounding of tensors to the values of any format, exact for float32 and float64 input; bit patterns of these values.
+"""Round tensors to the values of any format, exactly for float32 and float64 input, and encode them as bit patterns.
 
-And how far rounded values are from the exact ones.
+Also measures the error of rounded values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def round_to(
 ) -> Tensor:
     """Return `x` rounded to values of `format`.
 
-    With ``ulp`` the distance of the two values around x: ``nearest_even`` is ``ulp·ne(x/ulp)``, ties to the even code;
+    With ``ulp`` the distance of the two values around x, ``nearest_even`` is ``ulp·ne(x/ulp)``, ties to the even code;
     ``toward_zero`` is ``ulp·trunc(x/ulp)``; ``stochastic`` is ``ulp·(⌊x/ulp⌋ + Bernoulli(frac(x/ulp)))``, whose mean
-    is x. Posits to nearest follow their standard (the boundary is the posit one bit longer, nothing but zero becomes
-    zero), log8 rounds log2|x|, binary is the sign with +1 for zero and has no ``toward_zero``; stochastic binary has
+    is x. Posits to nearest follow their standard (the boundary is the posit with one more bit, and only zero becomes
+    zero). log8 rounds log2|x|. binary is the sign, with +1 for zero, and has no ``toward_zero``. Stochastic binary has
     the mean ``clamp(x, -1, 1)``.
 
     Beyond the largest value a result is
@@ -48,20 +48,20 @@ def round_to(
       ± the largest in those that have neither (fp4_e2m1, integers, ternary, binary) and in posits. ``toward_zero``
       never leaves the finite values.
 
-    An infinite x stays infinite in formats that have Inf, whatever `saturate` is. In posits and e8m0 it becomes NaN;
-    elsewhere it goes where any value beyond the largest goes: **a check for Inf belongs before the rounding**. NaN
-    stays NaN, also where the format has no code for it. A negative x becomes NaN in e8m0 and 0 in unsigned integers.
-    The sign of zero is kept by floats and dropped by all others.
+    An infinite x stays infinite in formats with Inf, for any `saturate`. In posits and e8m0 it becomes NaN.
+    In other formats it is treated like any value beyond the largest: **check for Inf before rounding**. NaN
+    stays NaN, even if the format has no code for it. A negative x becomes NaN in e8m0 and 0 in unsigned integers.
+    Floats keep the sign of zero, all others drop it.
 
     Args:
         x: Any shape; float64, float32, bfloat16 or float16. Not changed.
         format: Name in `FORMATS`.
         mode: How to round.
-        saturate: What happens beyond the largest value, see above.
+        saturate: How to treat values beyond the largest, see above.
         generator: Source of the stochastic mode's randomness, on x's device; torch's global one if None.
 
     Returns:
-        The shape of `x`, detached. The dtype of `x` if that has every value a result can take, else float32 or float64.
+        A detached tensor with the shape of `x`, and its dtype if that holds every result, else float32 or float64.
 
     Raises:
         ConfigError: Unknown format or mode, a dtype that is no float, or a generator on another device.
@@ -80,7 +80,7 @@ def round_to(
     check_rounding(row, mode, x, generator)
     x = x.detach()
     source = FORMATS[INPUTS[x.dtype]]
-    # All of the source's values are values of the format: nothing to round.
+    # The format has all values of the source's dtype, so there is nothing to round.
     if row.holds(source):
         return x.clone()
     # The narrowest dtype that holds the format: fp64 input rounded to bf16 may be computed in float32 only if that is
@@ -99,7 +99,7 @@ def round_to(
     else:
         y, beyond = _round_by_table(work.abs(), row, mode, generator)
     if beyond is not None:
-        # toward_zero never rounds up to infinity: what lies beyond becomes the largest value.
+        # toward_zero never rounds up to infinity: values beyond become the largest value.
         y = torch.where(beyond, row.largest if saturate or mode == "toward_zero" else _outside(row), y)
         y = torch.where(work.isinf(), _of_infinity(row, saturate), y).copysign(work)
     if row.kind == "scale":
@@ -119,12 +119,12 @@ def stochastic_round_(
 ) -> Tensor:
     """Write `source`, stochastically rounded, into `target` and return it: ``ulp·(⌊x/ulp⌋ + Bernoulli(frac(x/ulp)))``.
 
-    The mean of the result is the source, so updates smaller than half an ulp of a 16-bit weight are not lost: it trains
-    without an fp32 copy. NaN passes, and Inf where the format has it. With ``saturate=True`` a finite value beyond the
-    largest becomes the largest (there the mean is too small); otherwise as in `round_to`.
+    The mean of the result is the source, so updates smaller than half an ulp of a 16-bit weight are not lost, and it
+    trains without an fp32 copy. NaN is kept, and Inf if the format has it. With ``saturate=True`` a finite value beyond
+    the largest becomes the largest (there the mean is too small). Otherwise as in `round_to`.
 
     Args:
-        target: Changed in place; its dtype has every value of the format.
+        target: Changed in place. Its dtype must hold every value of the format.
         source: Same shape, usually float32; may be `target` itself.
         format: Name in `FORMATS`; the target's own format if None.
         saturate: Keep finite values finite.
@@ -152,7 +152,7 @@ def stochastic_round_(
             "stochastic_round_", f"source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     with torch.no_grad():
-        # In place only where memory is laid out plainly; otherwise rounded aside and copied.
+        # In place only with a plain memory layout; otherwise rounded in a temporary and copied.
         writable = is_plain(target) and target.is_contiguous() and target.device == source.device
         if writable and target.dtype != torch.float64 and _has_kernel(row, source):
             check_rounding(row, "stochastic", source, generator)
@@ -161,7 +161,7 @@ def stochastic_round_(
         if row.name == "bf16" and source.dtype == torch.float32:
             check_rounding(row, "stochastic", source, generator)
             if writable and source.is_cpu and is_plain(source) and source.is_contiguous():
-                # What malloc keeps: larger pieces go back to the system, and each use faults their pages in again.
+                # A size that malloc keeps: larger pieces return to the system, and each use faults in pages again.
                 blocks = (torch.split(tensor.view(-1), _BLOCK) for tensor in (target, source))
                 for rounded, given in zip(*blocks, strict=True):
                     rounded.copy_(_to_bf16(given, saturate, generator))
@@ -172,7 +172,7 @@ def stochastic_round_(
 
 
 def check_rounding(row: Format, mode: str, x: Tensor, generator: torch.Generator | None) -> None:
-    """Refuse a mode, a dtype or a generator that rounding to `row` cannot use."""
+    """Raise `ConfigError` for a mode, dtype or generator that rounding to `row` does not support."""
     # binary has no zero to round toward
     known = [name for name in get_args(RoundingMode) if name != "toward_zero" or row.kind != "binary"]
     if mode not in known:
@@ -185,14 +185,14 @@ def check_rounding(row: Format, mode: str, x: Tensor, generator: torch.Generator
 
 
 def check_input(where: str, x: Tensor) -> None:
-    """Refuse what is of no dtype that can be rounded."""
+    """Raise `ConfigError` unless `x` has a dtype that can be rounded."""
     if x.dtype not in INPUTS:
         raise ConfigError(where, f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first")
 
 
 def binade(a: Tensor, row: Format) -> Tensor:
     """Return the power of two at or below `a` >= 0, at least the format's smallest normal value."""
-    # The exponent field alone, as a float, is that power: no logarithm that could miss it by one.
+    # The exponent field alone, as a float, is that power. A logarithm could be off by one.
     if a.dtype == torch.float64:
         power = (a.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
     else:
@@ -220,8 +220,8 @@ def _round_by_kernel_(
 def _round_float(
     a: Tensor, row: Format, mode: RoundingMode, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    # Scaling by powers of two is exact, so the one rounding is that of a number of ulps to an integer. Dividing by the
-    # binade first keeps every intermediate normal: an ulp itself may be subnormal, and its reciprocal infinite.
+    # Scaling by powers of two is exact, so the only rounding is that of a number of ulps to an integer. Dividing by the
+    # binade first keeps intermediates normal, because an ulp may be subnormal and its reciprocal infinite.
     power = binade(a, row)
     # a / power lies in [1, 2) or below (subnormal): times 2^mantissa it is a number of ulps.
     ulps = _round_to_integer(a / power * 2.0**row.mantissa_bits, mode, generator)
@@ -238,7 +238,7 @@ def _round_to_integer(x: Tensor, mode: RoundingMode, generator: torch.Generator 
         return x.round()
     if mode == "toward_zero":
         return x.trunc()
-    # x - floor(x) is exact; adding the random number to x before the floor would round it, and biases.
+    # x - floor(x) is exact. Adding the random number to x before the floor would round and introduce a bias.
     floor = x.floor()
     return floor + (_uniform(x, generator) < x - floor)
 
@@ -251,13 +251,13 @@ def _round_binary(x: Tensor, mode: RoundingMode, generator: torch.Generator | No
 def _round_by_table(
     a: Tensor, row: Format, mode: RoundingMode, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    # log8's irrational values are rounded to the dtype of the result first, or truncating one twice would lose a code.
+    # Round log8's irrational values to the result's dtype first. Otherwise truncating one twice would lose a code.
     values = torch.tensor(row.magnitudes, dtype=torch.float64, device=a.device).to(a.dtype).double()
     last = len(row.magnitudes) - 1
     exact = a.double()
     if mode == "nearest_even":
         index = nearest_magnitude(exact, row)
-    # The last value at or below; the next one is taken with the probability of the distance.
+    # The last value at or below. The next one is taken with the probability of the distance.
     else:
         index = torch.bucketize(exact, values, right=True).sub_(1).clamp_(min=0)
     if mode == "stochastic":
@@ -278,12 +278,12 @@ def _to_bf16(x: Tensor, saturate: bool, generator: torch.Generator | None) -> Te
     if saturate:
         largest = FORMATS["bf16"].largest
         y = y.clamp_(-largest, largest)
-    # Not `isfinite`, which takes a CPU ten times as long (torch 2.13); NaN compares as false.
+    # Not `isfinite`, which takes ten times as long on a CPU (torch 2.13). NaN compares as false.
     return torch.where(x.abs() < math.inf, y, x)
 
 
 def _uniform(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    # 53 bits: with float32's 24 a value of 2^-40 ulps would be rounded up 2^16 times too often.
+    # 53 bits, because with float32's 24 bits a value of 2^-40 ulps would be rounded up 2^16 times too often.
     return torch.rand(x.shape, dtype=torch.float64, device=x.device, generator=generator)
 
 
@@ -309,8 +309,8 @@ def encode(
 ) -> Tensor:
     """Return the codes of `x` in `format`: bit patterns, read as unsigned integers.
 
-    Rounds, overflows and saturates as `round_to` does. NaN becomes the format's canonical NaN, and the code of zero
-    (of +1 in binary) where there is none: fp4_e2m1, integers, binary. Integers are two's complement, so that
+    Rounds, overflows and saturates like `round_to`. NaN becomes the format's canonical NaN, or without one (fp4_e2m1,
+    integers, binary) the code of zero (+1 in binary). Integers are two's complement, so that
     ``encode(x, "int8").view(torch.int8)`` are their values, as ``encode(x, "fp8_e4m3").view(torch.float8_e4m3fn)``
     is the cast.
 
@@ -318,11 +318,11 @@ def encode(
         x: Any shape; float64, float32, bfloat16 or float16.
         format: Name in `FORMATS`.
         mode: How to round, see `round_to`.
-        saturate: What happens beyond the largest value, see `round_to`.
+        saturate: How to treat values beyond the largest, see `round_to`.
         generator: Source of the stochastic mode's randomness.
 
     Returns:
-        The shape of `x`; uint8 for formats of up to 8 bits, int32 up to 24, else int64 (fp64 fills its sign bit).
+        Codes in the shape of `x`: uint8 for up to 8 bits, int32 up to 24, else int64 (fp64 also uses its sign bit).
 
     Raises:
         ConfigError: As `round_to`.
@@ -336,7 +336,7 @@ def encode(
     row = lookup(format)
     y = round_to(x, format, mode=mode, saturate=saturate, generator=generator)
     y = y.to(torch.promote_types(y.dtype, torch.float32 if FORMATS["fp32"].holds(row) else torch.float64))
-    # NaN and infinity have codes of their own, put in at the end.
+    # Codes of NaN and infinity are inserted at the end.
     finite = torch.where(y.isfinite(), y, 0.0)
     if row.kind == "float":
         codes = _float_codes(finite, row)
@@ -367,9 +367,9 @@ def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> T
     """Return the values of codes.
 
     Args:
-        codes: Any shape, any integer dtype; only the lowest bits, as many as the format has, count.
+        codes: Any shape, any integer dtype. Only the format's number of lowest bits counts.
         format: Name in `FORMATS`.
-        dtype: Of the result; None is float32, or float64 for fp64 and int32. log8's values are irrational and come
+        dtype: Type of the result; None: float32, or float64 for fp64 and int32. log8's values are irrational and are
             rounded to it.
 
     Returns:
@@ -394,7 +394,7 @@ def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> T
         values = _float_values(codes, row)
     elif row.kind == "integer":
         signed = row.qmin < 0
-        # The sign bit weighs -2^(bits - 1): subtract 2^bits where it is set.
+        # The sign bit weighs -2^(bits - 1), so subtract 2^bits where it is set.
         values = (codes - ((codes >> (row.bits - 1)) << row.bits) if signed else codes).double()
     elif row.kind == "binary":
         values = 1.0 - 2.0 * codes.double()
@@ -408,14 +408,14 @@ def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> T
 def _float_codes(y: Tensor, row: Format) -> Tensor:
     magnitude = y.abs()
     power = binade(magnitude, row)
-    # Whole number of ulps in the binade: subnormals have fewer than 2^mantissa_bits, normals at least that.
+    # Number of ulps in the binade: subnormals have fewer than 2^mantissa_bits, normals at least that.
     ulps = (magnitude / power * 2.0**row.mantissa_bits).long()
-    # A normal number's ulps carry the implicit bit, which is what the biased exponent of its binade is ahead by.
+    # A normal number's ulps include the implicit bit, by which the biased exponent of its binade is ahead.
     if power.dtype == torch.float64:
         exponent = (power.view(torch.int64) >> 52) - 1023
     else:
         exponent = (power.view(torch.int32).long() >> 23) - 127
-    # Adding ulps to the exponent field carries the implicit bit into it: one formula for normal and subnormal
+    # Adding ulps to the exponent field carries the implicit bit into it, with one formula for normal and subnormal
     # numbers.
     return ((exponent - row.min_exponent) << row.mantissa_bits) + ulps
 
@@ -424,7 +424,7 @@ def _float_values(codes: Tensor, row: Format) -> Tensor:
     fraction = codes & (2**row.mantissa_bits - 1)
     field = (codes >> row.mantissa_bits) & (2**row.exponent_bits - 1)
     ulps = (fraction + ((field > 0).long() << row.mantissa_bits)).double()
-    # 2^e as a float64 by its exponent bits: exact, and no pow.
+    # 2^e as a float64 from its exponent bits, which is exact, unlike pow.
     power = ((field.clamp(min=1) - 1 + row.min_exponent + 1023) << 52).view(torch.float64)
     values = ulps * 2.0**-row.mantissa_bits * power
     top = field == 2**row.exponent_bits - 1
@@ -440,7 +440,7 @@ def _table_values(row: Format) -> list[float]:
     magnitudes = list(row.magnitudes)
     if row.kind == "scale":
         return [*magnitudes, math.nan]
-    # Codes of negative values run backwards in posits (two's complement), forwards where the sign is a bit.
+    # Codes of negative values run backwards in posits (two's complement), forwards with a sign bit.
     negative = [-value for value in magnitudes[1:]]
     return [*magnitudes, math.nan, *(negative[::-1] if row.kind == "posit" else negative)]
 
@@ -457,7 +457,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 class SignalToNoise:
-    """Sums of squares of what is exact and of what rounding adds to it, over many tensors.
+    """Sums of squares of exact values and rounding errors, over many tensors.
 
     Example:
         >>> sums = SignalToNoise()

@@ -1,4 +1,4 @@
-"""Weights pruned or rounded column by column, the others moved to make up for the error in the layer's output.
+"""Prune or round weights column by column, and adjust the others to compensate the error of the layer's output.
 
 One solver for SparseGPT (Frantar & Alistarh 2023, arXiv:2301.00774) and GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shared_core.errors import ConfigError, TrainingError
 
-_COLUMNS = 128  # the columns of one lazy update, and of one choice of what is pruned
+_COLUMNS = 128  # columns per lazy update, and per choice of weights to prune
 
 Grid = Callable[[Tensor, int], Tensor]
-"""Returns (values of a column, its index) on the grid of that column; 0 must lie on it."""
+"""(Values of a column, its index) → the values on that column's grid, which must contain 0."""
 
 
 @torch.no_grad()
@@ -29,24 +29,24 @@ def compensated(
     actorder: bool = False,
     damping: float = 0.01,
 ) -> tuple[Tensor, Tensor]:
-    """Return (new rows, bool mask of those kept) with a small ``‖(W − W')X‖``.
+    """Return (new rows, bool mask of kept weights) with a small ``‖(W − W')X‖``.
 
     With ``U`` the upper Cholesky factor of ``(H + damping·mean(diag H)·I)⁻¹``, each column ``j`` is set to its final
     value ``q`` and every later column ``k`` loses ``(w_j − q)/U_jj · U_jk``. Within 128 columns the weights of least
-    ``w²/U_jj²`` are pruned, or m − n of each m. With `grid` the kept ones are rounded too. Weights that are 0 at first
-    stay 0. An input that was always 0 has no part in the compensation: its weights are pruned first, or rounded.
+    ``w²/U_jj²`` are pruned, or m − n of each m. With `grid` the kept ones are rounded too. Weights that are already 0
+    stay 0. Inputs that were always 0 are not part of the compensation: their weights are pruned first, or rounded.
 
     Args:
         rows: A weight (outputs, inputs), finite.
         hessian: ``X Xᵀ`` of the inputs, (inputs, inputs), times any factor.
         sparsity: Share to prune.
-        n_m: Kept, of how many neighbours, in place of `sparsity`; the second divides the inputs.
-        grid: What values may be taken; None: any.
-        actorder: Take columns by falling ``diag H``, not with pruning.
-        damping: As above; ten times as much where float32 finds the matrix not positive definite.
+        n_m: (kept, of how many neighbours), instead of `sparsity`. The second must divide the inputs.
+        grid: Rounds values to the allowed ones; None: any value.
+        actorder: Process columns by decreasing ``diag H``. Not with pruning.
+        damping: As above. It is multiplied by ten if the matrix is not positive definite in float32.
 
     Raises:
-        ConfigError: If `actorder` comes with pruning.
+        ConfigError: If `actorder` is used with pruning.
         TrainingError: If the Hessian is not finite.
 
     Example:
@@ -56,7 +56,7 @@ def compensated(
         ([[False, True]], [0.0, 2.89])
     """
     if actorder and (sparsity or n_m):
-        raise ConfigError("compensated", "actorder must be left out with pruning, got both", "leave one out")
+        raise ConfigError("compensated", "actorder cannot be combined with pruning", "leave one out")
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     weight, curvature = rows.to(dtype, copy=True), hessian.to(rows.device, dtype)
     order = torch.arange(rows.shape[1], device=rows.device)
@@ -64,7 +64,7 @@ def compensated(
         order = curvature.diagonal().argsort(descending=True, stable=True)
         weight, curvature = weight[:, order], curvature[order][:, order]
     factor = _inverse_factor(curvature, damping)
-    columns = order.tolist()  # read once: on a GPU each look would wait
+    columns = order.tolist()  # one read, because each read from a GPU would wait
     held = weight == 0
     unread = (curvature.diagonal() == 0) & bool(curvature.any())
     pruned = held.clone()
@@ -103,8 +103,8 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     diagonal = hessian.diagonal()
     mean = diagonal.mean()
     if not bool(torch.isfinite(hessian).all()):
-        raise TrainingError("compensated", "hessian must be finite, got NaN or infinity", "look for it in the batches")
-    if not mean > 0:  # only zeros were seen: nothing to compensate by
+        raise TrainingError("compensated", "hessian must be finite, got NaN or infinity", "check the batches")
+    if not mean > 0:  # all inputs were zero: nothing to compensate
         return torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     for power in range(9):
         damped = hessian / mean
@@ -115,4 +115,4 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and bool(torch.isfinite(upper).all()):
                 return upper
-    raise TrainingError("compensated", "hessian must be positive definite with damping, got one that is not")
+    raise TrainingError("compensated", "hessian is not positive definite, even with damping")

@@ -1,4 +1,4 @@
-"""Training of models loaded in 16 bit: the optimizer updates float32 values, not the 16-bit weights."""
+"""Train models loaded in 16 bit: the optimizer updates float32 values instead of the 16-bit weights."""
 
 from shared_core.lazy_exports import export_lazily
 

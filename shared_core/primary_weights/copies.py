@@ -1,7 +1,7 @@
-"""What 16-bit weights cannot hold: kept in float32 copies and gradients, rounded by chance, or kept beside the weight.
+"""Float32 copies and gradients of 16-bit weights, stochastic rounding, and Kahan compensation.
 
-Copies follow what others write into the parameters. Under FSDP2 they are gathered to be saved, and rounded as a single
-process would round them.
+Copies follow changes that others make to the parameters. Under FSDP2 they are gathered to be saved, and rounded as in
+a single process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CHUNK = 1 << 22
 
 
 class Draws:
-    """The random numbers of one step: of each tensor its own, so that the order of tensors and parts does not matter.
+    """The random numbers of one step. Each tensor has its own, so that the order of tensors and parts does not matter.
 
-    A process draws those for what other processes hold of a sharded tensor too: so each part is what one process would
-    make of it on a CPU, and no two parts are rounded by the same numbers.
+    For a sharded tensor, a process also draws the numbers of the other shards. So each shard is rounded as in a single
+    process on a CPU, and no two shards use the same numbers.
     """
 
     def __init__(self, generator: torch.Generator, places: Mapping[int, int]) -> None:
@@ -38,7 +38,7 @@ class Draws:
     def round_(self, parameter: Tensor, name: str, target: Tensor, source: Tensor) -> Tensor:
         """Write float32 values, stochastically rounded, into the next rows of a parameter's weights or state.
 
-        `name` tells which, and `target` is what this process holds of it; its first rows must come first.
+        `name` identifies the weights or state, and `target` is this process's part of it. Rows must come in order.
         """
         begun = self._generators.setdefault(id(parameter), {})
         if name not in begun:
@@ -46,7 +46,7 @@ class Draws:
         return stochastic_round_(target, source, generator=begun[name])
 
     def end(self, parameter: Tensor) -> None:
-        """Forget a parameter whose rows are all rounded: a generator takes five kilobytes."""
+        """Release the generator of a parameter whose rows are all rounded. It takes five kilobytes."""
         self._generators.pop(id(parameter), None)
 
     def _begun(self, parameter: Tensor, name: str, target: Tensor) -> torch.Generator:
@@ -59,7 +59,7 @@ class Draws:
 
 
 def _elements_before(parameter: Tensor) -> Iterator[int]:
-    # In chunks: the numbers are drawn for nothing, and a large embedding would need as much memory again.
+    # In chunks: these numbers are discarded, and for a large embedding they would double the memory.
     rows = place_of(parameter)[:1] if is_sharded(parameter) else ()
     before = rows[0].start * math.prod(parameter.shape[1:]) if rows else 0
     for start in range(0, before, _CHUNK):
@@ -67,28 +67,28 @@ def _elements_before(parameter: Tensor) -> Iterator[int]:
 
 
 def compensated(weight: Tensor, lost: Tensor) -> Tensor:
-    """Return the float32 sum of a 16-bit weight and what its rounding lost, in bf16: ``w + c``.
+    """Return the float32 sum of a 16-bit weight and its rounding error in bf16: ``w + c``.
 
-    Where someone else has written the weight since (a mask, a clamp), c is of another value, and w counts alone: where
-    half of it would move the rounded weight.
+    If someone else has written the weight since (a mask, a clamp), c belongs to another value, and only w counts. This
+    is detected where half of c would change the rounded weight.
     """
     wide, extra = weight.float(), lost.float()
-    # Half of it: c may be half an ulp, and a tie would round to the other neighbour.
+    # Half, because c may be half an ulp, and a tie would round to the other neighbour.
     is_own = torch.add(wide, extra, alpha=0.5).to(weight.dtype) == weight
     return wide.add_(extra.mul_(is_own))
 
 
 def round_compensated_(weight: Tensor, lost: Tensor, values: Tensor) -> None:
-    """Write float32 values P, rounded, into a weight, and what that loses beside it: ``w ← rn(P), c ← rn(P - w)``.
+    """Write float32 values P, rounded, into a weight, and its rounding error into `lost`: ``w ← rn(P), c ← rn(P - w)``.
 
-    Kahan's compensated sum, with the sum of both in float32: from step to step w + c has 16 significant bits or more
-    in bf16, so that updates above ``2^-18·|w|`` are not lost.
+    Kahan's compensated sum, with w + c computed in float32. In bf16, w + c keeps 16 or more significant bits between
+    steps, so that updates above ``2^-18·|w|`` are not lost.
 
     Source: Kahan, 1965, *Further remarks on reducing truncation errors*; for weights: Zamirai et al., 2020,
     *Revisiting BFloat16 Training*, arXiv:2010.06192.
     """
     weight.copy_(values)
-    # Beyond the largest value there is nothing to keep.
+    # Beyond the largest value there is no error to keep.
     lost.copy_((values - weight).nan_to_num_(0.0, 0.0, 0.0))
 
 
@@ -99,14 +99,14 @@ class _Bundle(NamedTuple):
     parameters: list[Tensor]
     dtype: torch.dtype
     values: Tensor
-    """float32, those of all parameters one after the other; of one parameter its copy itself."""
+    """float32 copies of all parameters, concatenated; for one parameter its copy itself."""
 
 
 class Copies:
-    """float32 copies of parameters, which follow what others write into these.
+    """float32 copies of parameters, which follow changes that others make to these.
 
-    Copies of small parameters of one format and row shape lie one after the other, up to a megabyte: what is asked of
-    every copy in every step is asked of a few tensors. Copies that are `known` keep their values.
+    Copies of small parameters with the same format and row shape are bundled, up to a megabyte, so that the work of
+    every step is done on a few tensors. Copies that are `known` keep their values.
     """
 
     @torch.no_grad()
@@ -114,13 +114,13 @@ class Copies:
         self.parameters = [*parameters]
         self.is_sharded = any(map(is_sharded, self.parameters))
         self._bundles: list[_Bundle] = []
-        # By id: a tensor's == is elementwise, and its hash a call of Python's.
+        # By id: a tensor's == is elementwise, and its hash is a Python call.
         values: dict[int, Tensor] = {}
         for together in _bundled(self.parameters):
             bundle, copies = _copied(together, known or {})
             self._bundles.append(bundle)
             values.update(zip(map(id, together), copies, strict=True))
-        # In the order of `parameters`: bundles have sorted them otherwise.
+        # In the order of `parameters`, because bundles are sorted differently.
         self.values = [values[id(parameter)] for parameter in self.parameters]
 
     @property
@@ -130,17 +130,17 @@ class Copies:
 
     @torch.no_grad()
     def follow_(self) -> bool:
-        """Take over what was written into parameters: where a copy's rounding is not its parameter, to the bit."""
+        """Copy values that others wrote: wherever the rounded copy differs from its parameter in any bit."""
         for parameters, dtype, copies in self._bundles:
             now, values = _joined(parameters), local_part(copies)
-            # Casting the model replaces what parameters hold: the copies must be made anew.
+            # Casting the model replaces the parameters' storage, so the copies must be created again.
             if now.dtype != dtype:
                 return False
-            # bits, so that a NaN equals itself
+            # compare bits, so that a NaN equals itself
             bits, rounded = now.view(torch.int16), values.to(dtype).view(torch.int16)
-            # on a CPU asking first is ten times faster than `where` (torch 2.13)
+            # on a CPU checking first is ten times faster than `where` (torch 2.13)
             if not (now.is_cpu and torch.equal(rounded, bits)):
-                # Where the bits agree, the copy keeps what lies beyond 16 bit; else what someone wrote counts.
+                # Where the bits agree, the copy keeps its extra precision. Elsewhere the written value counts.
                 values.copy_(torch.where(rounded == bits, values, now))
         return True
 
@@ -148,7 +148,7 @@ class Copies:
     def write_(self) -> None:
         """Write the copies, rounded, into the parameters."""
         parameters, values = self.parameters, self.values
-        # foreach works on plain tensors of this process: on DTensors it would dispatch one by one.
+        # foreach needs plain local tensors: DTensors would be dispatched one by one.
         if self.is_sharded:
             parameters, values = [*map(local_part, parameters)], [*map(local_part, values)]
         if parameters:
@@ -160,11 +160,11 @@ def _bundled(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     unfilled: dict[object, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         size = parameter.numel()
-        # One kernel for each of hundreds of norms would take longer than the arithmetic; cat would copy large ones.
+        # One kernel per norm, with hundreds of norms, would take longer than the arithmetic. cat would copy large ones.
         if size > _SMALL or is_sharded(parameter) or not parameter.is_contiguous():
             bundles.append([parameter])
             continue
-        # What cat asks for; contiguous, so that rows are the parameter's memory order.
+        # cat needs equal row shapes; contiguous, so that rows are in the parameter's memory order.
         key = parameter.dtype, parameter.device, parameter.dim(), parameter.shape[1:]
         bundle, filled = unfilled.get(key, ([], 0))
         if not bundle or filled + size > _TOGETHER:
@@ -185,53 +185,53 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 def _copied(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> tuple[_Bundle, list[Tensor]]:
     first, *more = parameters
     if not more:
-        # As it is: the optimizer's state belongs to the tensor object.
+        # Keep the object: the optimizer's state belongs to it.
         copy = known[first] if first in known else nn.Parameter(first.detach().to(torch.float32, copy=True))
         return _Bundle(parameters, first.dtype, copy), [copy]
     values = _joined([known.get(parameter, parameter) for parameter in parameters]).float()
-    # Views of the bundle: `follow_` and `write_` work on the whole, the optimizer on each.
+    # Views of the bundle: `follow_` and `write_` work on the bundle, the optimizer on each view.
     rows = torch.split(values, [*map(len, parameters)]) if first.dim() else values.unbind()
     return _Bundle(parameters, first.dtype, values), [*map(nn.Parameter, rows)]
 
 
 class WideGradients:
-    """Widens gradients to float32: as they are accumulated, or with a process group once they are complete.
+    """Widen gradients to float32: during accumulation, or with a process group when they are complete.
 
     `torch.nn.parallel.DistributedDataParallel` reduces in buckets of the parameter's format and refuses gradients of
-    another one (torch 2.13: ``Expected Half, got Float``), so between steps its parameters keep their own.
+    another one (torch 2.13: ``Expected Half, got Float``), so with DDP gradients keep that format between steps.
     """
 
     def __init__(self) -> None:
         self.reduced_in_16_bit = False
-        """True if gradients are accumulated and reduced in 16 bit, and widened for the step alone."""
+        """True if gradients are accumulated and reduced in 16 bit, and widened only for the step."""
         self._reduced: dict[Tensor, Tensor] = {}
         self._widened: Sequence[Tensor] = ()
-        """Parameters whose gradients are float32 from now on: torch refuses others."""
+        """Parameters whose gradients are now float32. torch refuses others."""
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Decide by the process group, and let the next backward accumulate in float32 where that works."""
+        """Let the next backward accumulate in float32 if the process group allows it."""
         self.reduced_in_16_bit = has_group()
         if not self.reduced_in_16_bit:
             for parameter in parameters:
                 self.widen(parameter)
 
     def widen_all(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return what `widen` does for each."""
-        # The same list as last time, widened by then, and torch keeps to grad_dtype: no need to look at each.
+        """Apply `widen` to each parameter."""
+        # The same list as last time is already widened, and torch keeps grad_dtype, so we need not check each.
         if not self.reduced_in_16_bit and self._widened is parameters:
             return [parameter.grad for parameter in parameters]
         self._widened = parameters
         return [self.widen(parameter) for parameter in parameters]
 
     def widen(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient made float32, and make those to come so where no process group reduces them."""
+        """Return the gradient in float32, and make later ones float32 unless a process group reduces them."""
         gradient = parameter.grad
         if gradient is None:
-            # No gradient yet: backward will accumulate in float32 straight away.
+            # No gradient yet: backward will accumulate in float32 directly.
             if not self.reduced_in_16_bit:
                 parameter.grad_dtype = torch.float32
         elif gradient.dtype == parameter.dtype:
-            # In this order: torch checks grad against grad_dtype at both assignments.
+            # In this order, because torch checks grad against grad_dtype at both assignments.
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameter.grad = wide = gradient.float()
@@ -242,16 +242,16 @@ class WideGradients:
         return gradient
 
     def restore(self) -> None:
-        """Put the very tensors that were reduced, DDP's buckets, back with the values of the wide ones."""
+        """Restore the reduced tensors (views of DDP's buckets), with the values of the wide ones."""
         for parameter, gradient in self._reduced.items():
             wide, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
-            # With the wide one's values, which clipping or unscaling has changed.
+            # Copy the wide values, because clipping or unscaling may have changed them.
             parameter.grad = None if wide is None else gradient.copy_(wide)
         self._reduced = {}
 
     def end(self, parameters: Iterable[Tensor]) -> None:
-        """Leave parameters whose gradients have their own format."""
+        """Restore gradients to the format of their parameters."""
         self.restore()
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
@@ -260,9 +260,9 @@ class WideGradients:
 
 
 class CopiesOfShards:
-    """The copies and moments of sharded parameters as a checkpoint takes them: whole, on the CPU, by name.
+    """The copies and moments of sharded parameters for a checkpoint: whole, on the CPU, by name.
 
-    The moments too: the state dict that torch (2.13) loads an optimizer of sharded parameters from has their format.
+    Moments are included, because torch 2.13 loads the optimizer state of sharded parameters in the parameters' format.
     """
 
     def __init__(self) -> None:
@@ -276,8 +276,8 @@ class CopiesOfShards:
         copies: Mapping[Tensor, Tensor],
         names: Mapping[Tensor, str],
     ) -> None:
-        """Gather them, one by one; every process must call it."""
-        # One by one: gathered whole on the device, moved to the CPU, dropped. The peak is one parameter.
+        """Gather them one by one. Every process must call it."""
+        # Each is gathered on the device, moved to the CPU and dropped, so that the peak is one parameter.
         for parameter in filter(is_sharded, parameters):
             if parameter in copies:
                 self.copies[names[parameter]] = whole(copies[parameter].detach()).cpu()
@@ -291,7 +291,7 @@ class CopiesOfShards:
         names: Mapping[Tensor, str],
         saved: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        """Put saved moments in the place of those that torch has loaded in the parameters' format."""
+        """Replace the moments that torch loaded in the parameters' format by the saved ones."""
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in saved.get(names.get(parameter, ""), {}).items():
@@ -300,7 +300,7 @@ class CopiesOfShards:
 
 @torch.no_grad()
 def restore_(kept: Tensor, parameter: Tensor, saved: Tensor, name: str) -> None:
-    """Put back a parameter's saved float32 copy, or what rounding lost of it; either is made from the other."""
+    """Restore a parameter's float32 copy or its rounding error. Either can be computed from the other."""
     if saved.shape != kept.shape or saved.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(
             "primary_weights",

@@ -1,4 +1,4 @@
-"""Primary weights: float32 values take the 16-bit parameters' place in the optimizer while it steps."""
+"""Primary weights: float32 values replace the 16-bit parameters in the optimizer during its step."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from shared_core.primary_weights.optimizer_swap import (
 from shared_core.printing import amount, share_text, size_text
 
 _OTHER_TENSORS = (
-    "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
+    "a 16-bit parameter changed during the step, though the optimizer must update the tensors in its param_groups; "
     "use an optimizer that reads its param_groups, and change weights after the step"
 )
 
 
 class PrimaryWeights(Technique):
-    """Updates models whose parameters are fp16 or bf16 in float32.
+    """Update models with fp16 or bf16 parameters in float32.
 
-    A 16-bit weight w moves only by updates of at least half an ulp: ``2^-12·|w|`` to ``2^-11·|w|`` in fp16,
+    A 16-bit weight w changes only by updates of at least half an ulp: ``2^-12·|w|`` to ``2^-11·|w|`` in fp16,
     ``2^-9·|w|`` to ``2^-8·|w|`` in bf16. Smaller ones are lost. Here each step computes ``P ← optimizer(P, g)`` in
-    float32, gradients and moments included, and then ``w ← round(P)``. With ``fp32_copy`` P is kept from step to
-    step; with ``stochastic_rounding`` it is w itself, and the rounding is drawn so that its mean is P.
+    float32, gradients and moments included, and then ``w ← round(P)``. With ``fp32_copy`` P is kept between
+    steps. With ``stochastic_rounding`` P starts from w in each step, and the mean of the rounded value is P.
 
-    Modules, parameters and checkpoints stay as they are: P is in the optimizers only between
-    `before_step` and `after_step`, which must surround the optimizer's step; with
-    ``stochastic_rounding``, and an optimizer that updates each parameter by itself, only within the step, a few
-    parameters at a time.
+    Modules, parameters and checkpoints stay as they are. P is in the optimizers only between
+    `before_step` and `after_step`, which must surround the optimizer's step. With
+    ``stochastic_rounding``, and an optimizer that updates each parameter separately, it is there only within the step,
+    for a few parameters at a time.
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.1; the rounding: Gupta et al., 2015,
     arXiv:1502.02551.
@@ -94,44 +94,44 @@ class PrimaryWeights(Technique):
         self._copies = Copies()
         self._exchanges: list[Exchange] = []
         self._others: list[Tensor] = []
-        """Tensors of the optimizers that are no primaries."""
+        """Tensors of the optimizers without primaries."""
         self._gradients = WideGradients()
         self._is_in = False
         self._handed: tuple[list[Tensor | None], list[int]] | None = None
-        """The gradients and versions that the parameters had when their primaries were handed over."""
+        """The gradients and versions of the parameters when their primaries were handed to the optimizer."""
         self._small_updates: dict[str, int] = {}
         self._sliced: SlicedStep | None = None
         self._in_slices = False
-        """True if the step that is under way is made in slices."""
+        """True if the current step is done in slices."""
         self._versions: list[int] = []
         self._lost: dict[Tensor, Tensor] = {}
         """Rounding error of each parameter, with kahan."""
         self._places: tuple[list[Tensor], dict[int, int]] = ([], {})
-        """Parameters, and the place of each in the model, by id."""
+        """Parameters, and the position of each in the model, by id."""
         self._counts: list[Tensor] = []
-        """Elements updated, and those of them that 16 bit alone would have lost, by slice of a step that is counted."""
+        """Updated elements, and those that 16 bit alone would have lost, per slice of a counted step."""
         self._widened = 0
-        """The most bytes of float32 values that were there at once, on the process that held the most."""
+        """Peak bytes of float32 values, on the process with the highest peak."""
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
     # -- start and end
 
     def attach(self, context: Context) -> Touched:
-        """Check that there is something to do."""
+        """Check that the model has 16-bit parameters."""
         model = context.model
         context.undo.callback(self._detach)
         self._model = model
-        # Lightning's 16-true and bf16-true cast the model only after this; `begin` looks again
+        # Lightning's 16-true and bf16-true cast the model only later, so `begin` checks again
         if context.front_end != "lightning":
             check_match(model.parameters())
         chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
         return Touched.parameters(chosen, what="parameters in 16 bit")
 
     def prepare_optimizers(self, context: Context) -> None:
-        """Take the parameters' place until `begin`: torch casts moments that it loads to their format.
+        """Replace the parameters until `begin`, because torch casts moments to their format on loading.
 
-        It finds those of sharded parameters by the parameters themselves; their moments come back by `begin`.
+        Sharded parameters stay, because torch looks up their state by parameter. `begin` restores their moments.
         """
         self._put_back()
         self._optimizers = context.optimizers
@@ -142,26 +142,26 @@ class PrimaryWeights(Technique):
         if self.config.kind == "fp32_copy":
             self._put_in()
             return
-        # torch reads their format alone, so that one number can be all values
+        # torch reads only their format, so one expanded number is enough
         formats = [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in parameters]
         self._exchanges = [Exchange(optimizer, parameters, formats) for optimizer in self._optimizers]
         self._swap_in()
 
     def plan(self, context: Context) -> Plan:
-        """Return that the optimizer steps float32 values in place of the weights."""
+        """Return a plan in which the optimizer steps float32 values instead of the weights."""
         return Plan(acts_on_gradients=True)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Make or restore the copies, and let gradients be accumulated in float32."""
+        """Create or restore the copies, and let gradients accumulate in float32."""
         saved = None if state is None else self._read(state)
-        # A second `begin` (after a resume) must not exchange what is exchanged already.
+        # A second `begin` (after a resume) must not exchange again.
         self._put_back()
         self._optimizers = context.optimizers
         why = "which runs the model again within a step, before its weights are rounded"
         refuse_lbfgs(self._optimizers, "primary_weights", why)
         check_match(parameters_of(self._optimizers))
         if moving := next((type(one).__name__ for one in self._optimizers if has_modes(one)), None):
-            rule = f"{moving} moves the weights in its train() and eval(), in 16 bits, which is not supported"
+            rule = f"{moving} changes the weights in its train() and eval(), in 16 bits, which is not supported"
             remedy = "use an optimizer without these modes, or leave primary_weights out"
             raise CompatibilityError("primary_weights", rule, remedy)
         if self.config.kind != "fp32_copy":
@@ -169,13 +169,13 @@ class PrimaryWeights(Technique):
         if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):
             raise MatchError(
                 "primary_weights",
-                "state_dtype bfloat16 must have weights in bfloat16, got float16",
-                "take state_dtype float32: small gradients and moments underflow in float16",
+                "state_dtype bfloat16 needs bfloat16 weights, got float16",
+                "use state_dtype float32: small gradients and moments underflow in float16",
             )
         parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
         if saved is not None:
-            # Moments before copies: `_follow` carries the optimizer's state over as it is then.
+            # Moments before copies, because `_follow` takes over the optimizer's state as it is then.
             self._shards.restore_moments_(self._optimizers, names, saved["moments_of_shards"])
         if self._keeps_16_bit:
             for optimizer in self._optimizers:
@@ -184,7 +184,7 @@ class PrimaryWeights(Technique):
             self._widen_moments(parameters, None if saved is None else saved["moments"])
             self._gradients.begin(parameters)
             context.widen_gradients = self._widen_gradients
-        # Copies of the weights first; what a checkpoint has of them then replaces their values, in the same tensors.
+        # First copy the weights. Values from a checkpoint then replace them in the same tensors.
         if self.config.kind == "fp32_copy":
             self._follow()
         elif self.config.kind == "kahan":
@@ -195,7 +195,7 @@ class PrimaryWeights(Technique):
                 restore_(kept, parameter, copies[names[parameter]], names[parameter])
 
     def _detach(self) -> None:
-        """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
+        """Restore the optimizers' parameters and their gradients' format. The state stays readable."""
         self._put_back()
         self._close_slices()
         if self._optimizers:
@@ -206,7 +206,7 @@ class PrimaryWeights(Technique):
 
     @torch.no_grad()
     def weights_replaced(self, context: Context) -> None:
-        """Make the copies anew: what they hold beyond 16 bit belonged to other weights."""
+        """Create the copies again, because their extra precision belongs to the old weights."""
         for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
             local_part(primary).copy_(local_part(parameter))
         for lost in self._lost.values():
@@ -218,23 +218,23 @@ class PrimaryWeights(Technique):
         """Put float32 values and gradients into the optimizers, for clipping and the step."""
         self._put_back()
         self._optimizers, sliced = context.optimizers, self._sliced
-        # Sliced only if one optimizer trains all of it: with two, whose step would rounding belong to?
+        # Sliced only if one optimizer trains everything. With two it is unclear which step must round.
         if sliced is not None and self._trained_by() == [sliced.optimizer]:
             parameters = trained_in_16_bit(self._optimizers)
             if not self._keeps_16_bit:
                 self._gradients.widen_all(parameters)
             sliced.ready = parameters, lambda: self._step_in_slices(sliced, parameters, context)
-            # By these shows an optimizer that writes parameters past its param_groups.
+            # These reveal an optimizer that writes parameters outside its param_groups.
             self._versions = [parameter._version for parameter in parameters]
             self._in_slices = self._is_in = True
             return
         self._check_format()
-        # Anew, after backward: what was written into parameters since the last step is taken over here.
+        # After each backward, because here the copies follow writes to parameters since the last step.
         self._put_in()
         parameters = self._copies.parameters
         gradients = self._gradients.widen_all(parameters)
         for primary, gradient in zip(self._copies.values, gradients, strict=True):
-            # The very tensor: clipping in place reaches both the parameter's gradient and the primary's.
+            # The same tensor, so that clipping in place affects the gradients of both parameter and primary.
             primary.grad = gradient
         self._handed = gradients, [parameter._version for parameter in parameters]
 
@@ -247,7 +247,7 @@ class PrimaryWeights(Technique):
             return
         self._check_step()
         every = self.config.telemetry_every
-        # step is raised by now: step - 1 is the number that the sliced path saw
+        # step is already incremented: the sliced path saw step - 1
         if every and (context.step - 1) % every == 0:
             if not self._in_slices:
                 self._count_small_updates(self._copies.by_parameter.items())
@@ -265,7 +265,7 @@ class PrimaryWeights(Technique):
         return self.config.state_dtype == "bfloat16"
 
     def _slice_steps(self) -> None:
-        """Have the optimizer step on a few widened parameters at a time, where that is the same."""
+        """Make the optimizer step a few widened parameters at a time, if the result is the same."""
         self._close_slices()
         trained_by = self._trained_by()
         if len(trained_by) == 1 and updates_each_by_itself(trained_by[0]):
@@ -274,14 +274,13 @@ class PrimaryWeights(Technique):
             self._check_format()
 
     def _check_format(self) -> None:
-        """Refuse state in 16 bit where the whole of it would have to be widened at once."""
+        """Raise an error for 16-bit state that would have to be widened all at once."""
         if self._keeps_16_bit:
             names = ", ".join(type(optimizer).__name__ for optimizer in self._trained_by())
             raise CompatibilityError(
                 "primary_weights",
-                "state_dtype bfloat16 must have one optimizer that is known to update each parameter by itself, got "
-                f"{names}",
-                "take state_dtype float32, or an optimizer of torch.optim, bitsandbytes or torchao",
+                f"state_dtype bfloat16 needs a single optimizer that updates each parameter separately, got {names}",
+                "use state_dtype float32, or an optimizer of torch.optim, bitsandbytes or torchao",
             )
 
     def _close_slices(self) -> None:
@@ -297,7 +296,7 @@ class PrimaryWeights(Technique):
         draws = self._draws(parameters, context.generator)
         narrow = torch.bfloat16 if self._keeps_16_bit else None
         for parts in slices(sliced.optimizer, parameters):
-            # float32 only for this slice: the peak is one slice, not one model.
+            # float32 only for this slice, so that the peak is one slice, not one model.
             values = {part: self._widened_part(part) for part in parts}
             self._note_widened(values.values())
             sliced.step_(values, narrow, lambda part, *what: draws.round_(part.parameter, *what))
@@ -314,7 +313,7 @@ class PrimaryWeights(Technique):
         else:
             wide = nn.Parameter(weight.to(torch.float32, copy=True))
         if parameter.grad is not None:
-            # A view where gradients are wide already.
+            # A view if gradients are already float32.
             wide.grad = part.of(parameter.grad).float()
         return wide
 
@@ -328,14 +327,14 @@ class PrimaryWeights(Technique):
             draws.end(part.parameter)
 
     def _lost_of(self, parameter: Tensor) -> Tensor:
-        # Parameters unfrozen or added since `begin` have lost nothing yet.
+        # Parameters unfrozen or added since `begin` have no rounding error yet.
         if parameter not in self._lost:
             self._lost[parameter] = self._nothing_lost(parameter)
         return self._lost[parameter]
 
     @staticmethod
     def _nothing_lost(parameter: Tensor) -> Tensor:
-        # bf16 also beside fp16: half an ulp of a small fp16 weight is subnormal there.
+        # bf16 also for fp16 weights: half an ulp of a small fp16 weight is subnormal in fp16.
         return torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
 
     def _note_widened(self, primaries: Iterable[Tensor]) -> None:
@@ -357,7 +356,7 @@ class PrimaryWeights(Technique):
             exchange.swap_()
 
     def _put_back(self) -> None:
-        """Undo `_put_in`, whatever happened since; otherwise nothing happens."""
+        """Undo `_put_in`, if it was called."""
         if not self._is_in:
             return
         for exchange in self._exchanges:
@@ -365,34 +364,34 @@ class PrimaryWeights(Technique):
         if self._handed is not None:
             for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
                 if primary.grad is None:
-                    parameter.grad = None  # the optimizer's zero_grad reached the primary alone
+                    parameter.grad = None  # the optimizer's zero_grad only reached the primary
                 primary.grad = None
         if self._sliced is not None:
             self._sliced.ready = None
         self._handed, self._is_in, self._in_slices, self._counts = None, False, False, []
-        # After the swap: the parameters' gradients take the reduced tensors back, with clipped values.
+        # After the swap, parameters get their reduced gradient tensors back, with clipped values.
         self._gradients.restore()
-        # Nothing lasts beyond a step: the rounded parameters are all there is.
+        # Nothing but the rounded parameters is kept between steps.
         if self.config.kind != "fp32_copy":
             self._copies, self._exchanges = Copies(), []
 
     def _follow(self) -> None:
-        """Make the float32 values of parameters; copies that there are take over what others changed meanwhile."""
+        """Create the float32 values of parameters, or let existing copies follow changes by others."""
         # The usual case: the same parameters, so copies only follow.
         if self._are_copied() and self._copies.follow_():
             return
         before = self._copies
-        # Known copies are taken over with their bits beyond 16, in whatever order.
+        # Known copies keep their extra precision, in any order.
         self._copies = Copies(trained_in_16_bit(self._optimizers), before.by_parameter)
         ours = self._copies.parameters, self._copies.values
         self._exchanges = [Exchange(optimizer, *ours) for optimizer in self._optimizers]
         self._others = [*{*parameters_of(self._optimizers)} - {*self._copies.parameters}]
         if before.parameters:
-            # What others wrote into the parameters since counts, as in every step.
+            # Later writes to the parameters count, as in every step.
             self._copies.follow_()
 
     def _are_copied(self) -> bool:
-        """Return True if the copies are those of all that the optimizers train in 16 bit now."""
+        """Return True if there are copies of all parameters that the optimizers now train in 16 bit."""
         return (
             are_same([exchange.optimizer for exchange in self._exchanges], self._optimizers)
             and all(exchange.is_current for exchange in self._exchanges)
@@ -401,7 +400,7 @@ class PrimaryWeights(Technique):
 
     def _draws(self, parameters: list[Tensor], generator: torch.Generator) -> Draws:
         if not are_same(parameters, self._places[0]):
-            # Not the optimizer's order: trainers group parameters differently, and must draw alike.
+            # Not the optimizer's order, because trainers group parameters differently but must draw the same numbers.
             names = self._names()
             order = {
                 name: place for place, (name, _) in enumerate(self._model.named_parameters() if self._model else ())
@@ -414,12 +413,11 @@ class PrimaryWeights(Technique):
         problem: str | None
         if not self._is_in:
             problem = (
-                "before_step must come before the optimizer's step, got a step without it; call session.before_step() "
-                "when the gradients are complete"
+                "the optimizer stepped without before_step; call session.before_step() when the gradients are complete"
             )
         elif self._in_slices:
-            ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
-            # ready is None once the closure ran: the optimizer's own writes raised the versions
+            ready = None if self._sliced is None else self._sliced.ready  # still set if the optimizer did not step
+            # ready is None once the closure ran, and the optimizer's own writes raised the versions
             is_other = ready is not None and [parameter._version for parameter in ready[0]] != self._versions
             problem = _OTHER_TENSORS if is_other else None
         else:
@@ -432,7 +430,7 @@ class PrimaryWeights(Technique):
         if self._handed is None:
             return None
         gradients, versions = self._handed
-        # The optimizer should have written the primaries only.
+        # The optimizer should have written only the primaries.
         if [parameter._version for parameter in self._copies.parameters] != versions:
             return _OTHER_TENSORS
         now = [parameter.grad for parameter in self._copies.parameters]
@@ -440,8 +438,8 @@ class PrimaryWeights(Technique):
             one is not None and one is not other for one, other in zip(now, gradients, strict=True)
         ):
             return (
-                "gradients must be changed in place once before_step has been called, got a new tensor "
-                "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
+                "after before_step gradients must be changed in place, but parameter.grad is a new tensor "
+                "that the optimizer has not seen; use mul_, copy_ and the like"
             )
         return None
 
@@ -453,7 +451,7 @@ class PrimaryWeights(Technique):
         for optimizer in self._optimizers:
             for parameter in parameters:
                 for name, value in moments(optimizer, parameter).items():
-                    if value.dtype not in HALF or saved == "16 bit":  # an optimizer that keeps them so by itself
+                    if value.dtype not in HALF or saved == "16 bit":  # the optimizer itself stores them in 16 bit
                         continue
                     if saved == "float32":
                         raise CheckpointError(
@@ -470,7 +468,7 @@ class PrimaryWeights(Technique):
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Hold what a checkpoint has of sharded parameters in whole; every process must call."""
+        """Gather the copies and moments of sharded parameters for a checkpoint. Every process must call it."""
         if purpose != "checkpoint":
             yield
             return
@@ -481,7 +479,7 @@ class PrimaryWeights(Technique):
             self._shards = CopiesOfShards()
 
     def finish(self, context: Context) -> None:
-        """Gather what belongs to a checkpoint of the end; the parameters hold the weights already."""
+        """Gather copies and moments for a final checkpoint. The parameters already hold the weights."""
         self._gather()
 
     def _gather(self) -> None:
@@ -498,7 +496,7 @@ class PrimaryWeights(Technique):
         if self._state is not None:
             return dict(self._state)
         names = self._names()
-        # Both sides of the exchange: state is kept under the primaries while they are in, else under the parameters.
+        # State is stored under the primaries while they are in the optimizer, else under the parameters.
         is_16_bit = {
             value.dtype in HALF
             for optimizer in self._optimizers
@@ -514,14 +512,14 @@ class PrimaryWeights(Technique):
         }
 
     def _read(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the counts of a saved state; return its copies and moments."""
+        """Restore the counts of a saved state; return its copies and moments."""
         try:
             self._small_updates = {key: int(value) for key, value in state["small_updates"].items()}
             of_shards = dict(state.get("moments_of_shards", {}))
             return {"copies": dict(state["copies"]), "moments": str(state["moments"]), "moments_of_shards": of_shards}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
-                "primary_weights", f"state must be one that primary_weights saved, got {error!r}"
+                "primary_weights", f"this state was not saved by primary_weights: {error!r}"
             ) from error
 
     def figures(self) -> dict[str, float]:
@@ -530,7 +528,7 @@ class PrimaryWeights(Technique):
         return {} if share is None else {"primary_weights/small_updates": share}
 
     def report(self) -> dict[str, Any]:
-        """Return what was updated in float32, what was left alone, and what 16 bit alone would have lost."""
+        """Return what was updated in float32, what was skipped, and what 16 bit alone would have lost."""
         parameters = trained_in_16_bit(self._optimizers)
         others = [] if self._model is None else [*{*self._model.parameters()} - {*parameters}]
         return {
@@ -567,11 +565,11 @@ class PrimaryWeights(Technique):
         ]
 
     def _count_small_updates(self, primaries: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Count the elements with a gradient, and those of them whose nearest 16-bit value is the old one."""
+        """Count the elements with a gradient, and those whose nearest 16-bit value stays the same."""
         for parameter, wide in primaries:
             if wide.grad is not None:
                 has_gradient = local_part(wide.grad).to_dense() != 0
-                # Against the parameter before it is written: does the nearest 16-bit value of the new primary differ?
+                # Before the parameter is written: does the nearest 16-bit value of the new primary differ from it?
                 same = local_part(wide).to(parameter.dtype) == local_part(parameter)
                 self._counts.append(torch.stack([has_gradient.count_nonzero(), (has_gradient & same).count_nonzero()]))
 
@@ -584,7 +582,7 @@ class PrimaryWeights(Technique):
         parameters = self._copies.parameters or trained_in_16_bit(self._optimizers)
         found = [count.to(parameters[0].device) for count in self._counts]
         counted = torch.stack(found).sum(0) if found else torch.zeros(2, dtype=torch.long, device=parameters[0].device)
-        # Shards: each process counted its part. Whole parameters are counted on every process alike.
+        # Each process counts its shards. Whole parameters are counted equally on every process.
         if any(map(is_sharded, parameters)):
             all_reduce_(counted, "sum")
         updated, small = counted.tolist()
@@ -592,11 +590,11 @@ class PrimaryWeights(Technique):
         self._counts = []
 
     def _names(self) -> dict[Tensor, str]:
-        # weights of a loss, say, are in an optimizer but not in the model
+        # for example, weights of a loss are in an optimizer but not in the model
         places = [*trained_in_16_bit(self._optimizers), *self._copies.parameters]
         names = {parameter: f"optimizer parameter {place}" for place, parameter in enumerate(dict.fromkeys(places))}
         if self._model is not None:
-            # FSDP2: parameters gathered for a forward are other tensors than the optimizer's.
+            # With FSDP2, parameters gathered for a forward are different tensors from the optimizer's.
             reshard_(self._model)
             names.update({parameter: name for name, parameter in self._model.named_parameters()})
         return names

@@ -1,8 +1,8 @@
-"""Scales from values, and fake quantisation: what a value becomes when it is stored as a small integer.
+"""Compute scales from values, and fake-quantise: round values to what small integers can represent.
 
-Ranges of their own for groups, tokens, output channels and rows: fake quantisation, and the codes it stands for.
-Results have the shape and type of the values; float16 and bfloat16 are computed in float32. Arguments that break their
-rule raise `ConfigError`.
+Groups, tokens, output channels and rows have their own ranges. Their codes are available too.
+Results have the shape and type of the values; float16 and bfloat16 are computed in float32. Invalid arguments
+raise `ConfigError`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def fake_quantize(
     """Return `x` rounded to the values that integer codes can hold, with a straight-through gradient.
 
     ``q = clamp(ne(x/s) + z, qmin, qmax)`` with ``ne`` rounding halves to even; the result is ``s·(q − z)``.
-    The gradient passes where ``qmin <= x/s + z <= qmax`` and is zero elsewhere; scale and zero point get
-    none. NaN stays NaN. The arithmetic is float32 for float16 and bfloat16.
+    The gradient passes where ``qmin <= x/s + z <= qmax`` and is zero elsewhere. Scale and zero point get
+    no gradient. NaN stays NaN. The arithmetic is float32 for float16 and bfloat16.
 
-    Stochastic rounding takes ``⌊x/s⌋ + 1`` with the probability ``x/s − ⌊x/s⌋``, else ``⌊x/s⌋``: the mean of the
+    Stochastic rounding takes ``⌊x/s⌋ + 1`` with probability ``x/s − ⌊x/s⌋``, else ``⌊x/s⌋``, so the expected
     result is `x` wherever `x` is in range.
 
     Args:
@@ -54,7 +54,7 @@ def fake_quantize(
         gate: ``"rounded"`` lets the gradient pass where the rounded code is in range, as torch's own ops do.
         rounding: To the nearest code or, without bias, to one of the two around `x`.
         generator: Source of the randomness, on the device of `x`; torch's global one if None. Activation
-            checkpointing computes twice and restores the global one alone.
+            checkpointing restores only the global one when it recomputes.
 
     Source: Jacob et al. 2018, arXiv:1712.05877; the gate: Bengio et al. 2013, arXiv:1308.3432; rounding: ONNX
     QuantizeLinear.
@@ -71,7 +71,7 @@ def fake_quantize(
     zeros = torch.as_tensor(zero_point, device=x.device).detach()
     scales = by_axis(where, "scale", scales, x, axis)
     zeros = by_axis(where, "zero_point", zeros, x, axis if zeros.dim() else None)
-    # A compiled graph cannot look at values; there the caller's own first, eager call has checked them.
+    # A compiled graph cannot read values. The caller's first, eager call has checked them.
     if not torch.compiler.is_compiling():
         _check_values(where, scales, zeros, qmin, qmax)
     noise = rounding_noise(where, x, rounding, generator)
@@ -81,8 +81,8 @@ def fake_quantize(
 def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 127) -> Tensor:
     """Return the scale that puts the largest magnitude on the largest code, ``s = max|w| / qmax``.
 
-    A channel that is all zero has scale 1. Where the quotient was rounded down the next number is taken, so
-    that ``max|w| / s <= qmax`` holds in floating point and the largest weight keeps its gradient.
+    A channel of zeros has scale 1. If the quotient was rounded down, the next larger number is used, so that
+    ``max|w| / s <= qmax`` holds in floating point and the largest weight keeps its gradient.
 
     Args:
         weight: Values of any shape and floating type, finite.
@@ -90,10 +90,10 @@ def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 1
         qmax: Largest code, at least 1; the smallest is ``-qmax``.
 
     Returns:
-        Of shape (channels,) or (), float64 for float64 weights and float32 for all others.
+        Scale of shape (channels,) or (), float64 for float64 weights and float32 for all others.
 
     Raises:
-        ConfigError: If an argument breaks its rule or a value is not finite.
+        ConfigError: If an argument is invalid or a value is not finite.
 
     Example:
         >>> choose_qparams_symmetric(torch.tensor([[0.5, -2.54], [0.0, 0.0]]))
@@ -113,8 +113,8 @@ def choose_qparams_affine(
 ) -> tuple[Tensor, Tensor]:
     """Return (scale, zero point) of the range [minimum, maximum], widened to contain 0.
 
-    ``s = (max − min)/(qmax − qmin)``, 1 if that is 0; ``z = clamp(ne(qmin − min/s), qmin, qmax)``. Zero has a
-    code of its own, so that padding and ReLU stay exact.
+    ``s = (max − min)/(qmax − qmin)``, 1 if that is 0; ``z = clamp(ne(qmin − min/s), qmin, qmax)``. Zero is
+    representable, so that padding and ReLU stay exact.
 
     Args:
         minimum: Smallest value, or a tensor of them.
@@ -126,9 +126,9 @@ def choose_qparams_affine(
         Scale (float64 for float64 input, else float32) and zero point (int32).
 
     Raises:
-        ConfigError: If a bound is not finite or they are the wrong way round.
+        ConfigError: If a bound is not finite, or the minimum is above the maximum.
 
-    Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1; zero point as ONNX QuantizeLinear counts it.
+    Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1; zero point as in ONNX QuantizeLinear.
 
     Example:
         >>> choose_qparams_affine(0.0, 2.55, -128, 127)
@@ -143,7 +143,7 @@ def choose_qparams_affine(
     if low.shape != high.shape or not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
         raise ConfigError(
             where,
-            "minimum and maximum must be of one shape, finite and in this order, got "
+            "minimum and maximum must have one shape and be finite, with minimum <= maximum, got "
             f"{minimum!r:.80} and {maximum!r:.80}",
         )
     return kernels.affine_qparams(low, high, qmin, qmax)
@@ -161,17 +161,17 @@ class ActivationQParams(NamedTuple):
 def choose_qparams_activation(
     minimum: float | Tensor, maximum: float | Tensor, bits: int = 8, *, clip: float | None = None
 ) -> ActivationQParams:
-    """Return how activations of the range [minimum, maximum] are stored.
+    """Return the integer grid for activations in the range [minimum, maximum].
 
-    Where no value is negative (a ReLU, a softmax) the codes are unsigned, ``0 … 2^b − 1``, with zero point 0: none
-    is spent on values that do not occur, and integer products need no correction for the zero point. Otherwise they
+    If no value is negative (after a ReLU or softmax), the codes are unsigned, ``0 … 2^b − 1``, with zero point 0. This
+    wastes no codes, and integer products need no correction for the zero point. Otherwise codes
     are signed, ``−2^(b−1) … 2^(b−1) − 1``, with the zero point of `choose_qparams_affine`.
 
-    With `clip` the maximum is at most that. A GELU gives values from −0.17 up; clipped at 10 its step stays small
-    enough at 8 bits that the negative ones keep codes of their own.
+    `clip` limits the maximum. A GELU returns values from −0.17 up. Clipped at 10, its 8-bit step stays small enough
+    to represent the negative values.
 
     Args:
-        minimum: Smallest value, or a tensor of them; then all share one choice of codes.
+        minimum: Smallest value, or a tensor of them, which then share one choice of codes.
         maximum: Largest value, not below `minimum`; the same shape.
         bits: Width of a code, 2 to 8.
         clip: Largest value to represent, above 0; None: `maximum`.
@@ -189,18 +189,18 @@ def choose_qparams_activation(
     low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
     if clip is not None:
         checked(clip, float, where, "clip", above=0)
-        # both: a range that lies beyond the clip as a whole would be turned round
+        # Clamp both: otherwise a range entirely above the clip would have minimum > maximum.
         low, high = low.clamp(max=clip), high.clamp(max=clip)
-    # Values that are never negative get all codes on their side: unsigned, twice as fine as signed ones.
+    # Unsigned codes are twice as fine as signed ones for values that are never negative.
     qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return ActivationQParams(*choose_qparams_affine(low, high, qmin, qmax), qmin, qmax)
 
 
 def rounding_noise(where: str, x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
-    """Return what stochastic rounding of `x` draws, or None for rounding to nearest."""
+    """Return the random numbers for stochastic rounding of `x`, or None for rounding to nearest."""
     check_choice(where, "rounding", rounding, ("nearest", "stochastic"))
     if generator is not None and (rounding == "nearest" or generator.device.type != x.device.type):
-        wanted = "None where nothing is drawn" if rounding == "nearest" else f"on the device of x, {x.device}"
+        wanted = "None for rounding to nearest" if rounding == "nearest" else f"on the device of x, {x.device}"
         raise ConfigError(where, f"generator must be {wanted}, got one on {generator.device}")
     if rounding == "nearest":
         return None
@@ -208,7 +208,7 @@ def rounding_noise(where: str, x: Tensor, rounding: str, generator: torch.Genera
 
 
 def check_floats(where: str, x: Tensor, name: str = "x", *, elements: bool = False) -> None:
-    """Refuse what is no floating-point tensor, or none with elements."""
+    """Raise `ConfigError` unless `x` is a floating-point tensor, with `elements` a non-empty one."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or (elements and not x.numel()):
         got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         wanted = "a floating-point tensor with elements" if elements else "a floating-point tensor"
@@ -216,16 +216,16 @@ def check_floats(where: str, x: Tensor, name: str = "x", *, elements: bool = Fal
 
 
 def check_axis(where: str, dims: int, axis: int | None) -> None:
-    """Refuse an axis that a tensor of so many does not have; None is none."""
+    """Raise `ConfigError` unless `axis` is None or exists in a tensor of `dims` axes."""
     if axis is not None and not -dims <= axis < dims:
         raise ConfigError(where, f"axis must name one of the {dims} axes, got {axis}")
 
 
 def by_axis(where: str, name: str, values: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    """Return values, one or with an axis one for each channel along it, shaped to broadcast with `x`."""
+    """Return `values`, one in all or one per channel along `axis`, shaped to broadcast with `x`."""
     check_axis(where, x.dim(), axis)
     if axis is None:
-        fits, wanted = values.numel() == 1, "be one number without an axis"
+        fits, wanted = values.numel() == 1, "be one number unless an axis is given"
     else:
         fits = values.shape == (x.shape[axis],)
         wanted = f"have one value for each of the {x.shape[axis]} channels along axis {axis}"
@@ -235,24 +235,24 @@ def by_axis(where: str, name: str, values: Tensor, x: Tensor, axis: int | None) 
 
 
 def check_choice(where: str, name: str, value: str, known: tuple[str, ...]) -> None:
-    """Refuse a name that is not known; where a graph may be traced, which `checked` breaks."""
+    """Raise `ConfigError` for an unknown name. Unlike `checked`, it does not break a compiled graph."""
     if value not in known:
         raise ConfigError(where, f"{name} must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
 
 
 def check_whole(where: str, name: str, value: int, low: int, high: int) -> None:
-    """Refuse what is no whole number in a range; where a graph may be traced, which `checked` breaks."""
+    """Raise `ConfigError` unless `value` is an integer in the range. Does not break a compiled graph."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(where, f"{name} must be a whole number from {low} to {high}, got {value!r}")
 
 
 def check_bits(where: str, bits: int) -> None:
-    """Refuse a width that is no whole number from 2 to 8."""
+    """Raise `ConfigError` unless `bits` is an integer from 2 to 8."""
     check_whole(where, "bits", bits, 2, 8)
 
 
 def check_codes(where: str, qmin: int, qmax: int) -> None:
-    """Refuse codes that are no whole numbers of 16 bits or the wrong way round."""
+    """Raise `ConfigError` unless both codes are integers within ±2^16 and ``qmin < qmax``."""
     check_whole(where, "qmin", qmin, -LARGEST_CODE, LARGEST_CODE)
     check_whole(where, "qmax", qmax, -LARGEST_CODE, LARGEST_CODE)
     if not qmin < qmax:
@@ -261,12 +261,12 @@ def check_codes(where: str, qmin: int, qmax: int) -> None:
 
 def _check_finite(where: str, name: str, scale: Tensor) -> None:
     if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(where, f"{name} must be finite, got NaN or infinity", "look for the step that diverged")
+        raise ConfigError(where, f"{name} must be finite, got NaN or infinity", "find the step that diverged")
 
 
 def _check_values(where: str, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> None:
     if scale.numel() and not bool(((scale > 0) & (scale < math.inf)).all()):
-        raise ConfigError(where, f"scale must be positive and finite, got {scale.min().item()} as the smallest")
+        raise ConfigError(where, f"scale must be positive and finite, the smallest is {scale.min().item()}")
     if not bool(((zero_point >= qmin) & (zero_point <= qmax) & (zero_point == zero_point.round())).all()):
         raise ConfigError(
             where, f"zero_point must be a whole number in [{qmin}, {qmax}], got {zero_point.flatten()[:8].tolist()}"
@@ -285,23 +285,22 @@ def fake_quantize_groups(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `x` rounded to integer codes under one range for each group along the last axis.
+    """Return `x` fake-quantised with one range per group along the last axis.
 
     Symmetric: codes ±(2^(b−1) − 1), ``s = max|x|/(2^(b−1) − 1)``. Affine: codes −2^(b−1) … 2^(b−1) − 1 over the
     group's range widened to contain 0, ``s = (max − min)/(2^b − 1)``, ``z = clamp(ne(qmin − min/s))``. A group of
-    zeros has scale 1. No value lies outside its group's range, but for half a step where z was rounded, so the
-    gradient passes everywhere. A group that holds a value that is not finite becomes NaN.
+    zeros has scale 1. No value lies outside its group's range by more than half a step (from rounding z), so the
+    gradient passes everywhere. A group with a non-finite value becomes NaN.
 
-    A group size that does not divide the last axis is refused: a ragged last group has no place in the layouts that
-    integer kernels read.
+    The group size must divide the last axis, because the layouts of integer kernels have no shorter last group.
 
     Args:
         x: (..., K), a weight with its inputs along the last axis, of any floating type.
-        group_size: Values to a group; divides K.
+        group_size: Values per group; divides K.
         bits: Width of a code, 2 to 8.
         symmetric: Zero point 0.
-        rounding: To the nearest code or, without bias, to one of the two around the value (the last half step of an
-            affine range excepted, where the zero point was rounded).
+        rounding: To the nearest code or, without bias, to one of the two around the value (except in the last half
+            step of an affine range whose zero point was rounded).
         generator: Source of the randomness, on the device of `x`; torch's global one if None.
 
     Source: Jacob et al. 2018, arXiv:1712.05877; groups: Shen et al. 2019, arXiv:1909.05840.
@@ -323,9 +322,9 @@ def fake_quantize_tokens(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return activations rounded to integer codes under one range for each token, found as they pass.
+    """Return activations fake-quantised with one range per token, computed from the token's values.
 
-    As `fake_quantize_groups` with the whole last axis as the group.
+    Same as `fake_quantize_groups` with the whole last axis as the group.
 
     Args:
         x: (..., features) of any floating type.
@@ -351,20 +350,20 @@ def fake_quantize_tokens(
 def quantize_groups(
     x: Tensor, group_size: int, bits: int = 4, *, symmetric: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and zero points, which stand bit for bit for what `fake_quantize_groups` gives.
+    """Return codes, scales and zero points that represent the result of `fake_quantize_groups` bit for bit.
 
     Args:
         x: (..., K) of any floating type, finite.
-        group_size: Values to a group; divides K.
+        group_size: Values per group; divides K.
         bits: Width of a code, 2 to 8; codes of fewer than 8 take a byte each.
         symmetric: Zero point 0.
 
     Returns:
-        Codes (..., K) in int8; scales (..., K / group_size) in float32, float64 for float64; zero points like the
-        scales in int8.
+        Codes (..., K) in int8; scales (..., K / group_size) in float32, or float64 for float64; zero points in int8,
+        with the shape of the scales.
 
     Raises:
-        ConfigError: If an argument breaks its rule or a value is not finite.
+        ConfigError: If an argument is invalid or a value is not finite.
 
     Example:
         >>> quantize_groups(torch.tensor([[1.5, 0.0]]), 2)
@@ -380,7 +379,7 @@ def quantize_groups(
 
 
 def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values that grouped codes stand for, ``s·(q − z)``.
+    """Return the values of grouped codes, ``s·(q − z)``.
 
     Args:
         codes: (..., K), whole numbers.
@@ -407,19 +406,19 @@ def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, dtype: t
 
 
 def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = False, groups: int = 1) -> Tensor:
-    """Return a layer's weight rounded to symmetric codes, one scale for each output channel; gradient 1.
+    """Return a layer's weight fake-quantised symmetrically with one scale per output channel; gradient 1.
 
-    ``s = max|w|/(2^(b−1) − 1)`` over everything that one output is computed from: rows of a Linear or Conv weight, rows
-    of an Embedding, and for a transposed convolution the slices of `output_channels_first`.
+    ``s = max|w|/(2^(b−1) − 1)`` over all weights of one output: rows of a Linear, Conv or Embedding weight, and for a
+    transposed convolution the slices of `output_channels_first`.
 
     Args:
         weight: Of Linear, Embedding, Conv1d/2d/3d, or ConvTranspose1d/2d/3d.
         bits: Width of a code, 2 to 8.
-        transposed: Whether it is that of a transposed convolution: (in, out / groups, ...).
-        groups: The layer's groups; they matter to a transposed convolution alone.
+        transposed: True for the weight of a transposed convolution: (in, out / groups, ...).
+        groups: The layer's groups. Only transposed convolutions use them.
 
     Returns:
-        Of the shape and type of `weight`; NaN in a channel that holds a value that is not finite.
+        A tensor with the shape and type of `weight`. Channels with a non-finite value become NaN.
 
     Source: Krishnamoorthi 2018, arXiv:1806.08342.
 
@@ -436,7 +435,7 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
     qmax = 2 ** (bits - 1) - 1
     if not transposed:
         return kernels.fake_quantize_symmetric(weight, 0, qmax)
-    # Transposed convolutions hold (in, out / groups, ...): rows of outputs first, rounded, and back.
+    # Transposed convolutions hold (in, out / groups, ...), so outputs are moved first, and back after rounding.
     rows = kernels.fake_quantize_symmetric(output_channels_first(weight, groups), 0, qmax)
     return output_channels_first(rows, groups)
 
@@ -450,5 +449,5 @@ def _check_groups(where: str, x: Tensor, group_size: int, bits: int) -> None:
         raise ConfigError(
             where,
             f"group_size must be a whole number that divides the last axis, {x.shape[-1]}, got {group_size!r}",
-            "take a divisor, or quantise per channel",
+            "use a divisor, or quantise per channel",
         )

@@ -1,7 +1,7 @@
-"""Batch norm and quantisation: in training the folded weight is quantised, since inference has that weight.
+"""Fold batch norms into the layers before them, in training and after it.
 
-Which batch norms quantised layers compute themselves, how they do in training, and how batch norm is folded into the
-layer before it after training. What such layers learn stays out of state dicts (`PlainState`).
+Training quantises the folded weight, because inference uses that one. Learned scales of layers stay out of state dicts
+(`PlainState`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shared_core.modules.weight_views import compute, num_outputs, scaled_output
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
 
 LEARNED = ("weight_magnitude", "input_magnitude", "input_offset", "input_clip")
-"""Names of the parameters that a layer learns beside its own."""
+"""Names of the parameters that quantisation adds to a layer."""
 
 
 class PlainState(nn.Module):
-    """A layer whose learned scales are trained like any parameter, but that no state dict holds."""
+    """A layer whose learned scales train like any parameter but stay out of state dicts."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -39,12 +39,12 @@ class PlainState(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         missing: list[str] = args[2]
         super()._load_from_state_dict(state_dict, prefix, *args)
-        # In place: torch goes on with this very list.
+        # In place, because torch keeps using this list object.
         missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
 
 
 def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Module]:
-    """Return a new class that a module holds under its name, so that models with such layers can be pickled."""
+    """Create a class and add it to a module under its name, so that models with such layers can be pickled."""
     made = type(name, bases, {"__doc__": f"`torch.nn.{bases[-1].__name__}`: {bases[0].__doc__}", "__module__": module})
     setattr(sys.modules[module], name, made)
     return made
@@ -52,9 +52,9 @@ def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Modul
 
 @contextlib.contextmanager
 def own_parameters(model: nn.Module) -> Iterator[None]:
-    """Let a model's layers list no learned parameters inside, for plain weights to be loaded by parameters' names."""
+    """Hide learned scales from `named_parameters`, so that plain weights can be loaded by parameter name."""
     layers = [module for module in model.modules() if isinstance(module, PlainState)]
-    learned = [  # in their order, by which torch finds the state that optimizers keep of them
+    learned = [  # in their order, because torch finds optimizer state by order
         {name: layer._parameters.pop(name) for name in [*layer._parameters] if name in LEARNED} for layer in layers
     ]
     for layer, beside in zip(layers, learned, strict=True):
@@ -87,9 +87,9 @@ def fold_batch_norm(
     gamma: Tensor | None,
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight and bias of the one layer that computes `layer` followed by batch norm.
+    """Return the weight and bias of a layer that computes `layer` followed by batch norm.
 
-    ``w' = w·γ/σ`` for each output channel, ``b' = β + (b − μ)·γ/σ``. Gradients reach every tensor.
+    ``w' = w·γ/σ`` per output channel, ``b' = β + (b − μ)·γ/σ``. Gradients reach every tensor.
 
     Args:
         layer: A Linear, Conv or transposed Conv layer; its weight and bias are read.
@@ -122,10 +122,10 @@ class Fold:
     """The batch norm of a folded layer.
 
     Attributes:
-        batch_norm: The module whose parameters, buffers and mode are used. It stays where it is in the model, so
-            that both modules keep their keys; here it is held aside, not registered a second time.
+        batch_norm: The module whose parameters, buffers and mode are used. It stays in the model, so that both
+            modules keep their keys, and is not registered here.
         quantizer: Fake-quantises input and folded weight; None: nothing is quantised.
-        frozen: Use running statistics, and leave them, in training too.
+        frozen: Use running statistics, and don't update them, in training too.
     """
 
     def __init__(self, batch_norm: nn.Module, quantizer: FoldQuantizer | None) -> None:
@@ -136,26 +136,25 @@ class Fold:
 
     @property
     def uses_running_statistics(self) -> bool:
-        """True if statistics rest: frozen, unless somebody re-estimates them as a mean over batches, as a soup does."""
-        # A momentum that was None from the start averages over batches: a soup that re-estimates statistics sets it
-        # so.
+        """True if statistics are frozen and are not being re-estimated, as a soup does."""
+        # A soup re-estimates statistics as a mean over batches by setting the momentum to None.
         return self.frozen and (self._is_mean or self.batch_norm.momentum is not None)
 
 
 class FoldedLayer(PlainState):
-    """A layer that computes itself and the batch norm behind it with one folded weight.
+    """A layer that computes itself and the following batch norm with one folded weight.
 
     While statistics of the batch (``μ_B, σ_B``) are used, with ``σ`` of the running variance,
 
     ``y = (x ∗ Q(w·γ/σ)) · σ/σ_B + β + (b − μ_B)·γ/σ_B``:
 
-    the weight is quantised as inference will see it, so that its codes do not jitter from batch to batch, and the
+    the weight is quantised as in inference, so that its codes do not jitter from batch to batch, and the
     output is normalised by the batch, as training needs it. Once frozen, and in evaluation,
     ``y = x ∗ Q(w·γ/σ) + β + (b − μ)·γ/σ``. Until then a training step computes the layer twice, once without
-    weight quantisation for its statistics; afterwards once.
+    weight quantisation for its statistics.
 
-    Statistics follow the batch norm module: its mode, momentum, ε and buffers, which are updated as it would.
-    As there, a forward that is computed again under activation checkpointing updates them again.
+    The batch norm's mode, momentum, ε and buffers apply, and its buffers are updated as usual.
+    As in torch, recomputing a forward for activation checkpointing updates them again.
 
     Source: Krishnamoorthi 2018, arXiv:1806.08342, section 3.2.2 (correction and freezing).
     """
@@ -165,18 +164,18 @@ class FoldedLayer(PlainState):
     training: bool
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:
-        """Return the normalised output; arguments are those of the layer."""
+        """Return the normalised output. Takes the arguments of the layer."""
         layer: Any = self
         norm, quantizer = self.fold.batch_norm, self.fold.quantizer
         x = input if quantizer is None else quantizer.input(layer, input)
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
-        # In training the convolution runs once in float for the batch statistics, and once with the folded weight.
+        # In training the layer runs once in float for the batch statistics, and once with the folded weight.
         if norm.training and not self.fold.uses_running_statistics:
             batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
         deviation = torch.sqrt(norm.running_var.to(wide) + norm.eps)
-        # Folded by the running σ, which moves little: folding by each batch's would move the grid with every step.
+        # Fold with the running σ, which changes slowly. The batch's σ would move the grid in every step.
         weight, shift = fold_batch_norm(layer, norm.running_mean.to(wide), deviation, norm.weight, norm.bias)
         weight = weight.to(self.weight.dtype)
         if quantizer is not None:
@@ -194,7 +193,7 @@ class FoldedLayer(PlainState):
 
 
 def _batch_statistics(layer: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """Return mean and biased variance of each channel of ``y + b``, and the number of values a channel."""
+    """Return mean and biased variance per channel of ``y + b``, and the number of values per channel."""
     spatial = 0 if isinstance(layer, nn.Linear) else len(layer.kernel_size)
     if y.dim() != 2 + spatial:
         raise TrainingError(
@@ -208,12 +207,12 @@ def _batch_statistics(layer: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor
         raise TrainingError(
             "batch_norm_folding",
             f"batch must have more than 1 value per channel in training, got {tuple(y.shape)}",
-            "raise the batch size or drop the last, smaller batch",
+            "increase the batch size, or drop the smaller last batch",
         )
     axes = [0, *range(2, y.dim())]
-    # The biased variance normalises, the unbiased one goes into the running estimate, as in torch's batch norm.
+    # As in torch, the biased variance normalises and the unbiased one updates the running estimate.
     variance, mean = torch.var_mean(y.to(dtype), axes, correction=0)
-    # b cancels in the output and has a gradient of zero, as in batch norm; it must still be part of the graph for DDP
+    # b cancels in the output and its gradient is zero, as in batch norm, but DDP needs it in the graph.
     return mean if layer.bias is None else mean + layer.bias, variance, count
 
 
@@ -226,7 +225,7 @@ def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> No
 
 
 class _PassedOn:
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
+    """A batch norm that returns its input: the layer before it uses its parameters and statistics."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input
@@ -241,15 +240,15 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {folded: stock for stock, folded
 
 
 def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer | None = None) -> Fold:
-    """Let `layer` compute the batch norm behind it, by a change of both classes; keys and parameters stay.
+    """Make `layer` compute the following batch norm, by changing both classes. Keys and parameters stay.
 
     Args:
         layer: A stock Linear, Conv or transposed Conv layer.
-        batch_norm: The stock batch norm that alone reads the layer's output.
-        quantizer: Fake-quantises input and folded weight; None: the pair computes what it did before.
+        batch_norm: The stock batch norm that is the only reader of the layer's output.
+        quantizer: Fake-quantises input and folded weight; None: the pair computes the same as before.
 
     Returns:
-        The handle of the pair; set ``frozen`` on it at the step where statistics freeze.
+        The handle of the pair. Set ``frozen`` on it at the step where statistics freeze.
 
     Raises:
         CompatibilityError: If a class cannot be folded, widths differ, or there are no running statistics.
@@ -270,10 +269,10 @@ def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer
 
 
 def unfold_pair_(layer: nn.Module) -> None:
-    """Give a folded layer and its batch norm their stock classes back; a layer that is stock stays so.
+    """Restore the stock classes of a folded layer and its batch norm. Other layers stay as they are.
 
     Args:
-        layer: Of a pair that `fold_pair_` has folded, or any other.
+        layer: The layer passed to `fold_pair_`, or any other.
     """
     if type(layer) in STOCK:
         norm: Any = layer.fold.batch_norm  # type: ignore[union-attr]
@@ -283,7 +282,7 @@ def unfold_pair_(layer: nn.Module) -> None:
 
 
 def check_pair(layer: nn.Module, batch_norm: nn.Module, where: str) -> None:
-    """Raise `CompatibilityError` unless the batch norm can be folded into the layer, if it follows it."""
+    """Raise `CompatibilityError` unless a batch norm after this layer can be folded into it."""
     if why := _why_no_pair(layer, batch_norm):
         raise CompatibilityError(where, why)
 
@@ -294,7 +293,7 @@ def _why_no_pair(layer: nn.Module, batch_norm: nn.Module) -> str | None:
     if type(batch_norm) not in FOLDED or not isinstance(batch_norm, _BatchNorm):
         return f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
     if batch_norm.running_mean is None or batch_norm.running_var is None:
-        return "batch_norm must have running statistics, which are what is folded, got track_running_stats=False"
+        return "batch_norm must have running statistics to fold, got track_running_stats=False"
     if batch_norm.num_features != num_outputs(layer):
         return f"batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
     return None
@@ -309,9 +308,9 @@ class BatchNormPair:
 
     Attributes:
         layer: The Linear, Conv or transposed Conv.
-        batch_norm: The batch norm behind it.
-        activation: The ReLU or ReLU6 that alone reads the batch norm (a module's name or a function's), or None.
-            A quantiser need not round in front of it.
+        batch_norm: The batch norm that follows it.
+        activation: The module or function name of the ReLU or ReLU6 that is the only reader of the batch norm, or
+            None. A quantiser need not round before it.
     """
 
     layer: str
@@ -326,8 +325,8 @@ class FusionReport:
     Attributes:
         fused: The pairs, in the order of execution.
         refused: Batch norm → why it stays.
-        vanished_keys: Keys of the state dict that no longer exist.
-        new_keys: Keys that did not exist: biases of layers that had none.
+        vanished_keys: Removed keys of the state dict.
+        new_keys: Added keys: biases of layers that had none.
     """
 
     fused: tuple[BatchNormPair, ...]
@@ -342,9 +341,9 @@ def find_batch_norms(
     """Return (pairs that can be folded, batch norm → why it cannot).
 
     Args:
-        model: Searched through, not changed.
-        example_inputs: As `trace` takes them; without, torch.fx traces the model.
-        where: Who asks, for errors.
+        model: Not changed.
+        example_inputs: As for `trace`; None: torch.fx traces the model.
+        where: The caller, for errors.
 
     Raises:
         CompatibilityError: If the model has batch norms and cannot be traced.
@@ -358,7 +357,7 @@ def find_batch_norms(
         return [], {}
     flow = trace(model, example_inputs, where=where)
     pairs: list[BatchNormPair] = []
-    refused = {name: "no forward reached it" for name in norms if name not in flow.calls}
+    refused = {name: "the forward never calls it" for name in norms if name not in flow.calls}
     for name in (name for name in flow.calls if name in norms):
         node = flow.calls[name][0]
         reason = _why_not(flow, node)
@@ -377,12 +376,12 @@ def _why_not(flow: Flow, node: Node) -> str | None:
         return reason
     layer = node.inputs[0] if node.inputs else None
     if layer is None or type(layer.module) not in LAYERS:
-        return f"it follows {layer}, no Linear or Conv layer"
+        return f"it follows {layer}, which is no Linear or Conv layer"
     reason = flow.why_not(layer) or (sole_user(layer)[1] or None)
     if reason is not None:
         return f"layer {layer.label!r}: {reason}"
     if isinstance(layer.module, nn.Linear) and layer.shape is not None and len(layer.shape) != 2:
-        return f"it normalises axis 1 of {tuple(layer.shape)}, which are not the channels of the Linear layer"
+        return f"it normalises axis 1 of {tuple(layer.shape)}, which does not hold the channels of the Linear layer"
     return _why_no_pair(layer.module, node.module)  # type: ignore[arg-type]
 
 
@@ -395,16 +394,16 @@ def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionRepor
 
     Args:
         model: In evaluation mode.
-        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments: the flow is read from one
-            forward, and outputs before and after are compared. None: torch.fx traces the model. Pass it
-            for a model that torch.fx cannot trace, and where a Linear layer reads sequences.
+        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments. One forward shows the
+            order of layers, and outputs before and after are compared. None: torch.fx traces the model. Pass it
+            if torch.fx cannot trace the model, or if a Linear layer reads sequences.
 
     Returns:
-        The pairs, the batch norms that stay and why, and the keys that vanished and appeared.
+        The pairs, the batch norms that stay and why, and the removed and added keys.
 
     Raises:
-        CompatibilityError: If the model is in training mode or cannot be traced, or if outputs would change; the
-            model is as it was.
+        CompatibilityError: If the model is in training mode or cannot be traced, or if outputs would change. The
+            model is then unchanged.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
 
@@ -421,11 +420,11 @@ def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionRepor
     training = [name for name, module in norms if isinstance(module, _BatchNorm) and module.training]
     if training:
         raise CompatibilityError(
-            where, f"model must be in evaluation mode, got {training[0]!r} in training", "call model.eval() first"
+            where, f"model must be in evaluation mode, but {training[0]!r} is in training", "call model.eval() first"
         )
     pairs, refused = find_batch_norms(model, example_inputs, where=where)
     if example_inputs is not None and pairs:
-        trial = copy.deepcopy(model)  # so that a model that would change is left as it is
+        trial = copy.deepcopy(model)  # if outputs change, the model stays as it is
         _fuse(trial, pairs)
         check_same_function(run(model, example_inputs), run(trial, example_inputs), where)
     keys = list(model.state_dict())
@@ -447,7 +446,7 @@ def _missing(keys: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> None:
-    """Fold one batch norm into `layer` and put an Identity in its place, wherever `model` holds it."""
+    """Fold one batch norm into `layer`, and replace it by an Identity everywhere in `model`."""
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
@@ -466,7 +465,7 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
 
 
 def run(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Tensor:
-    """Return the output tensor of `model` in evaluation, without a graph; `where` as in `call_model`."""
+    """Return the output tensor of `model` in evaluation mode, without gradients; `where` as in `call_model`."""
     with evaluated(model):
         return output_tensor(call_model(model, inputs, where)).clone()
 
@@ -474,26 +473,26 @@ def run(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Tensor:
 def check_same_function(before: Tensor, after: Tensor, where: str) -> None:
     """Raise `CompatibilityError` if outputs differ by more than float rounding.
 
-    The bound is ``√ε·max|y|`` for the ε of the type: rounding of a deep net stays far below, an error does not.
+    The bound is ``√ε·max|y|`` with ε of the type. Rounding in a deep network stays far below it, an error does not.
     """
     wide = compute_dtype(before.dtype)
     error = (after.to(wide) - before.to(wide)).abs()
-    # √eps relative to the largest output: float rounding of a whole network, not of one layer.
+    # √eps relative to the largest output allows for float rounding in a whole network, not just one layer.
     bound = torch.finfo(before.dtype).eps ** 0.5 * before.to(wide).abs().max() if before.numel() else 0.0
     if before.numel() and not bool((error <= bound).all()):
         raise CompatibilityError(
             where,
-            f"outputs must stay equal on example_inputs, got a difference of {error.max().item():.3g} where the "
+            f"outputs on example_inputs would change by {error.max().item():.3g}, where the "
             f"largest output is {before.abs().max().item():.3g}",
-            "the model uses a layer in a way that its flow does not show, and was left as it was",
+            "the model uses a layer in a way that tracing does not show; it is unchanged",
         )
 
 
 def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (layer → the batch norm behind it, batch norm → why it is not folded).
+    """Return (layer → the batch norm that follows it, batch norm → why it is not folded).
 
-    A model whose forward cannot be traced is searched part by part: a LightningModule has none, and those of large
-    models look at values, but a block of convolution and batch norm does not.
+    If the whole model cannot be traced, its children are searched one by one. A LightningModule may have no forward,
+    and large models branch on values, but a block of convolution and batch norm usually traces.
     """
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
     if not norms:
@@ -503,7 +502,7 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
             pairs, refused = find_batch_norms(model, where=where)
         return {pair.layer: pair.batch_norm for pair in pairs}, refused
     except CompatibilityError as error:
-        # The whole model cannot be traced: its parts may, one by one.
+        # Its children may still be traceable.
         folds: dict[str, str] = {}
         left = {name: str(error).removeprefix(f"{where}: ") for name in norms}
         for name, child in model.named_children():
@@ -516,14 +515,14 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
 
 
 def channel_factor(fold: Fold, dtype: torch.dtype) -> Tensor:
-    """Return ``γ/σ`` of each output channel, with the running statistics."""
+    """Return ``γ/σ`` per output channel, from the running statistics."""
     norm = fold.batch_norm
     deviation = torch.sqrt(norm.running_var.to(dtype) + norm.eps)
     return 1 / deviation if norm.weight is None else norm.weight.to(dtype) / deviation
 
 
 def folded_weight(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a folded layer's weight as inference has it, that of any other layer as it is."""
+    """Return the weight that inference uses: folded for a folded layer, else unchanged."""
     fold: Any = getattr(module, "fold", None)
     if fold is None:
         return weight
@@ -532,18 +531,18 @@ def folded_weight(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def unfolded_weight(module: nn.Module, folded: Tensor, weight: Tensor) -> Tensor:
-    """Return the weight whose fold is `folded`; where γ = 0 no weight matters, and `weight` stays."""
+    """Return the weight that folds to `folded`. Where γ = 0 the weight does not matter, and `weight` is kept."""
     fold: Any = module.fold
     factor = channel_factor(fold, torch.float64).to(weight.device)
     inverse = torch.where(factor == 0, torch.ones_like(factor), 1 / factor)
     unfolded = scaled_outputs(folded.double(), module, inverse).to(weight.dtype)
-    # γ = 0: the output does not depend on the weight, and 1 / 0 must not reach it.
+    # γ = 0: the output does not depend on the weight. Avoid 1 / 0.
     dead = scaled_outputs(torch.ones_like(weight, dtype=torch.float64), module, (factor == 0).double())
     return torch.where(dead.bool(), weight, unfolded)
 
 
 def relative(layer: str, batch_norm: str) -> str:
-    """Return a batch norm's name seen from the layer, ``..`` being the module above: prefixes may come and go.
+    """Return a batch norm's name relative to the layer, ``..`` for the parent, since wrappers change prefixes.
 
     Example:
         >>> relative("net.conv", "net.norm"), relative("0", "1")
@@ -557,11 +556,11 @@ def relative(layer: str, batch_norm: str) -> str:
 
 
 def batch_norm_of(model: nn.Module, layer: str, name: str, where: str) -> nn.Module:
-    """Return the batch norm that `relative` named."""
+    """Return the batch norm with the name that `relative` returned."""
     above = (len(name) - len(name.lstrip("."))) // 2
     parts = layer.split(".")
     full = ".".join([*parts[: max(len(parts) - above, 0)], name.lstrip(".")])
     found = {plain_name(own): module for own, module in model.named_modules()}.get(full)
     if not isinstance(found, nn.modules.batchnorm._BatchNorm):
-        raise MatchError(where, f"batch_norm of {layer} must be a batch norm of the model, got {full!r}")
+        raise MatchError(where, f"batch_norm of {layer} is {full!r}, which is no batch norm of the model")
     return found

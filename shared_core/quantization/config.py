@@ -32,7 +32,7 @@ Scheme = Literal[
 Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
 _INTEGERS = ("int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight")
 _ROUNDED_WEIGHTS = ("ema", "minmax", "percentile", "kl", "mse", "pact")
-"""Ranges under which weights have no learned scale."""
+"""Ranges for which weights have no learned scale."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class QatConfig(OverridableConfig):
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
 
-    # the soup evaluates through live quantisers; what hooks a layer's forward is gone before layers are plain again
+    # The soup evaluates with active quantisers. Hooks on a layer's forward must be gone before layers become plain.
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
     conflicts: ClassVar[Mapping[str, str]] = {
         "fp8": "both replace the same linear layers; train in FP8 first and for int8 afterwards, or drop one",
@@ -60,7 +60,7 @@ class QatConfig(OverridableConfig):
     figures: ClassVar[Mapping[str, Figure]] = {
         "active": Figure("1 while values are rounded, 0 before `begin`", in_bar=True),
         "layers": Figure("layers that are quantised"),
-        "range_updates": Figure("how often the ranges were updated"),
+        "range_updates": Figure("number of range updates"),
     }
     conditions: ClassVar[Mapping[str, str]] = {
         "is_static": "a scheme that observes activations (int8 or fp8_static; ternary or binary with activation_bits)"
@@ -146,28 +146,28 @@ class QatConfig(OverridableConfig):
     keep: bool = option(False, help="leave the fake-quantising modules in the model at the end of training")
 
     def validate(self) -> None:
-        """Refuse overrides that are none."""
+        """Raise `ConfigError` for invalid overrides."""
         self.override_options()
 
     @property
     def is_static(self) -> bool:
-        """True if activations have ranges that are observed."""
+        """True if activations have observed ranges."""
         return _is_static(self.scheme, self.activation_bits is not None)
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return native; tells what multiplies converted layers."""
-        kernels = "torchao's kernels" if find_spec("torchao") else "integer products of torch; torchao has faster ones"
-        return Ability("native", f"training computes on float values; `convert` then takes {kernels}")
+        """Return native, with the kernels that run converted layers."""
+        kernels = "torchao's kernels" if find_spec("torchao") else "torch's integer products; torchao has faster ones"
+        return Ability("native", f"training computes on float values; `convert` then uses {kernels}")
 
     @property
     def learns_ranges(self) -> bool:
-        """True if training learns the ranges with the weights, in place of observing them."""
+        """True if training learns the ranges with the weights instead of observing them."""
         return self.range in ("lsq", "lsq_plus", "pact")
 
     @property
     def observes_activations(self) -> bool:
-        """True if layers may have ranges of their inputs, which other weights need anew."""
+        """True if layers may have input ranges, which must be re-estimated for other weights."""
         others = self.override_options()
         has_bits = self.activation_bits is not None or any(name == "activation_bits" for _, name, _ in others)
         schemes = {self.scheme, *(value for _, name, value in others if name == "scheme")}
@@ -179,7 +179,7 @@ class QatConfig(OverridableConfig):
         if self.keep and "lora" in recipe:
             yield (
                 "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
-                "apply_ranges puts quantisers back into these"
+                "apply_ranges restores quantisers in these"
             )
         if self.learns_ranges and "efficient_loading" in environment:
             yield (
@@ -189,21 +189,21 @@ class QatConfig(OverridableConfig):
         if "tensor_parallel" in environment and (self.range not in ("ema", "minmax") or self.clip_gelu is not None):
             yield (
                 f"qat with range {self.range}{' and clip_gelu' if self.clip_gelu else ''} cannot be combined with "
-                f"{RUN_ENVIRONMENTS['tensor_parallel']}: inputs that several processes hold would be counted once for "
-                "each, learned scales are in no plan, and a part does not show what it is the output of; take ema or "
+                f"{RUN_ENVIRONMENTS['tensor_parallel']}: replicated inputs would be counted once per process, "
+                "the plan has no learned scales, and GELU outputs cannot be recognised; use ema or "
                 "minmax, without clip_gelu"
             )
         for key in averages:
             if self.learns_ranges:
                 yield (
-                    f"qat with range {self.range} cannot be combined with {key}: the average of weights has no learned "
-                    "scales of its own; use an observed range, such as ema, which is estimated anew for it"
+                    f"qat with range {self.range} cannot be combined with {key}: averaged weights have no learned "
+                    "scales; use an observed range, such as ema, which is re-estimated for them"
                 )
             if self.observes_activations and "manual_optimization" in environment:
                 yield (
                     f"{key} with ranges of qat cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
-                    "averaged weights need new ranges, which training_step would estimate, and it steps the optimizer; "
-                    "take scheme int8_dynamic or int8_weight"
+                    "averaged weights need new ranges, estimated by running training_step, which here steps the "
+                    "optimizer; use scheme int8_dynamic or int8_weight"
                 )
 
 

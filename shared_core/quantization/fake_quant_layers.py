@@ -1,6 +1,6 @@
-"""Layers that fake-quantise weight and input: a stock layer becomes one by a change of class, and back.
+"""Layers that fake-quantise weight and input. Stock layers become one by changing their class, and back.
 
-Quantised weights in place, what the quantisation costs them, and layers as linear ones for runtimes that have no other.
+Also writes quantised weights in place, reports their error, and rewrites layers as linear ones for some runtimes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _FakeQuant(PlainState):
     quantizer: LayerQuantizer
 
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
-        """Return what the stock layer computes of the fake-quantised input with the fake-quantised weight."""
+        """Run the stock layer on fake-quantised input and weight."""
         x, weight = self.operands(input)
         return compute(self, x, weight, self.bias, *args)
 
@@ -45,10 +45,10 @@ class _FakeQuant(PlainState):
         return self.quantizer.input(self, input), self.quantizer.weight(self, self.weight)
 
     def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the stock layer, which reads its weights as attributes, computes with fake-quantised ones."""
+        """Run the stock forward, which reads weights as attributes, with fake-quantised weights."""
         weights = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
         try:
-            vars(self).update(weights)  # found before the parameters of these names
+            vars(self).update(weights)  # Python finds these before the parameters of the same names
             return STOCK[own_class(self)].forward(self, *args, **kwargs)
         finally:
             for name in weights:
@@ -56,22 +56,22 @@ class _FakeQuant(PlainState):
 
 
 class FakeQuantLinear(_FakeQuant, nn.Linear):
-    """`torch.nn.Linear` on fake-quantised weight and input."""
+    """`torch.nn.Linear` with fake-quantised weight and input."""
 
 
 class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
-    """`torch.nn.Embedding` whose vectors are fake-quantised; those alone that are looked up."""
+    """`torch.nn.Embedding` that fake-quantises the vectors it looks up."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the fake-quantised vectors of the indices."""
-        if self.quantizer.scheme.spans_rows:  # vectors that are not looked up are under the same scale
+        if self.quantizer.scheme.spans_rows:  # the scale also depends on vectors that are not looked up
             weight = self.quantizer.weight(self, self.weight)
             return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
-        # Only the vectors looked up are rounded: a vocabulary's table would cost more than the model.
+        # Round only the vectors looked up. The whole table could cost more than the model.
         found = nn.Embedding.forward(self, input)
         if not found.numel():
             return found
-        # of a table that is cut by rows a lookup is a sum over processes, which no view may come before
+        # With a table sharded by rows, a lookup is a pending sum over processes, which must come before any view.
         return apply_in_parts(self._rounded, found, {found.dim() - 1}) if is_sharded(found) else self._rounded(found)
 
     def _rounded(self, found: Tensor) -> Tensor:
@@ -81,13 +81,12 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
 class _FakeQuantRecurrent(_FakeQuant):
     """Computes with fake-quantised weights and input; states between steps stay in float."""
 
-    # cuDNN and oneDNN take the whole sequence at once, and dynamo cannot look into them either
+    # cuDNN and oneDNN take the whole sequence at once, which dynamo cannot trace either
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         flat = self._flat_weights
         try:
-            # The stock forward reads `_flat_weights`: swapped for the call, as a copy of its cell code would not be
-            # cuDNN's.
+            # The stock forward, which calls cuDNN, reads `_flat_weights`, so it is replaced during the call.
             self._flat_weights = [
                 self.quantizer.weight(self, weight) if name.startswith("weight_") else weight
                 for name, weight in zip(self._flat_weights_names, flat, strict=True)
@@ -102,31 +101,31 @@ class _FakeQuantRecurrent(_FakeQuant):
 
 
 class _FakeQuantCell(_FakeQuant):
-    # dynamo does not follow attributes that come and go
+    # dynamo cannot trace attributes that are added and removed
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
         return self.stock_forward(self.quantizer.input(self, input), hx)
 
 
 class FakeQuantLSTMCell(_FakeQuantCell, nn.LSTMCell):
-    """`torch.nn.LSTMCell` on fake-quantised weights and input; its state stays in float."""
+    """`torch.nn.LSTMCell` with fake-quantised weights and input. Its state stays in float."""
 
 
 class FakeQuantGRUCell(_FakeQuantCell, nn.GRUCell):
-    """`torch.nn.GRUCell` on fake-quantised weights and input; its state stays in float."""
+    """`torch.nn.GRUCell` with fake-quantised weights and input. Its state stays in float."""
 
 
 class _FakeQuantExperts(_FakeQuant):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the stock module computes with fake-quantised stacks, and tokens if the scheme has theirs."""
+        """Run the stock experts with fake-quantised weights, and inputs if the scheme quantises those."""
         if self.quantizer.scheme.input != "none":
             if not gates_between_products(self):
                 raise CompatibilityError(
                     "qat",
-                    "experts implementation must stay batched_mm or grouped_mm where inputs of experts are quantised, "
+                    "experts implementation must stay batched_mm or grouped_mm if inputs of experts are quantised, "
                     f"got {self.config._experts_implementation}",
-                    "set it before training, or take a scheme of weights alone",
+                    "set it before training, or use a weight-only scheme",
                 )
             input = self.quantizer.input(self, input)
         return self.stock_forward(input, *args, **kwargs)
@@ -151,9 +150,9 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in 
 
 
 def know_layers(model: nn.Module) -> None:
-    """Add to the layers known what a model holds: transformers' Conv1D and stacked experts, and classes made of layers.
+    """Register more layer classes of a model: transformers' Conv1D, stacked experts and subclasses of known layers.
 
-    The former is not imported. The latter are users' own that compute as the class that they are made of.
+    Subclasses count if they keep the forward of their base class. transformers is not imported.
     """
     experts = {own_class(module) for module in model.modules() if isinstance(module, StackedExperts)} - STOCK.keys()
     kinds = {own_class(module) for module in model.modules()} - STOCK.keys()
@@ -170,9 +169,9 @@ def know_layers(model: nn.Module) -> None:
 
 
 def conv1d_as_linear(model: nn.Module) -> nn.Module:
-    """Return a model whose layers of transformers' Conv1D are linear layers, (out, in), for integer kernels; in place.
+    """Replace transformers' Conv1D layers by linear ones, (out, in), in place, for integer kernels; return the model.
 
-    Layers that share a weight go on sharing it.
+    Layers that share a weight still share it.
     """
     know_layers(model)
     weights: dict[int, nn.Parameter] = {}
@@ -186,7 +185,7 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         layer._parameters = dict(module._parameters)
         old: Any = module.weight
         if id(old) not in weights:
-            # Tied Conv1D weights stay one parameter after the transpose.
+            # Tied weights stay one parameter after the transpose.
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
         made[module] = layer
@@ -194,14 +193,14 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
 
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
-    """Make a stock layer fake-quantise; its parameters and keys stay as they are."""
+    """Make a stock layer fake-quantise. Its parameters and keys stay as they are."""
     module.quantizer = quantizer  # type: ignore[assignment]
     kind = own_class(module)
     change_class(module, kind, FAKE_QUANT[kind])
 
 
 def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuantizer) -> None:
-    """Make a stock layer compute itself and the batch norm behind it with one fake-quantised weight."""
+    """Make a stock layer compute itself and the following batch norm with one fake-quantised weight."""
     module.quantizer = quantizer  # type: ignore[assignment]
     fold_pair_(module, batch_norm, quantizer)
 
@@ -212,7 +211,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def restore(module: nn.Module) -> None:
-    """Make a layer stock again, and the batch norm that it computes; one that is stock stays so."""
+    """Restore the stock class of a layer and of the batch norm folded into it. Stock layers stay as they are."""
     if is_quantized(module):
         unfold_pair_(module)
         kind = own_class(module)
@@ -223,7 +222,7 @@ def restore(module: nn.Module) -> None:
 
 
 def layer_entry(module: nn.Module) -> dict[str, Any] | None:
-    """Return a layer's scheme and range, from its quantiser or as training left them; None if it has none."""
+    """Return a layer's scheme and range, from its quantiser or from an earlier training; None if it has none."""
     if not is_quantized(module):
         return getattr(module, "quantized_range", None)
     quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
@@ -232,9 +231,9 @@ def layer_entry(module: nn.Module) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def bake_(module: nn.Module, baked: set[int]) -> None:
-    """Overwrite a fake-quantising layer's weights with the values that their codes stand for.
+    """Overwrite a fake-quantising layer's weights with their quantised values.
 
-    A weight that FSDP2 shards is gathered for it, one at a time; then every process must call it.
+    Weights that FSDP2 shards are gathered one at a time, so every process must call it.
     """
     for weight in weights_of(module).values():
         if id(weight) not in baked:
@@ -244,9 +243,9 @@ def bake_(module: nn.Module, baked: set[int]) -> None:
 
 @torch.no_grad()
 def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float | int]:
-    """Return a fake-quantising layer's size, its weights' SQNR in dB, and the largest error over the largest weight.
+    """Return a fake-quantising layer's size, its weights' SQNR in dB, and its largest error / largest weight.
 
-    Of weights that FSDP2 shards the size alone, unless they are to be gathered; then every process must call it.
+    For weights that FSDP2 shards it returns only the size, unless `gather`: then every process must call it.
     """
     weights = list(weights_of(module).values())
     numel = sum(weight.numel() for weight in weights)
@@ -266,7 +265,7 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
 
 
 def _blocks(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
-    """Return a weight with what shares a scale in each row; no block lies in two experts."""
+    """Return a weight with one row per scale. No block spans two experts."""
     parts = weight.chunk(len(weight)) if isinstance(module, StackedExperts) else (weight,)
     return torch.cat(
         [to_blocks(rows, scheme.group_of(rows.shape[1])) for rows in (as_rows(module, one) for one in parts)]
@@ -274,13 +273,13 @@ def _blocks(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
 
 
 def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
-    """Return what a baked weight must look like."""
+    """Return the grid on which a baked weight must lie."""
     kind = scheme.weight
     group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
     levels = {"fp8": 255, "fp8_block": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
-    # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
+    # A folded layer saves the unfolded weight, whose rows are multiples of other steps.
     is_folded = "batch_norm" in entry
-    # the smallest code of a learned scale is -(qmax + 1); without a scale the largest weight tells the step
+    # With a learned scale the smallest code is -(qmax + 1). Without a scale the step follows from the largest weight.
     largest = {"channel": scheme.weight_qmax + is_folded, "fp8": 448, "fp8_block": 448}.get(kind)
     scale = None if is_folded else entry.get("weight_scale")
     return Grid(
@@ -296,7 +295,7 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
 
 
 class _LinearCell(nn.Module):
-    """A cell whose products with its input and with its state are layers of their own."""
+    """A recurrent cell whose two products, with input and state, are linear layers."""
 
     def __init__(self, cell: Any) -> None:
         super().__init__()
@@ -341,9 +340,9 @@ class LinearGRUCell(_LinearCell):
 
 
 def cells_as_linear(model: nn.Module) -> nn.Module:
-    """Return a model whose fake-quantising cells of LSTM and GRU are ``ih`` and ``hh``, two linear layers; in place.
+    """Replace fake-quantising LSTM and GRU cells by two linear layers, ``ih`` and ``hh``, in place; return the model.
 
-    The weights have the codes that they had, the input is quantised as it was, and the state stays in float.
+    Weight codes and input quantisation stay the same, and the state stays in float.
 
     Example:
         >>> from shared_core.quantization import apply_ranges

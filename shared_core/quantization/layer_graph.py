@@ -1,4 +1,4 @@
-"""Which layer follows which: the flow of values through a model, traced by torch.fx or observed in one run."""
+"""Find which layer follows which, by tracing with torch.fx or observing one forward."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""The layers that chains consist of; subclasses do not count, for their forward is not known."""
+"""Layers that can be in a chain. Subclasses are excluded, because their forward is unknown."""
 
-# they read how a tensor is stored, not what is in it
+# these read metadata, not values
 _METADATA = frozenset(
     """
     size dim ndim shape device dtype numel is_floating_point is_cuda layout requires_grad grad_fn stride names
@@ -46,8 +46,8 @@ class Node:
         args: Positional arguments other than tensors, for a function.
         kwargs: Keyword arguments other than tensors, for a function.
         inputs: Nodes whose values it reads, in order.
-        users: Nodes that read its value, one entry a reading.
-        shape: Of its value, where a run was observed.
+        users: Nodes that read its value, one entry per read.
+        shape: Shape of its value, if a forward was observed.
     """
 
     label: str
@@ -68,7 +68,7 @@ class Node:
 
 
 class Flow:
-    """The calls of one forward in order, and which modules are used in ways that a chain cannot describe."""
+    """The calls of one forward in order, and which modules a chain cannot describe."""
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
@@ -80,7 +80,7 @@ class Flow:
         for name, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    # A parameter under two names belongs to two layers: neither may be rescaled by itself.
+                    # A parameter under two names belongs to two layers, and rescaling one changes the other.
                     other = owners.setdefault(id(parameter), name)
                     if other != name:
                         self._tied[name], self._tied[other] = other, name
@@ -97,23 +97,23 @@ class Flow:
         return node
 
     def read(self, parameter_id: int, reader: str) -> None:
-        """Note that code outside a module reads one of its parameters."""
+        """Record that code outside a module reads one of its parameters."""
         if parameter_id in self._owners:
             self.read_outside[self._owners[parameter_id]] = reader
 
     def why_not(self, node: Node) -> str | None:
         """Return why a layer's or batch norm's parameters must stay as they are; None if they may be changed."""
         if node.module is None:
-            return f"{node} is a function"
+            return f"{node} is a function, not a module"
         name, module = node.label, node.module
         if len(self.calls[name]) > 1:
-            return f"it is a shared module, called {len(self.calls[name])} times in one forward"
+            return f"it is called {len(self.calls[name])} times in one forward"
         if name in self._tied:
             return f"its parameters are tied to those of {self._tied[name]!r}"
         if name in self.read_outside:
             return f"{self.read_outside[name]} reads its parameters without calling it"
         if module._forward_hooks or module._forward_pre_hooks:
-            return "a forward hook may change what goes in or comes out"
+            return "a forward hook may change its input or output"
         weight = module._parameters.get("weight")
         if isinstance(module, LAYERS) and weight is None:
             return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
@@ -123,22 +123,22 @@ class Flow:
 
 
 def sole_user(node: Node) -> tuple[Node | None, str]:
-    """Return (the only reader of a value, "") or (None, why there is no such reader)."""
+    """Return (the only reader of a value, ""), or (None, the reason) if there is no single reader."""
     if len(node.users) == 1:
         return node.users[0], ""
     if not node.users:
         return None, "nothing reads its output"
     readers = ", ".join(str(user) for user in node.users)
-    return None, f"its output is tapped (a residual or a second branch): {readers} read it"
+    return None, f"its output has several readers (a residual or a second branch): {readers}"
 
 
 def chosen_layers(
     able: Mapping[str, nn.Module], names: Sequence[str] | None, kind: str, where: str
 ) -> dict[str, nn.Module]:
-    """Return the named ones of the layers that are able, in the order of `names`; all of them where that is None."""
+    """Return the named layers in the order of `names`, or all if `names` is None."""
     for name in names or ():
         if name not in able:
-            raise MatchError(where, f"{name!r} must be a {kind}{nearest(name, able)}")
+            raise MatchError(where, f"{name!r} is no {kind}{nearest(name, able)}")
     chosen = dict(able) if names is None else {name: able[name] for name in names}
     if not chosen:
         raise MatchError(where, f"must match at least one {kind}, got none")
@@ -151,22 +151,22 @@ def output_tensor(output: Any) -> Tensor:
         if isinstance(found, Tensor):
             return found
     raise ConfigError(
-        "output", f"must hold a tensor, got {type(output).__name__}", "wrap the model in one that returns it"
+        "output", f"must hold a tensor, got {type(output).__name__}", "wrap the model in one that returns a tensor"
     )
 
 
 def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace") -> Flow:
     """Return the flow of values through `model`.
 
-    With example inputs one forward is observed: every model that runs can be read, and the flow is that of the
-    branches which these inputs take. Without them torch.fx traces the code symbolically, which fails where
-    the code looks at values or shapes, as Hugging Face models do. torch.export is not used: it flattens
-    modules into aten calls on lifted parameters and refuses more models than one run does.
+    With example inputs, one forward is observed. This works for every model that runs, and follows the branches that
+    these inputs take. Without them, torch.fx traces the code symbolically, which fails if
+    the code reads values or shapes, as Hugging Face models do. torch.export is not used, because it flattens
+    modules into aten calls on lifted parameters and refuses more models.
 
     Args:
         model: Any module; it is not changed.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments; None: torch.fx.
-        where: Who asks, for errors.
+        where: The caller, for errors.
 
     Example:
         >>> flow = trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
@@ -179,7 +179,7 @@ def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace")
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    if hasattr(module, "get_base_layer"):  # peft's, whose forward looks at values
+    if hasattr(module, "get_base_layer"):  # peft's layers, whose forward branches on values
         return True
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -192,14 +192,14 @@ class _LeafTracer(fx.Tracer):
 
 
 def _trace_symbolically(model: nn.Module, where: str) -> Flow:
-    # the tracer would look inside a root that is a layer
+    # the tracer would trace into a root that is a layer
     root = nn.Sequential(model) if _is_leaf(model) else model
     try:
         graph = _LeafTracer().trace(root)
     except Exception as error:  # tracing runs the user's code, which may raise anything
         raise CompatibilityError(
             where,
-            f"model must be traceable by torch.fx, but {type(model).__name__} is not ({type(error).__name__}: "
+            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''})",
             "pass example_inputs",
         ) from error
@@ -225,7 +225,7 @@ def _trace_symbolically(model: nn.Module, where: str) -> Flow:
 
 
 def _fx_sources(entry: fx.Node) -> list[fx.Node]:
-    """List every reading: fx itself keeps ``x + x`` as one."""
+    """List every read: fx itself lists ``x + x`` once."""
     found: list[fx.Node] = []
     fx.map_arg((entry.args, entry.kwargs), lambda node: found.append(node))
     return found
@@ -236,13 +236,13 @@ def _function_name(target: Any) -> str:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes calls of leaf modules and, outside of those, every torch function on tensors."""
+    """Record calls of leaf modules and, outside of them, every torch function on tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.flow = Flow(model)
         self._made: dict[int, Node] = {}
-        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._alive: list[Tensor] = []  # so that no id is reused
         self._inside = 0
         self._parameters = {id(parameter) for parameter in model.parameters()}
 
@@ -264,11 +264,11 @@ class _Recorder(TorchFunctionMode):
         label = _function_name(func)
         if label == "__get__":
             label = _function_name(getattr(func, "__self__", label))
-        # Inside a leaf module its own torch calls are not part of the flow.
+        # Torch calls inside a leaf module are not part of the flow.
         if self._inside or label in _METADATA:
             return result
         sources = self.sources((args, kwargs))
-        # A parameter read outside of its module's forward (tied projections by F.linear).
+        # A parameter is read outside its module's forward, as by F.linear for a tied projection.
         for tensor in _tensors((args, kwargs)):
             self.flow.read(id(tensor), label)
         if sources:
@@ -311,7 +311,7 @@ def _observe(model: nn.Module, example_inputs: Any, where: str) -> Flow:
     except Exception as error:  # the user's code may raise anything
         raise CompatibilityError(
             where,
-            f"model must run on example_inputs, but it raised {type(error).__name__}: {error}",
+            f"the model does not run on example_inputs: it raised {type(error).__name__}: {error}",
             "pass a tensor, a tuple of arguments or a mapping of keyword arguments",
         ) from error
     finally:

@@ -1,6 +1,6 @@
-"""The state of a fake-quantising layer: its scheme, its row of the bank of ranges, and scales of its own.
+"""The state of a fake-quantising layer: its scheme, its row in the range bank, and its own scales.
 
-`LayerQuantizer` is what most layers have; the others add what is clipped, learned or saved.
+Most layers have a `LayerQuantizer`. The subclasses add clipped, learned and saved ranges.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class LayerQuantizer:
-    """Quantises the weight of one layer by what it holds, and its input by that or by the observed range."""
+    """Quantise a layer's weight by its values, and its input by its values or by the observed range."""
 
     baked = False
-    """True if the weight holds the values of its codes: quantising it again could move one by an ulp."""
+    """True if the weight already holds quantised values. Quantising again could change one by an ulp."""
 
     def __init__(self, bank: RangeBank, index: int | None, scheme: LayerScheme, *, number: int = 0) -> None:
         self.bank, self.index, self.scheme, self.number = bank, index, scheme, number
-        self.has_range = False  # a host-side copy of bank.known, so that a forward reads nothing from the device
+        self.has_range = False  # a copy of bank.known on the host, so that a forward does not wait for the device
         self.batch_norm: str | None = None
-        """The batch norm that the layer computes, seen from it; None if there is none."""
+        """Relative name of the batch norm folded into the layer, or None."""
         self.weight_scale: WeightScale | None = None
-        """Scales of the weight that were searched or are learned; None: those that the weight gives."""
+        """Searched or learned scales of the weight; None: computed from the weight."""
 
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Observe `x` in training; return it fake-quantised once that is switched on and a range exists."""
+        """Observe `x` in training, and return it fake-quantised once quantisation is on and a range exists."""
         bank = self.bank
-        if is_sharded(x):  # one scale for all elements, or one for all features of a token
+        if is_sharded(x):  # the scale is shared by all elements, or by all features of a token
             return apply_in_parts(
                 functools.partial(self.input, module), x, () if self.index is not None else (x.dim() - 1,)
             )
@@ -59,7 +59,7 @@ class LayerQuantizer:
         self.bank.observe(index, x)
 
     def in_range(self, module: nn.Module, index: int, x: Tensor) -> Tensor:
-        """Return an input fake-quantised with the layer's range, once that is switched on and there is one."""
+        """Return an input fake-quantised with the layer's range, once quantisation is on and a range exists."""
         bank = self.bank
         if not (bank.quantizing and self.has_range):
             return x
@@ -77,20 +77,20 @@ class LayerQuantizer:
         return self.rounded(module, weight, self.bank.noise(weight, self.number) if module.training else None)
 
     def _whole_axes(self, module: nn.Module, weight: Tensor) -> set[int]:
-        """Return the axes of a weight along which its scales, or noise, are not those of its parts."""
+        """Return the axes of a weight along which parts cannot be quantised separately."""
         axes = {*range(weight.dim())}
         by_row = self.weight_scale is None and self.bank.noise_seed is None and not self.scheme.spans_rows
         return axes - {output_axis(module)} if by_row else axes
 
     def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return `weight`, folded if the layer is, as its codes can hold it, rounded to nearest without noise."""
+        """Return the (folded) weight rounded to its grid, to nearest without noise."""
         if self.weight_scale is not None:
             return self.weight_scale.quantize(module, weight)
         return quantize_weight(module, weight, self.scheme, noise)
 
     @torch.no_grad()
     def baked_weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return the weight that a plain layer needs to compute with codes, rounded to nearest."""
+        """Return the weight with which a plain layer computes the quantised result, rounded to nearest."""
         if self.baked:
             return weight
         if self.batch_norm is not None:
@@ -107,7 +107,7 @@ class LayerQuantizer:
         return scale, zero_point
 
     def entry(self, module: nn.Module) -> dict[str, Any] | None:
-        """Return the layer's scheme and range as plain values; None if it should have a range and has none."""
+        """Return the layer's scheme and range as plain values; None if its range is missing."""
         entry = dataclasses.asdict(self.scheme)
         if self.weight_scale is not None:
             entry["weight_scale"] = self.weight_scale.scale(module).tolist()
@@ -127,17 +127,17 @@ class LayerQuantizer:
 
 
 class LearnedQuantizer(LayerQuantizer):
-    """Quantises with scales that the layer learns; `register` says which."""
+    """Quantise with scales that the layer learns. `register` sets which."""
 
     learned_input: InputRange | None = None
 
     def observe(self, index: int, x: Tensor) -> None:
-        """Widen the window of the range by an input, until what is learned has taken its place."""
+        """Widen the window of the range by an input, until the learned range replaces it."""
         if self.learned_input is None or not self.learned_input.learns:
             super().observe(index, x)
 
     def in_range(self, module: nn.Module, index: int, x: Tensor) -> Tensor:
-        """Return an input on the learned grid, on that of the observed range where nothing is learned."""
+        """Return an input on the learned grid, or on the observed grid if none is learned."""
         learned = self.learned_input
         if learned is None:
             return super().in_range(module, index, x)
@@ -167,12 +167,12 @@ class LearnedQuantizer(LayerQuantizer):
 
 
 class ClippedQuantizer(LayerQuantizer):
-    """Observes its input clipped, if that is the output of a GELU."""
+    """Observe the input clipped if it is the output of a GELU."""
 
     clip: float | None = None
-    """Largest value that is observed; None: all are."""
+    """Largest value to observe; None: no limit."""
     gelu_inputs: GeluInputs | None = None
-    """Looks at the input, as long as it is not known whether that is the output of a GELU."""
+    """Checks whether the input is the output of a GELU, until this is known."""
 
     def observe(self, index: int, x: Tensor) -> None:
         """Widen the window of the range by an input."""
@@ -182,11 +182,11 @@ class ClippedQuantizer(LayerQuantizer):
 
 
 class ClippedLearnedQuantizer(LearnedQuantizer, ClippedQuantizer):
-    """Learns its scales (PACT), and observes a GELU's output clipped until then."""
+    """Learn scales (PACT). Until they are learned, observe a GELU's output clipped."""
 
 
 class SavedQuantizer(LayerQuantizer):
-    """Quantises a layer that was put back together from saved ranges."""
+    """Quantise a layer that was restored from saved ranges."""
 
     def __init__(
         self,
@@ -201,11 +201,11 @@ class SavedQuantizer(LayerQuantizer):
         self.has_range, self.baked = saved is not None, fixed_scale is None
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return the weight on its saved grid, on which a baked one lies."""
+        """Return the weight on its saved grid. A baked weight already lies on it."""
         return weight if self.fixed_scale is None else self.rounded(module, weight)
 
     def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return `weight`, folded if the layer is, as its codes can hold it."""
+        """Return the (folded) weight rounded to its grid."""
         if self.fixed_scale is None:
             return super().rounded(module, weight, noise)
         return on_grid(module, weight, self.fixed_scale)

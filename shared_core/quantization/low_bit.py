@@ -1,4 +1,4 @@
-"""Fake quantisation beyond integers, with straight-through gradients: ternary, binary, FP8 and block formats."""
+"""Fake quantisation to ternary, binary, FP8 and block formats, with straight-through gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def mxfp4_fake_quantize(x: Tensor) -> Tensor:
 def nvfp4_fake_quantize(x: Tensor) -> Tensor:
     """Return `x` rounded to NVFP4 in blocks of 16 along the last axis, scaled by its own amax; gradient 1.
 
-    The tensor scale is a power of two, see `nvfp4_binary_scale`: engines that have one for several matrices, or a fixed
-    one for inputs, then compute with the same values.
+    The tensor scale is a power of two (see `nvfp4_binary_scale`), so that engines which share one scale among matrices,
+    or fix it for inputs, compute with the same values.
 
     Source: NVIDIA 2025, arXiv:2509.25149.
 
@@ -57,7 +57,7 @@ _E4M3_MAX = 448.0
 
 
 def to_blocks(rows: Tensor, width: int) -> Tensor:
-    """Return a matrix as one row for each block of 128 rows and `width` columns, missing rows as zeros.
+    """Return a matrix as one row per block of 128 rows and `width` columns, padded with rows of zeros.
 
     Example:
         >>> to_blocks(torch.ones(200, 6), 3).shape
@@ -68,7 +68,7 @@ def to_blocks(rows: Tensor, width: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, shape: tuple[int, ...], width: int) -> Tensor:
-    """Return the matrix of this shape that `to_blocks` has cut.
+    """Return the matrix of this shape from the blocks of `to_blocks`.
 
     Example:
         >>> rows = torch.arange(12.0).view(2, 6)
@@ -83,7 +83,7 @@ class _ToRange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
         scale = fp8_scale(largest)
-        # the largest value itself, not what its scale rounds to
+        # compare with the largest value itself: 448 · scale may be rounded
         ctx.save_for_backward(x.abs() <= largest)
         codes = (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
         return (codes.float() * scale).to(x.dtype)
@@ -104,7 +104,7 @@ def fp8_scale(largest: Tensor) -> Tensor:
 
 
 def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:
-    """Return `x` rounded to e4m3 under the scale of a range; what lies outside saturates and has no gradient.
+    """Return `x` rounded to e4m3 with the scale of a range. Values outside saturate and get no gradient.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
@@ -121,11 +121,11 @@ _DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def fp8_fake_quantize(
     x: Tensor, format: Literal["fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3", axis: int | None = None
 ) -> Tensor:
-    """Return `x` rounded to FP8 under a scale that puts the largest magnitude on the largest value.
+    """Return `x` rounded to FP8 with a scale that maps the largest magnitude to the largest value of the format.
 
     ``s = max(max|x|, 2⁻¹²⁶·M)/M`` with M the format's largest value, ``x̂ = s·cast(x/s)``, halves to even. No value lies
-    outside, so the gradient passes everywhere. What shares a scale with a value that is not finite becomes NaN: the
-    format saturates, and an overflow would not be seen.
+    outside, so the gradient passes everywhere. All values that share a scale with a
+    non-finite value become NaN, because saturation would hide an overflow.
 
     Args:
         x: Any shape and floating type, with elements; computed in float32.
@@ -146,11 +146,11 @@ def fp8_fake_quantize(
 
 
 def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -> Tensor:
-    """Return `weight` on the values −α, 0 and α.
+    """Return `weight` rounded to −α, 0 and α.
 
-    ``Δ = 0.7·E|w|``; ``ŵ = α·sign(w)`` where ``|w| > Δ`` and 0 elsewhere; α is the mean of ``|w|`` over those that
-    survive, which makes ``‖w − ŵ‖`` least for that Δ. The gradient passes straight through. A channel of zeros stays
-    zero; one that holds a value that is not finite becomes NaN.
+    ``Δ = 0.7·E|w|``; ``ŵ = α·sign(w)`` where ``|w| > Δ`` and 0 elsewhere; α is the mean of the remaining
+    ``|w|``, which minimises ``‖w − ŵ‖`` for that Δ. The gradient passes straight through. A channel of zeros stays
+    zero. A channel with a non-finite value becomes NaN.
 
     Args:
         weight: Any shape and floating type, with elements.
@@ -166,15 +166,17 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
     check_floats("ternarize", weight, "weight", elements=True)
     check_axis("ternarize", weight.dim(), axis)
     if not 0 <= threshold < 1:
-        raise ConfigError("ternarize", f"threshold must be in [0, 1), got {threshold}", "from 1 on nothing may survive")
+        raise ConfigError(
+            "ternarize", f"threshold must be in [0, 1), got {threshold}", "from 1 on all weights may become 0"
+        )
     return low_bit_kernels.ternarize(weight, axis, float(threshold))
 
 
 def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
-    """Return `weight` on the values −α and α, ``ŵ = α·sign(w)`` with ``sign(0) = +1`` and ``α = E|w|``.
+    """Return `weight` rounded to −α and α, ``ŵ = α·sign(w)`` with ``sign(0) = +1`` and ``α = E|w|``.
 
-    The gradient, with α taken as a constant of the step, passes straight through where ``|w| <= 1`` and is zero
-    elsewhere: keep weights in [−1, 1], as the source does by clipping them after each step. A channel that holds a
+    The gradient treats α as a constant. It passes straight through where ``|w| <= 1`` and is zero
+    elsewhere, so keep weights in [−1, 1], as the source does by clipping after each step. A channel with a
     NaN becomes NaN.
 
     Args:
@@ -201,7 +203,7 @@ def binarize_activation(x: Tensor) -> Tensor:
         x: Any shape and floating type.
 
     Raises:
-        ConfigError: If it is no floating-point tensor.
+        ConfigError: If `x` is no floating-point tensor.
 
     Source: Courbariaux et al. 2016, arXiv:1602.02830.
 

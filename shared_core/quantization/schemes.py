@@ -1,4 +1,4 @@
-"""How one layer is quantised: its scheme, and what the scheme makes of its weight and its input."""
+"""The quantisation scheme of a layer, and fake quantisation of its weight and input by that scheme."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared_core.quantization.low_bit import (
 Weight = Literal["channel", "group", "fp8", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]
 Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "nvfp4"]
 WITH_RANGE = ("static", "fp8_static")
-"""Inputs whose range is observed and kept."""
+"""Inputs whose range is observed and saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,15 @@ class LayerScheme:
     """The quantisation of one layer, as plain values.
 
     Args:
-        weight: What shares a scale, or the number format; ``channel``: an output channel, ``fp8`` too; ``fp8_block``:
-            `group_size` inputs of 128 channels.
+        weight: Granularity of scales, or the number format. ``channel`` and ``fp8``: one scale per output channel;
+            ``fp8_block``: per `group_size` inputs of 128 channels.
         weight_bits: Bits of an integer code.
-        input: ``static``: one range a layer; ``token``: a range for each vector, found when it is seen, ``fp8`` too;
-            ``fp8_group``: for each `group_size` features of it.
+        input: ``static``: one range per layer; ``token`` and ``fp8``: one per vector, computed at run time;
+            ``fp8_group``: one per `group_size` features of a vector.
         activation_bits: Bits of an integer code.
         group_size: Weights that share a scale; 0 unless `weight` is ``group`` or ``fp8_block``.
-        affine: Whether groups have a zero point.
-        affine_input: Whether tokens have one.
+        affine: True if groups have a zero point.
+        affine_input: True if tokens have a zero point.
     """
 
     weight: Weight = "channel"
@@ -58,7 +58,7 @@ class LayerScheme:
 
     @property
     def has_range(self) -> bool:
-        """True if the input has a range that is observed and kept."""
+        """True if the input has a range that is observed and saved."""
         return self.input in WITH_RANGE
 
     @property
@@ -67,7 +67,7 @@ class LayerScheme:
         return self.weight in ("fp8_block", "nvfp4")
 
     def group_of(self, width: int) -> int:
-        """Return how many weights of a row of this width share a scale: all, where groups do not divide it."""
+        """Return how many weights of a row share a scale: `group_size` if it divides the width, else all."""
         return width if width % self.group_size else self.group_size
 
     @property
@@ -81,7 +81,7 @@ class LayerScheme:
         return -(2 ** (self.activation_bits - 1)), 2 ** (self.activation_bits - 1) - 1
 
 
-# Zero points where torchao's kernels of that scheme have them: in int4 groups, and in the tokens beside them.
+# Zero points as in torchao's kernels: in int4 groups, and in tokens for int8_dynamic_int4_weight.
 SCHEMES: dict[str, LayerScheme] = {
     "int8": LayerScheme("channel", 8, "static", 8),
     "int8_weight": LayerScheme("channel", 8, "none", 0),
@@ -118,16 +118,16 @@ _QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
 
 
 def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
-    """Return a layer's input fake-quantised by its own values, with a straight-through gradient.
+    """Return a layer's input fake-quantised dynamically, with a straight-through gradient.
 
-    A vector of features has a scale of its own: a token's, or for a convolution that of all channels at one place.
+    Each token has its own scale. For convolutions, a token is one spatial position.
     """
     quantize = _QUANTIZE_INPUT.get(scheme.input)
     if quantize is None or not x.numel():
         return x
     if isinstance(module, nn.modules.conv._ConvNd):
         axis = -1 - len(module.kernel_size)
-        # A convolution's vectors are its channels, which lie before the spatial dims.
+        # In a convolution's input the channel axis precedes the spatial axes.
         return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
     return quantize(x, scheme)
 
@@ -161,10 +161,10 @@ _QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tenso
 
 
 def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
-    """Return `weight` as its codes can hold it, with a straight-through gradient."""
+    """Return `weight` fake-quantised, with a straight-through gradient."""
     noise = None if noise is None else as_rows(module, noise)
     quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
-    if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale for two experts
+    if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale spans two experts
         rows = torch.cat([quantize(one, scheme, None) for one in rows.chunk(len(weight))])
     else:
         rows = quantize(rows, scheme, noise)
@@ -175,6 +175,5 @@ def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
     """Return `weight` rounded to multiples of its channels' scales."""
     rows = as_rows(module, weight)
     steps = scale.to(rows.device).unsqueeze(1)
-    # As many steps as the saved scale says: a baked weight lies on the grid already, and rounding it again moves no
-    # value.
+    # A baked weight already lies on the grid of the saved scale, so that rounding it again changes no value.
     return from_rows(module, (rows.to(steps.dtype) / steps).round_().mul_(steps).to(rows.dtype), weight)

@@ -1,4 +1,4 @@
-"""Which layers are quantised and how, and why the others are not."""
+"""Select the layers to quantise and their schemes, with a reason for each layer left out."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized,
 from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
 
 BASE = ".base_layer"
-"""The end of the name of a layer beneath PEFT's adapters."""
-_ADAPTER = "a LoRA adapter, trained in float over a quantised base"
+"""Name suffix of a layer wrapped by PEFT's adapters."""
+_ADAPTER = "a LoRA adapter, which trains in float on a quantised base"
 _TABLE = re.compile(r"position|token_type|segment|^wpe$")
-_EVERY_TOKEN = "a table of positions or token types, whose error is in every token; `include` can name it"
-_ORIGINAL = "the original of what peft trains in its place (modules_to_save)"
+_EVERY_TOKEN = "a table of positions or token types, whose error affects every token; name it in `include` to quantise"
+_ORIGINAL = "peft trains a copy of it instead (modules_to_save)"
 
 
 def select_layers(
@@ -40,17 +40,17 @@ def select_layers(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return (name → layer to quantise, name → why a matched layer stays in float).
 
-    Of a layer with adapters what is quantised is the layer beneath them, whose own name includes and skips it too.
-    Under the adapters of `lora`, which are merged at the end, it keeps that name; in a model of peft's, which stays
-    one, it has peft's (``…base_layer``).
+    For a layer with adapters, the base layer is quantised, and `include` and `skip` match the layer's own name too.
+    With `lora`, whose adapters are merged at the end, the base layer keeps that name. In a PEFT model it has PEFT's
+    name (``…base_layer``).
     """
     know_layers(model)
     if any(is_quantized(module) for module in model.modules()):
-        raise CompatibilityError("qat", "model must have no quantisers yet", "detach or finish the earlier run first")
+        raise CompatibilityError("qat", "the model already has quantisers", "detach or finish the earlier run first")
     adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
     reach = [_reach_bases(model, patterns, list(adapted)) for patterns in (include, skip)]
     matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=reach[0], skip=reach[1], min_size=min_size)
-    # a module under two names is one owner: `modules()` yields it once
+    # a module with two names counts once, because `modules()` yields it once
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     replaced = {id(inner) for module in model.modules() for inner in _originals(module)}
     readers = read_past_forward(model) if trains else {}
@@ -59,7 +59,7 @@ def select_layers(
         if id(found.module) in replaced
         else _why_adapted(found, adapted, include)
         or _why_not(found.module)
-        or (f"{readers[id(found.module)]}, past any quantiser" if id(found.module) in readers else None)
+        or (f"{readers[id(found.module)]}, which bypasses a quantiser" if id(found.module) in readers else None)
         or _in_every_token(found, include)
         for found in matched
     ]
@@ -69,7 +69,7 @@ def select_layers(
     left_out: dict[str, str] = {}
     for found, why in zip(matched, reasons, strict=True):
         reason = why
-        # an embedding and a head that share a weight quantise its rows alike
+        # an embedding and a head that share a weight quantise its rows in the same way
         if reason is None and any(owners[id(w)] > quantised[id(w)] for w in weights_of(found.module).values()):
             reason = "its weight is tied to another module, which would not be quantised"
         own = found.name.removesuffix(BASE)
@@ -78,9 +78,7 @@ def select_layers(
         elif {found.name, own} & set(include) or (
             type(found.module).__name__ in include and reason not in (_ADAPTER, _ORIGINAL)
         ):
-            raise CompatibilityError(
-                "qat", f"include must name layers that can be quantised, got {found.name}: {reason}"
-            )
+            raise CompatibilityError("qat", f"include names {found.name}, which cannot be quantised: {reason}")
         else:
             left_out[found.name] = reason
     if not layers:
@@ -95,7 +93,7 @@ def _in_every_token(found: Matched, include: tuple[str, ...]) -> str | None:
 
 
 def _reach_bases(model: nn.Module, patterns: tuple[str, ...], adapted: list[str]) -> tuple[str, ...]:
-    """Return `patterns` with names of adapted layers, first and last replaced by those of the layers meant."""
+    """Return `patterns` with adapted layers, first and last replaced by the names of their base layers."""
     if not adapted:
         return patterns
     able = [plain_name(name) for name, module in model.named_modules() if isinstance(module, tuple(FAKE_QUANT))]
@@ -125,14 +123,14 @@ def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[s
     if any(hasattr(found.module._parameters.get("weight"), state) for state in ("quant_state", "SCB")):
         raise CompatibilityError(
             "qat",
-            f"{found.name} must have float weights, got codes of bitsandbytes, whose grid is fixed",
+            f"bitsandbytes has already quantized the weights of {found.name}",
             "load the model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip "
             "the layer",
         )
     if isinstance(found.module, StackedExperts) and found.name.removesuffix(BASE) in adapted:
-        return "peft's adapters compute with the sum of its stacks and their own"
+        return "peft's adapters add their weights to its float weights"
     if any(getattr(adapted.get(found.name.removesuffix(BASE)), "use_dora", {}).values()):
-        return "DoRA computes with its float weight too"
+        return "DoRA also reads its float weight"
     return None
 
 
@@ -143,9 +141,8 @@ def _originals(module: nn.Module) -> Iterable[nn.Module]:
 
 def _why_not(module: nn.Module) -> str | None:
     if own_class(module) not in FAKE_QUANT:
-        # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its
-        # forward
-        return f"{type(module).__name__} is a class of its own, whose forward is not known"
+        # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
+        return f"{type(module).__name__} is a custom class, whose forward is unknown"
     weights = weights_of(module)
     if not weights:
         return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
@@ -157,21 +154,21 @@ _GROUP_SIZES = (128, 64, 32)
 
 
 def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
-    """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match."""
+    """Return the scheme of each layer: the config's, with the overrides that match the layer."""
     options = options_by_module("qat", config.override_options(), layers, "quantised layer")
     resolved = {}
     for name, layer in layers.items():
         own = config
         if options[name]:
-            # an override of the scheme starts from that scheme's own widths
+            # an override of the scheme starts from that scheme's bits
             base = {} if "scheme" in options[name] else _widths(config)
             own = QatConfig.from_dict({"scheme": config.scheme, **base, **options[name]})
         resolved[name] = _layer_scheme(own, name, layer)
         if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
             raise ConfigError(
                 "qat.overrides",
-                f"activation_bits must be left out for stacked experts whose inputs stay in float, got {name}",
-                "name its weight_bits alone, or take int8_dynamic",
+                f"activation_bits does not apply to {name}: inputs of stacked experts stay in float in this scheme",
+                "give only weight_bits for it, or use int8_dynamic",
             )
     _check_shared(layers, resolved)
     return resolved
@@ -182,11 +179,11 @@ def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme])
     for name, layer in layers.items():
         for weight in weights_of(layer).values():
             first = owners.setdefault(id(weight), name)
-            # One weight has one set of codes: all layers that share it must be quantised alike.
+            # A shared weight has one set of codes, so all its layers need the same scheme.
             if schemes[first].of_weight != schemes[name].of_weight:
                 raise ConfigError(
                     "qat",
-                    f"{name} must be quantised like {first}, with which it shares its weight, got "
+                    f"{name} shares its weight with {first} and must be quantised like it, got "
                     f"{schemes[name].of_weight} and {schemes[first].of_weight}",
                     "override both",
                 )
@@ -207,8 +204,8 @@ def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme
         if scheme.input == "none":
             change["input"] = "static"
     if scheme.input == "fp8_static" and isinstance(layer, StackedExperts):
-        change["input"] = "fp8"  # no range of what is made inside
-    # of experts both products' tokens, whose second are made inside; an embedding's inputs are indices
+        change["input"] = "fp8"  # values inside the experts have no observed range
+    # For experts, tokens of both products are quantised, the second inside. An embedding's inputs are indices.
     seen = change.get("input", scheme.input) not in ("none", *WITH_RANGE) and gates_between_products(layer)
     if isinstance(layer, nn.Embedding) or (
         isinstance(layer, StackedExperts) and not seen
@@ -228,17 +225,17 @@ def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
     if config.group_size is not None:
         raise ConfigError(
             "qat.group_size",
-            f"group_size must divide the {sorted(widths)} weights of a channel of {name}, got {config.group_size}",
+            f"group_size must divide the {sorted(widths)} weights per channel of {name}, got {config.group_size}",
             "skip the layer, or override its group_size",
         )
     if isinstance(layer, RECURRENT):
-        # a few inputs beside the hidden size: rows that no group divides are one, and the others keep usual groups
+        # Rows that no group divides (a few inputs beside the hidden size) form one group, the others keep usual groups.
         return next((size for size in wanted if any(width % size == 0 for width in widths)), min(widths))
-    size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths
+    size = math.gcd(*widths)  # no usual size divides: one group per channel, unless there are several widths
     if size < 4 and len(widths) > 1:
         raise ConfigError(
             "qat.scheme",
-            f"groups of at least 4 must divide the weights of {name}, got {sorted(widths)} a channel",
+            f"no group of at least 4 divides the weights of {name}, {sorted(widths)} per channel",
             "skip the layer, or override its scheme with int8_weight",
         )
     return size

@@ -1,4 +1,4 @@
-"""Quantization-aware training: swaps layers, moves ranges once a step, bakes at the end."""
+"""Quantization-aware training: swap layers, update ranges once per step, bake the weights at the end."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from shared_core.quantization.selection import BASE, layer_schemes, select_layer
 
 
 class QuantizationAwareTraining(Technique):
-    """Trains with fake-quantised weights and activations, and leaves weights that survive their quantisation.
+    """Train with fake-quantised weights and activations, so that the weights tolerate quantisation.
 
     Args:
         config: The options, already checked.
-        trains: Whether a run follows; False where a trained model is quantised.
+        trains: True before a training run; False to quantise a trained model.
     """
 
     key: ClassVar[str] = "qat"
@@ -58,9 +58,9 @@ class QuantizationAwareTraining(Technique):
         self.layers: dict[str, nn.Module] = {}
         self.left_out: dict[str, str] = {}
         self.schemes: dict[str, LayerScheme] = {}
-        """By the same names: how each layer is quantised."""
+        """Layer name → its scheme."""
         self._weight_keys: dict[str, str] = {}  # key in the state dict → layer
-        self._unfolded: dict[str, str] = {}  # batch norm → why it stays beside its layer
+        self._unfolded: dict[str, str] = {}  # batch norm → why it is not folded
         self._undo: Undo = []
         self._folds: list[Any] = []
         self._trains = trains
@@ -75,7 +75,7 @@ class QuantizationAwareTraining(Technique):
         return self.policy.bank
 
     def attach(self, context: Context) -> Touched:
-        """Swap the classes of the layers to quantise; observe nothing yet."""
+        """Swap the classes of the layers to quantise. Nothing is observed yet."""
         model = context.model
         context.undo.callback(self._detach)
         config = self.config
@@ -95,32 +95,32 @@ class QuantizationAwareTraining(Technique):
                 fold_and_swap(module, modules[folds[name]], quantizer)
             else:
                 swap(module, quantizer)
-        adapted = any(hasattr(module, "get_base_layer") for module in model.modules())  # their base is meant
+        adapted = any(hasattr(module, "get_base_layer") for module in model.modules())  # the base layers are quantised
         if self._trains and not adapted and (frozen := self._frozen(model)):
             context.note(
-                f"qat: frozen layers are quantised as well: {frozen}. Name them in skip if they are not part of the "
+                f"qat: frozen layers are also quantised: {frozen}. Name them in skip if they are not part of the "
                 "model that you deploy"
             )
         if floats := self.float_inputs:
             named = ", ".join(floats[:5])
-            context.note(f"qat: {named} are quantised in their weights alone: inputs of these experts stay in float")
+            context.note(f"qat: only the weights of {named} are quantised: inputs of these experts stay in float")
         if any(name.endswith(BASE) for name in self.layers):
             context.note(
-                "qat: PEFT saves adapters alone, without the rounded base that they are trained over: save "
-                "model.unload() too after training, or let lora take the place of PEFT's adapters, which it merges"
+                "qat: PEFT saves only the adapters, not the rounded base they were trained on. Also save "
+                "model.unload() after training, or use lora instead of PEFT's adapters: it merges them"
             )
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
-        # Tied modules: every key of the state dict leads to the layer whose quantiser knows the grid.
+        # Every key of a tied module leads to the layer whose quantiser knows the grid.
         names = {id(module): name for name, module in self.layers.items()}
-        # a module that the model holds under two names has two keys in the state dict
+        # a module with two names has two keys in the state dict
         self._weight_keys = {
             f"{plain_name(name)}.{weight}".lstrip("."): names[id(module)]
             for name, module in model.named_modules(remove_duplicate=False)
             if id(module) in names
             for weight in weights_of(module)
         }
-        # the state dict of a layer under adapters of lora has the merged weight, under the layer's own name
+        # the state dict of a layer with lora adapters has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
         return self._touched()
 
@@ -129,7 +129,7 @@ class QuantizationAwareTraining(Technique):
 
         Raises:
             MatchError: If no layer is left.
-            CompatibilityError: If scales are learned, and the layers are a copy that goes by the parameters' order.
+            CompatibilityError: If scales are learned, and the layers are a copy that pairs parameters by order.
         """
         out = {
             name: module
@@ -137,15 +137,15 @@ class QuantizationAwareTraining(Technique):
             if all(weight in context.unheld for weight in weights_of(module).values())
         }
         if len(out) == len(self.layers):
-            raise MatchError("qat", "must find at least one layer whose weights an optimizer holds, got none")
+            raise MatchError("qat", "no optimizer holds the weights of any layer to quantise")
         learns = self.config.learns_ranges
         copied = layers_of_copies("qat", context.model, context.unheld, context.shapes) if learns else ()
         if name := next((name for name, module in out.items() if module in copied), None):
             raise CompatibilityError(
                 "qat",
-                f"range must be an observed one, such as ema, beside a copy that no optimizer holds, got "
-                f"{self.config.range}, which adds parameters that {name} would lack",
-                "observe ranges, or let average keep the moving average",
+                f"range {self.config.range} adds parameters to the model that its copy {name} would lack, since no "
+                f"optimizer holds the copy",
+                "use an observed range, such as ema, or let average keep the moving average",
             )
         for name, module in out.items():
             restore(module)
@@ -157,13 +157,13 @@ class QuantizationAwareTraining(Technique):
 
     @property
     def float_inputs(self) -> list[str]:
-        """Stacked experts whose inputs stay in float though the scheme quantises those of other layers."""
+        """Stacked experts whose inputs stay in float although the scheme quantises inputs."""
         asked = SCHEMES[self.config.scheme].input != "none" or self.config.activation_bits is not None
         found = (name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts))
         return [name for name in found if self.schemes[name].input == "none"]
 
     def _frozen(self, model: nn.Module) -> str:
-        """Return the names of what is quantised and frozen, beside layers that train; empty if there is none."""
+        """Return the names of quantised frozen parts, if other quantised layers train; else an empty string."""
         keys = {
             value: f"{name}.{own}" for name, layer in self.layers.items() for own, value in layer.named_parameters()
         }
@@ -182,7 +182,7 @@ class QuantizationAwareTraining(Technique):
         }
 
     def _detach(self) -> None:
-        """Give the layers back their stock classes."""
+        """Restore the stock classes of the layers."""
         if self._keeps_modules:
             return
         self.policy.close()
@@ -210,22 +210,22 @@ class QuantizationAwareTraining(Technique):
         self._set_switches(context.step)
 
     def plan(self, context: Context) -> Plan:
-        """Return when quantisation starts, and when ranges and batch norms stop moving; the layers must stay."""
+        """Return when quantisation starts and when ranges and batch norms freeze. The layers must stay in the model."""
         moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
         return Plan(
             moments_told(self.config, moments, context.total_steps),
             self._missing(context),
             guards=self.layers,
-            acts_on_gradients=self.config.learns_ranges,  # weight decay is kept away from what is learned
-            looks_at_batches=bool(self.policy.static),  # ranges of inputs are estimated again for other weights
+            acts_on_gradients=self.config.learns_ranges,  # learned ranges get no weight decay
+            looks_at_batches=bool(self.policy.static),  # input ranges are re-estimated for replaced weights
         )
 
     def _missing(self, context: Context) -> str:
-        """Return that layers compute in float, or that ranges move which were to freeze before the end."""
+        """Say if layers still compute in float, or if ranges still move that freeze before the end."""
         if not self.bank.quantizing:
-            return f"fake quantisation is not on yet, it starts at step {self._begin}"
+            return f"fake quantisation is not on yet: it starts at step {self._begin}"
         if self.bank.observing and context.total_steps is not None and self._freeze < context.total_steps:
-            return f"ranges still move, they freeze at step {self._freeze}"
+            return f"ranges still change: they freeze at step {self._freeze}"
         return ""
 
     def _touched(self) -> Touched:
@@ -242,11 +242,11 @@ class QuantizationAwareTraining(Technique):
         self.policy.set_step(step, observing=step < self._freeze, quantizing=quantizing)
 
     def before_step(self, context: Context) -> None:
-        """Take what was observed in this step."""
+        """Collect what this step observed."""
         self.policy.before_step(context.optimizers)
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Move the ranges and turn switches whose step has come."""
+        """Update the ranges and the switches that are due."""
         if not applied:
             return
         self.policy.after_step()
@@ -256,7 +256,7 @@ class QuantizationAwareTraining(Technique):
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Observe nothing of a validation; for a file hold whole what is learned and sharded."""
+        """Stop observing during validation. For a file, gather learned scales that are sharded."""
         is_file = purpose != "evaluate"
         if is_file:
             self.policy.gather()
@@ -271,30 +271,30 @@ class QuantizationAwareTraining(Technique):
                 self.bank.observing = bool(self.policy.static) and context.step < self._freeze
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""
+        """Let plain weights be loaded by parameter name. Learned scales are part of the technique's state."""
         return own_parameters(model)
 
     def weights_replaced(self, context: Context) -> None:
-        """Estimate the ranges anew from training batches: those of other weights do not fit."""
+        """Re-estimate the ranges from training batches, because they belong to the old weights."""
         self._freeze_norms(context)
         if self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches)):
             context.unvalidated = True
 
     def _freeze_norms(self, context: Context) -> None:
-        """Compute by running statistics once the planned steps are over: batches that are run now are no training."""
+        """Use running statistics after the planned steps, because batches run now are not training."""
         is_over = context.total_steps is not None and context.step >= context.total_steps
         for fold in self._folds if is_over else ():
             fold.frozen = True
 
     def finish(self, context: Context) -> None:
-        """Bake the quantised weights in place and leave stock layers that carry their range."""
-        # A run that ended before `begin` leaves its layers in float: no step has followed their quantisation. A trained
-        # model that is quantised without a run has no such step, and was given for that.
+        """Bake the quantised weights in place, and restore stock layers that carry their range."""
+        # A run that ended before `begin` leaves its layers in float, because no step trained them quantised. A trained
+        # model given to be quantised has no steps.
         bank = self.bank
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
             self._began_at = context.step
-        # The last derivation: ranges that follow to the end are those of all steps.
+        # Ranges that were never frozen include all steps.
         if bank.observing:
             bank.refresh()
         bank.observing = False
@@ -305,17 +305,17 @@ class QuantizationAwareTraining(Technique):
         self._final = self._layer_reports(gather=True)
         if self.config.keep:
             return
-        # A shared weight is baked once; the second time it would be rounded from its codes.
+        # A shared weight is baked once. A second time it would be rounded again.
         baked: set[int] = set()
         for module in self.layers.values() if bank.quantizing else ():
-            entry = layer_entry(module)  # first: scales are those of the latent weight
+            entry = layer_entry(module)  # before baking: scales belong to the latent weight
             bake_(module, baked)
             if entry is not None:
                 module.quantized_range = entry  # type: ignore[assignment]
         self._detach()
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy whose quantised layers hold the values of their codes, if quantisation has begun."""
+        """Return a copy in which quantised layers hold their quantised weights, once quantisation has begun."""
         if not self.bank.quantizing or (self._final is not None and not self.config.keep):
             return state_dict
         baked = dict(state_dict)
@@ -328,7 +328,7 @@ class QuantizationAwareTraining(Technique):
         return baked
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return of each baked weight that it lies on the grid of its codes."""
+        """Return for each baked weight the grid on which it lies."""
         if not self.bank.quantizing or self.config.keep:
             return {}
         entries, there = self.ranges(), context.model.state_dict()
@@ -343,15 +343,15 @@ class QuantizationAwareTraining(Technique):
         return {name: entry for name, entry in found.items() if entry is not None}
 
     def deployment(self) -> dict[str, Any]:
-        """Return the activation ranges: with them and the baked weights a model computes what was trained."""
+        """Return the activation ranges, which with the baked weights reproduce the trained model."""
         return {"ranges": self.ranges()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ranges, the open window, counts and switches."""
+        """Return ranges, the current window, counts and switches."""
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
     def figures(self) -> dict[str, float]:
-        """Return if quantisation is on (0 or 1), and how many layers and range updates there are."""
+        """Return 1 if quantisation is on, else 0, and the numbers of layers and range updates."""
         return {
             "qat/active": float(self.bank.quantizing),
             "qat/layers": float(len(self.layers)),
@@ -359,7 +359,7 @@ class QuantizationAwareTraining(Technique):
         }
 
     def report(self) -> dict[str, Any]:
-        """Return what is quantised how, what was left out and why, and how much the weights lose."""
+        """Return the scheme and error of each layer, and the layers left out with reasons."""
         layers = self._final if self._final is not None else self._layer_reports()
         return {
             "layers": len(layers),
@@ -417,14 +417,14 @@ def _refuse_shards(name: str, folded: nn.Module) -> None:
     if any(map(is_sharded, folded.parameters(recurse=False))):
         raise CompatibilityError(
             "qat",
-            f"fold_batch_norm must be False under FSDP2, got True where {name} has a batch norm behind it: every "
-            "process keeps running statistics of its own, and weights folded with them would not be parts of one",
+            f"fold_batch_norm must be False under FSDP2, because {name} is followed by a batch norm: each "
+            "process has its own running statistics, and shards folded with them would not fit together",
             "set it to False, or use DDP",
         )
 
 
 def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]:
-    """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` stands for never."""
+    """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` means never."""
     begin, freeze, freeze_bn = (_resolve(config, name, context) for name in ("begin", "freeze_observers", "freeze_bn"))
     if context.total_steps is not None and begin > context.total_steps:
         raise ConfigError(
@@ -440,11 +440,11 @@ def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]
 
 
 def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: int | None) -> list[Event]:
-    """Return what happens at the steps that `resolve_moments` returned; what comes with the end is left out."""
+    """Return the events at the steps of `resolve_moments`, without those at the end of the run."""
     begin, freeze, freeze_bn = moments
-    told: list[tuple[int, str]] = [(0, "ranges are observed; layers compute in float")] if begin else []
+    told: list[tuple[int, str]] = [(0, "ranges are observed, layers compute in float")] if begin else []
     told += [(begin, f"fake quantisation on, scheme {config.scheme}"), (freeze, "ranges freeze")]
-    told += [(freeze_bn, "folded batch norms go over to running statistics")] if config.fold_batch_norm else []
+    told += [(freeze_bn, "folded batch norms switch to running statistics")] if config.fold_batch_norm else []
     return [event for event in told if event[0] < (sys.maxsize if total_steps is None else total_steps)]
 
 
@@ -452,5 +452,5 @@ def _resolve(config: QatConfig, name: str, context: Context) -> int:
     value = getattr(config, name)
     position = parse_position(value)
     if position.unit == "fraction" and position.value == 1.0 and (name != "begin" or context.total_steps is None):
-        return sys.maxsize  # the end of the run, though more steps than planned may come
+        return sys.maxsize  # the end of the run, even if more steps than planned follow
     return context.resolve(value, f"qat.{name}")

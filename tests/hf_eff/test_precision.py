@@ -97,7 +97,7 @@ def test_the_norm_and_the_clipped_gradients_are_those_that_step(make, tmp_path):
 
 def test_a_float32_model_is_refused_before_training(make, tmp_path):
     trainer = make.trainer(tmp_path, model=nn.Sequential(make.classifier())[0])
-    with pytest.raises(MatchError, match="must be loaded in 16 bit"):
+    with pytest.raises(MatchError, match="float16 or bfloat16"):
         attach(trainer, {"primary_weights": {"kind": "fp32_copy"}})
 
 

@@ -263,6 +263,6 @@ def test_what_trains_in_16_bits_refuses_them():
     model, optimizer = fresh(recipe)
     session = Session(recipe)
     attach_with(session, model, [optimizer])
-    with pytest.raises(CompatibilityError, match="ScheduleFree moves the weights in its train"):
+    with pytest.raises(CompatibilityError, match=r"ScheduleFree .* weights in its train"):
         session.begin([optimizer], total_steps=1)
     session.detach()

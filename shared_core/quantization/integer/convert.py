@@ -1,6 +1,6 @@
-"""From a model with quantisers, or a baked one with its ranges, to a model that computes on integers.
+"""Convert a model with quantisers, or a baked one with ranges, to a model that computes on integers.
 
-On the exact reference layers, or with the same codes on torchao's and oneDNN's kernels.
+It runs on exact reference layers, or with the same codes on torchao's and oneDNN's kernels.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ Backend = Literal["reference", "torchao", "auto"]
 def convert(
     model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None, *, backend: Backend = "reference"
 ) -> nn.Module:
-    """Return a new model whose quantised layers hold int8 codes and sum integers; `model` stays as it is.
+    """Return a new model whose quantised layers hold int8 codes and sum integers. `model` is not changed.
 
-    That is for weights per channel and inputs with a range. Layers of other schemes compute on the values of their
-    codes, weights baked and inputs quantised when they are seen. Weight codes are those of the fake-quantising model,
-    and so are activation codes, up to float rounding of what comes before a layer. The new model is in evaluation
-    mode; it cannot be trained.
+    This applies to weights per channel with observed input ranges. Layers of other schemes compute in float on
+    quantised values. Weight codes equal those of the fake-quantising model,
+    and so do activation codes, up to float rounding in earlier layers. The new model is in evaluation
+    mode and cannot be trained.
 
-    The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on int8 kernels with these
-    codes if their inputs have a range, or one for each token: on CPUs on oneDNN's, which sum the same integers,
-    elsewhere on torchao's. Linear layers of which the weights alone are int8, or on CPUs int4, go onto torchao's too,
-    and 2-d convolutions on CPUs onto oneDNN's. What has no such kernel stays on the reference; `conversion_report` says
-    what runs where. On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``
-    under `torch.no_grad`, which touches no setting of other models.
+    The reference is exact and portable, not fast. ``backend="torchao"`` runs linear layers on int8 kernels with equal
+    codes if their inputs have a range or are quantised per token: oneDNN's on CPUs, which sum the same integers,
+    torchao's elsewhere. Linear layers with only int8 weights, or int4 weights on CPUs, run on torchao's kernels too,
+    and 2-d convolutions on CPUs on oneDNN's. Other layers stay on the reference: see `conversion_report`.
+    On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``
+    under `torch.no_grad`. This changes no settings of other models.
 
     Args:
         model: A model in or after quantization-aware training, or a plain one with baked weights.
         ranges: Module name → ``{"min", "max", "weight_bits", "activation_bits"}``, as
-            `QuantizationAwareTraining.ranges` returns it; None: what the layers of `model` carry.
-        backend: ``"reference"``, ``"torchao"`` (with oneDNN), or ``"auto"``: that, and without torchao what oneDNN has.
+            `QuantizationAwareTraining.ranges` returns it; None: those that the layers of `model` carry.
+        backend: ``"reference"``, ``"torchao"`` (with oneDNN), or ``"auto"``: torchao if installed, else only oneDNN.
 
     Raises:
-        ConfigError: If there is no such backend.
-        MissingExtraError: If torchao is asked for and not installed.
+        ConfigError: If the backend is unknown.
+        MissingExtraError: If the backend is ``"torchao"`` and it is not installed.
         MatchError: If no layer carries a range, or `ranges` names none of the model's layers.
         CompatibilityError: If a layer's weights are not finite, or its sums could overflow 32 bits.
 
@@ -100,7 +100,7 @@ def convert(
             integer[module] = made
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
-            # Weights that are not on their codes yet are put there, each shared one once.
+            # Bake weights that are not baked yet, shared ones once.
             bake_(module, baked)
         restore(module)
         apply_ranges(module, {"": entries[name]})
@@ -112,7 +112,7 @@ def convert(
 
 
 def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
-    """Return the ranges that the layers of a model carry; layers that should have one and have none are restored."""
+    """Return the ranges that a model's layers carry. Layers whose range is missing become stock again."""
     found: dict[str, Mapping[str, Any]] = {}
     for name, module in model.named_modules():
         entry = layer_entry(module)
@@ -126,14 +126,14 @@ def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
     if not found:
         raise MatchError(
             "convert",
-            "model must have layers with activation ranges, found none",
+            "no layer of the model has an activation range",
             "train it with qat for at least one step, or pass ranges=",
         )
     return found
 
 
 def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeModule | None:
-    """Return the layer that computes on codes, for a layer that then is a stock one; None if there is no such layer."""
+    """Return the integer layer for a layer, which becomes stock; None if there is none."""
     scheme, kind = saved_scheme(entry, where), stock_kind(STOCK.get(type(module), type(module)))
     if scheme.weight != "channel":
         return None
@@ -150,15 +150,15 @@ def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeMo
 WHERE = "convert: backend=torchao"
 _BACKENDS = ("reference", "torchao", "auto")
 _FEWEST_ROWS = 32  # torch._int_mm on CUDA refuses 16 and fewer
-# 255 · 128 bounds a product of codes: beyond so many the 32-bit sum may overflow.
+# A product of codes is at most 255 · 128. With more terms the 32-bit sum may overflow.
 _MOST_INPUTS = (2**31 - 1) // (255 * 128)
-_GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torchao wraps
+_GROUPS = (32, 64, 128)  # group sizes of aten::_weight_int4pack_mm_for_cpu that torchao wraps
 
 
 def wants_kernels(backend: str) -> bool:
-    """Return True if a backend's name asks for more than the reference."""
+    """Return True if the backend uses more than the reference layers."""
     if backend not in _BACKENDS:
-        raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
+        raise ConfigError("convert", f"backend {backend!r} is unknown{nearest(backend, _BACKENDS)}")
     if backend == "torchao" and not _has_torchao():
         raise MissingExtraError(WHERE, "torchao", "torchao")
     return backend != "reference"
@@ -169,7 +169,7 @@ def _has_torchao() -> bool:
 
 
 class TorchaoLinear(nn.Linear):
-    """A linear layer whose weight is one of torchao's quantised tensors."""
+    """A linear layer whose weight is a quantised tensor of torchao."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, static: bool, kernel: str) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
@@ -179,7 +179,7 @@ class TorchaoLinear(nn.Linear):
         self.static, self.kernel = static, kernel
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output in the type of `input`; a row with NaN comes out as NaN."""
+        """Return the layer's output in the type of `input`. A row with NaN returns NaN."""
         x = input.reshape(-1, self.in_features)
         rows = len(x)
         if not rows:
@@ -187,10 +187,10 @@ class TorchaoLinear(nn.Linear):
         if x.is_cuda and rows < _FEWEST_ROWS:
             x = F.pad(x, (0, 0, 0, _FEWEST_ROWS - rows))
         if self.static:
-            # torchao subtracts the zero point's share in the output's type: in bf16 that would cancel all digits
+            # torchao subtracts the zero point's part in the output's type. In bf16 all digits would cancel.
             y = F.linear(x.float(), self.weight)
             y = y if self.bias is None else y + self.bias
-            # A row with NaN has no codes; the kernel would turn it into numbers.
+            # NaN has no code, and the kernel would turn it into numbers.
             y = torch.where(x.isnan().any(1, keepdim=True), torch.nan, y).to(x.dtype)
         else:
             y = F.linear(x, self.weight, self.bias)
@@ -202,7 +202,7 @@ ON_INTEGERS = (IntegerLayer, TorchaoLinear, OneDnnLayer)
 
 
 def to_torchao(model: nn.Module) -> nn.Module:
-    """Return a converted model with its layers on torchao's and oneDNN's kernels, where there are any; in place."""
+    """Move layers of a converted model to torchao's and oneDNN's kernels where these exist, in place; return it."""
     made: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, IntLinear | FakeQuantLinear):
@@ -221,7 +221,7 @@ def to_torchao(model: nn.Module) -> nn.Module:
 
 
 def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None, str]:
-    """Return (the layer on a kernel, "") or (None, why it has none)."""
+    """Return (the layer on a kernel, ""), or (None, why it has none)."""
     return _fast_static(module) if isinstance(module, IntLinear) else _fast_weights(module)
 
 
@@ -231,7 +231,7 @@ def _fast_static(module: IntLinear) -> tuple[nn.Module | None, str]:
     if not why and _is_of_onednn(device):
         return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
     if module.activation_bits != 8:
-        why = f"torchao has no inputs of {module.activation_bits} bits"
+        why = f"torchao does not support {module.activation_bits}-bit inputs"
     why = why or _why_no_torchao()
     if why:
         return None, why
@@ -247,10 +247,10 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
         if why := _why_no_torchao():
             return None, why
         if scheme.input != "none":
-            return None, "torchao's kernel for int4 weights with int8 inputs is not in its wheels for this processor"
+            return None, "torchao's wheels for this processor lack its kernel for int4 weights with int8 inputs"
         return _int4(module, scheme.group_size)
     if scheme.weight != "channel" or scheme.input not in ("none", "token"):
-        return None, f"torchao has no kernel here for weights {scheme.weight} with inputs {scheme.input}"
+        return None, f"torchao has no kernel here for {scheme.weight} weights with {scheme.input} inputs"
     dynamic = scheme.input == "token"
     why = _why_no_int8_linear(float_weight.device, scheme.weight_bits) if dynamic else ""
     why = why or _why_no_float64(float_weight.dtype)
@@ -261,7 +261,7 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
         told = _told("oneDNN int8 dynamic", "onednn.qlinear")
         return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""
     if dynamic and scheme.activation_bits != 8:
-        why = f"torchao has no inputs of {scheme.activation_bits} bits"
+        why = f"torchao does not support {scheme.activation_bits}-bit inputs"
     why = why or _why_no_torchao()
     if why:
         return None, why
@@ -272,7 +272,7 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
 
 
 def _is_of_onednn(device: torch.device) -> bool:
-    # its output is in float, scaled and with the bias added; torchao's is in integers, of which the rest takes passes
+    # It returns scaled float with the bias added. torchao's kernel returns integers, which need more passes.
     return device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
@@ -282,9 +282,9 @@ def _why_no_int8_linear(device: torch.device, weight_bits: int) -> str:
 
 def _why_no_int8(device: torch.device, weight_bits: int, kernel: Literal["linear", "convolution", "matmul"]) -> str:
     if device.type not in ("cpu", "cuda"):
-        return f"torch has no product of int8 matrices on {device.type}"
+        return f"torch has no int8 matrix product on {device.type}"
     if device.type == "cpu" and weight_bits == 8 and not sums_exactly(kernel):
-        return "the kernel saturates here: it adds pairs of 8-bit products in 16 bits (no VNNI); quantise to 7 bits"
+        return "the kernel saturates here, adding pairs of 8-bit products in 16 bits (no VNNI); quantise to 7 bits"
     return ""
 
 
@@ -326,7 +326,7 @@ def _int8(codes: Tensor, scale: Tensor, dtype: torch.dtype, inputs: IntLinear | 
 def _int4(module: FakeQuantLinear, group_size: int) -> tuple[TorchaoLinear | None, str]:
     weight = module.weight.detach()
     if weight.device.type != "cpu":
-        return None, f"int4 codes are packed for CPUs only, not for {weight.device.type}"
+        return None, f"int4 codes can be packed for CPUs only, not for {weight.device.type}"
     if group_size not in _GROUPS or weight.shape[0] % 16:
         return (
             None,
@@ -341,7 +341,7 @@ def _int4(module: FakeQuantLinear, group_size: int) -> tuple[TorchaoLinear | Non
         weight.float(), group_size, 1e-3 if weight.dtype == torch.float32 else 0.1
     )
     if not exact:
-        return None, "its baked weights lie on no grid of 16 values"
+        return None, "its weights do not lie on a grid of 16 values"
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     # the kernel computes (code - 8)·scale + zero
     pairs = torch.stack([scale, low + 8 * scale], -1).transpose(0, 1).contiguous().to(weight.dtype)
@@ -351,10 +351,10 @@ def _int4(module: FakeQuantLinear, group_size: int) -> tuple[TorchaoLinear | Non
 
 
 def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return (codes 0 to 15, scale and smallest value of each group, whether ``low + code·scale`` is the weight).
+    """Return (codes 0 to 15, scale and smallest value per group, True if ``low + code·scale`` is the weight).
 
-    A baked weight is no longer what its scales were found from: finding them again can miss by a code. The grid is read
-    off the values instead: the coarsest of at most 16 steps that holds all of a group.
+    Recomputing the scales from baked weights could be off by a code. Instead, each group gets the coarsest grid of at
+    most 16 values that holds all its weights.
 
     Args:
         weight: Baked, (outputs, inputs), float32.
@@ -366,7 +366,7 @@ def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[T
         >>> codes.tolist(), scale.tolist(), low.tolist(), exact
         ([[0, 2, 3, 6]], [[0.25]], [[-0.5]], True)
     """
-    # A grid has up to 15 steps between the smallest and largest value: every number is tried.
+    # A grid has up to 15 steps between the smallest and largest value. Every number is tried.
     groups = weight.view(len(weight), -1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     span = torch.where(high > low, high - low, torch.ones_like(low))
@@ -375,25 +375,25 @@ def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[T
         candidate = span / steps
         position = (groups - low) / candidate
         fits = (position - position.round()).abs().amax(-1, keepdim=True) <= tolerance
-        # The coarsest grid that fits is the real one; finer multiples of it fit too.
+        # The coarsest grid that fits is the real one. Finer multiples of it fit too.
         scale, found = torch.where(fits & ~found, candidate, scale), found | fits
     codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8)
     return codes.view(weight.shape), scale.squeeze(-1), low.squeeze(-1), bool(found.all())
 
 
 def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return what computes each layer of a converted model: layer → ``{"type", "kernel", "why"}``.
+    """Return the kernel of each layer of a converted model: layer → ``{"type", "kernel", "why"}``.
 
-    ``why`` is empty unless a backend was asked for that the layer could not have.
+    ``why`` says why a layer could not use the requested backend. Otherwise it is empty.
 
     Args:
-        model: What `convert` returned.
+        model: The result of `convert`.
 
     Example:
         >>> from shared_core.quantization import convert
         >>> integer = convert(nn.Sequential(nn.Linear(2, 1)), {"0": {"min": 0.0, "max": 2.55}})
         >>> conversion_report(integer)["0"]["kernel"]
-        'reference: whole numbers, summed in float64'
+        'reference: integers, summed in float64'
     """
     report = {}
     for name, module in model.named_modules():
@@ -402,9 +402,9 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
         elif isinstance(module, OneDnnLayer):
             kind, kernel = module.kind, module.kernel
         elif isinstance(module, IntegerLayer):
-            kind, kernel = type(module).__name__.removeprefix("Int"), "reference: whole numbers, summed in float64"
+            kind, kernel = type(module).__name__.removeprefix("Int"), "reference: integers, summed in float64"
         elif type(module) in STOCK:
-            kind, kernel = STOCK[type(module)].__name__, "reference: the values of the codes, in float"
+            kind, kernel = STOCK[type(module)].__name__, "reference: quantised values, in float"
         elif type(module) in STOCK.values():
             kind, kernel = type(module).__name__, "float"
         else:

@@ -1,7 +1,4 @@
-"""Layers that compute on integers: the reference for what an int8 runtime returns.
-
-An embedding whose vectors are stored as int8 codes.
-"""
+"""Reference layers that compute on integers as an int8 runtime does, and an embedding with int8 codes."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from shared_core.quantization.schemes import LayerScheme
 
 
 def weight_qmin(scheme: LayerScheme, learned: Mapping[str, Any]) -> int:
-    """Return the smallest code of a weight; learned scales go one further down."""
+    """Return the smallest code of a weight. With learned scales it is one lower."""
     return -scheme.weight_qmax - int("weight_scale" in learned)
 
 
 def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return (int8 codes, scale of each channel) of a weight whose values are those of its codes.
+    """Return (int8 codes, scale per channel) of a weight that holds quantised values.
 
     Example:
         >>> channel_codes(torch.tensor([[0.5, 1.27]]), LayerScheme(), {})
@@ -34,13 +31,15 @@ def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any
     if "weight_scale" in learned:
         scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device).view_as(scale)
     if not bool(torch.isfinite(scale).all()):
-        raise CompatibilityError("convert", "weights must be finite, got NaN or infinity", "look for the diverged step")
+        raise CompatibilityError(
+            "convert", "weights must be finite, got NaN or infinity", "find the step that diverged"
+        )
     codes = (weight.to(scale.dtype) / kernels.along(scale, weight.dim(), 0)).round()
     return codes.clamp_(weight_qmin(scheme, learned), scheme.weight_qmax).to(torch.int8), scale
 
 
 class CodeModule(nn.Module):
-    """A module of codes and scales, which casting the model leaves as they are.
+    """A module with codes and scales, which stay as they are when the model is cast.
 
     Buffers: ``weight_codes`` int8, output channels first, ``weight_scale`` (channels,).
     """
@@ -50,12 +49,12 @@ class CodeModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the codes stand for, ``s_w·q_w``, for code that asks a layer for its weight."""
+        """The dequantised weight, ``s_w·q_w``, for code that reads a layer's weight."""
         scale = kernels.along(self.weight_scale, self.weight_codes.dim(), 0)
         return self.weight_codes.to(scale.dtype) * scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `.half()` and `.to(dtype)` cast every floating buffer; scales in half precision would move outputs.
+        # `.half()` and `.to(dtype)` cast every floating buffer. Scales in half precision would change outputs.
         dtypes = {name: value.dtype for name, value in self._buffers.items() if value is not None}
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -68,14 +67,14 @@ class CodeModule(nn.Module):
 
 
 class IntegerLayer(CodeModule):
-    """Base of the integer layers: weight codes, scales, the float bias, and how an input becomes codes.
+    """Base class of integer layers with weight codes, scales and a float bias. Quantises its input.
 
-    ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer; it is computed in float64, where every
-    partial sum below 2^53 is exact, because torch has integer convolutions on no device. The rest is computed
+    ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer. It is computed in float64, where every
+    partial sum below 2^53 is exact, because torch has no integer convolutions on any device. The rest is computed
     in float64 too and rounded once to the type of the input.
 
     Buffers: ``weight_codes`` int8, ``weight_scale`` float32 (channels,), ``input_scale`` float32 (),
-    ``input_zero_point`` int32 (), ``bias`` (channels,) or None. Casting the model leaves them as they are.
+    ``input_zero_point`` int32 (), ``bias`` (channels,) or None. They stay as they are when the model is cast.
     """
 
     input_scale: Tensor
@@ -91,12 +90,11 @@ class IntegerLayer(CodeModule):
         self.qmin, self.qmax = scheme.input_range
         codes, scale = channel_codes(weight, scheme, learned)
         terms = weight[0].numel()
-        # float64 sums are exact, but an int8 runtime's 32-bit sums must be as well: |code| · range · terms stays
-        # below 2^31.
+        # float64 sums are exact, but an int8 runtime's 32-bit sums must be too: |code| · range · terms < 2^31.
         if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**31:
             raise CompatibilityError(
                 "convert",
-                f"a layer must sum fewer products than overflow 32 bits, got {terms} per output",
+                f"sums of {terms} products per output can overflow 32 bits",
                 "skip it in qat",
             )
         minimum, maximum = torch.tensor(bounds, dtype=torch.float32, device=weight.device)
@@ -118,10 +116,9 @@ class IntegerLayer(CodeModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
-        # Codes less the zero point: the sum then needs no correction term for it.
+        # Subtract the zero point from codes first, so that the sum needs no correction.
         centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
-        # rounding makes the sum whole again if a device's library took a transform (FFT, Winograd) to compute
-        # it
+        # Rounding restores whole sums if a device's library used a transform (FFT, Winograd).
         total = self._accumulate(centred, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
         # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
@@ -167,7 +164,7 @@ class _IntConv(IntegerLayer):
         self._channel_axis_from_end = len(stock.kernel_size) + 1
 
     def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
-        # Codes are centred, so that padding with 0 is padding with the zero point, which is exactly 0.0.
+        # Codes have the zero point subtracted, so padding with 0 is exact.
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._pad, mode=self.padding_mode), 0
@@ -201,7 +198,7 @@ INTEGER: dict[type[nn.Module], type[IntegerLayer]] = {
 
 
 class IntEmbedding(CodeModule):
-    """Looks up int8 codes and returns ``s·q``, one scale a vector; bit for bit the baked embedding.
+    """Look up int8 codes and return ``s·q``, one scale per vector, equal to the baked embedding bit for bit.
 
     Example:
         >>> layer = IntEmbedding(nn.Embedding(9, 4), LayerScheme(input="none"), {})
@@ -219,7 +216,7 @@ class IntEmbedding(CodeModule):
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the codes stand for, for code that asks an embedding for it."""
+        """The dequantised weight, for code that reads an embedding's weight."""
         return super().weight.to(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:

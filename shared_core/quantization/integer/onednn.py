@@ -15,13 +15,13 @@ from torch import Tensor
 
 from shared_core.quantization.integer.layers import CodeModule, IntConv2d, IntLinear
 
-# Codes of 2 M values at a time stay in cache while they are rounded, clamped and converted.
+# 2 M values at a time stay in cache while they are rounded, clamped and converted.
 _PART = 1 << 21
-LOWEST = -128  # moves signed codes to unsigned ones, for which the instructions are made
+LOWEST = -128  # shifts signed codes to unsigned ones, which the processor's instructions take
 
 
 class OneDnnLayer(CodeModule):
-    """Base of layers that keep their weight's codes in oneDNN's layout too, as long as these are on a CPU."""
+    """Base class of layers that also hold weight codes in oneDNN's layout while they are on a CPU."""
 
     kind: ClassVar[str]
     """The stock layer's name."""
@@ -31,7 +31,7 @@ class OneDnnLayer(CodeModule):
 
     @classmethod
     def take(cls, module: Any, kernel: str) -> Self:
-        """Change a converted layer's class to this one, and return it; its buffers stay as they are."""
+        """Change a converted layer's class to this one and return it. Its buffers stay as they are."""
         module.__class__ = cls
         taken: Self = module
         taken.kernel = kernel
@@ -57,10 +57,10 @@ class OneDnnLayer(CodeModule):
 
 
 def in_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of a tensor, those along its last axis, in parts of at most 8 MiB in float32.
+    """Return the rows of a tensor (its last axis) in parts of at most 8 MiB in float32.
 
-    A larger temporary tensor is memory that is asked of the system anew in every forward, and its first touch takes
-    longer than the arithmetic on it. One part where a compiler fuses that anyway.
+    Larger temporary tensors are allocated from the system in every forward, and the first access to new memory takes
+    longer than the arithmetic. Under a compiler, which fuses this, there is one part.
 
     Example:
         >>> [*map(len, in_parts(torch.zeros(3, 2000, 1000)))]
@@ -73,7 +73,7 @@ def in_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return what was computed of `in_parts` as one tensor of a shape."""
+    """Join parts of `in_parts` to one tensor of a shape."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts]).view(shape)
 
 
@@ -85,7 +85,7 @@ def static_codes(
     qmax: int,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
-    """Return ``clamp(ne(x/s) + z, qmin, qmax)`` of a float32 tensor, which stays as it is, as uint8, 128 more.
+    """Return ``clamp(ne(x/s) + z, qmin, qmax) + 128`` of a float32 tensor as uint8. The tensor is not changed.
 
     Example:
         >>> static_codes(torch.tensor([0.5, 1.2, 9.0]), 1.0, 2, -8, 7).tolist()
@@ -95,20 +95,20 @@ def static_codes(
 
 
 def unsigned(codes: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    """Return whole numbers from -128 to 127 as uint8, 128 more.
+    """Return integers from -128 to 127, plus 128, as uint8.
 
     Example:
         >>> unsigned(torch.tensor([-128.0, 0.0, 127.0])).tolist()
         [0, 128, 255]
     """
-    # torch converts to int8 five times as fast as to uint8 (2.13)
+    # torch 2.13 converts to int8 five times as fast as to uint8
     # int8 to uint8 by flipping the sign bit: the same as adding 128.
     return codes.to(torch.int8, memory_format=memory_format).view(torch.uint8).bitwise_xor_(-LOWEST)
 
 
 def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return an output, NaN where the input holds one: a NaN has no code."""
-    # amax hands NaN on: one pass for the check, and no mask where there is none.
+    """Set the output to NaN where the input has NaN, which has no code; return it."""
+    # amax propagates NaN: the check takes one pass, and without NaN no mask is needed.
     nan = input.amax(dims, keepdim=True).isnan()
     if torch.compiler.is_compiling() or bool(nan.any()):
         output.add_(torch.where(nan, torch.nan, 0.0))
@@ -116,10 +116,10 @@ def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 class OneDnnConv2d(OneDnnLayer, IntConv2d):
-    """An `IntConv2d` that hands codes to oneDNN: int8 products, sums in 32-bit integers, output in float.
+    """An `IntConv2d` on oneDNN: int8 products, sums in 32-bit integers, output in float.
 
-    Sums are the same integers as those of the reference, so outputs differ by float rounding alone. An example that
-    holds NaN comes out as NaN. On other devices than the CPU it computes what the reference computes.
+    Sums equal those of the reference, so outputs differ only by float rounding. An example with
+    NaN returns NaN. On devices other than the CPU it runs the reference.
 
     `take` makes one of an `IntConv2d`.
     """
@@ -128,11 +128,11 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
 
     @staticmethod
     def why_not(module: IntConv2d) -> str:
-        """Return why oneDNN cannot compute a convolution; empty if it can."""
+        """Return why oneDNN cannot run a convolution; empty if it can."""
         if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
             return "this torch was built without oneDNN"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return f"oneDNN pads with zeros by numbers, not {module.padding_mode} by {module.padding}"
+            return f"oneDNN supports only numeric zero padding, not {module.padding_mode} by {module.padding}"
         return ""
 
     def _pack(self) -> None:
@@ -143,7 +143,7 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         self._packed = None
         if self.weight_codes.device.type == "cpu":
             self._packed = torch.ops.onednn.qconv_prepack(
-                # Codes were moved by 128, so the zero point is too.
+                # Codes are shifted by 128, so the zero point is too.
                 self.weight_codes, self.weight_scale, self._scale, self._zero_point - LOWEST,
                 self.stride, self.padding, self.dilation, self.groups, None,
             )  # fmt: skip
@@ -172,10 +172,10 @@ class _OneDnnLinear(OneDnnLayer):
 
 
 class OneDnnLinear(_OneDnnLinear, IntLinear):
-    """An `IntLinear` that hands codes to oneDNN: int8 products, sums in 32-bit integers, output in float.
+    """An `IntLinear` on oneDNN: int8 products, sums in 32-bit integers, output in float.
 
-    Sums are the same integers as those of the reference, so outputs differ by float rounding alone. A row that holds
-    NaN comes out as NaN. On other devices than the CPU it computes what the reference computes.
+    Sums equal those of the reference, so outputs differ only by float rounding. A row with
+    NaN returns NaN. On devices other than the CPU it runs the reference.
 
     `take` makes one of an `IntLinear`.
     """
@@ -200,10 +200,10 @@ class OneDnnLinear(_OneDnnLinear, IntLinear):
 
 
 class OneDnnTokenLinear(_OneDnnLinear):
-    """A linear layer on oneDNN whose rows have a scale each, ``max|x| / (2^(b-1) - 1)``, found when they are seen.
+    """A linear layer on oneDNN with a dynamic scale per row, ``max|x| / (2^(b-1) - 1)``.
 
-    ``y = s_x·s_w·Σ q_x·q_w + b``, the sum an exact 32-bit integer. A row that holds NaN or infinity comes out as NaN.
-    Elsewhere than on a CPU the same is computed in float64.
+    ``y = s_x·s_w·Σ q_x·q_w + b``, the sum an exact 32-bit integer. A row with NaN or infinity returns NaN.
+    On other devices the same is computed in float64.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, activation_bits: int, kernel: str) -> None:
@@ -218,14 +218,14 @@ class OneDnnTokenLinear(_OneDnnLinear):
         """Return the layer's output in the type of `input`."""
         if not input.numel():
             return input.new_zeros(*input.shape[:-1], len(self.weight_codes))
-        input = input.detach()  # a gradient through the scales alone would mislead
+        input = input.detach()  # a gradient through only the scales would be wrong
         if self._runs(input):
             codes, scale = self._rows(input)
             y = integer_linear(codes, 1.0, -LOWEST, self._packed, self.weight_scale, self._bias, scale)
         else:
             scale, _ = group_qparams(input, input.shape[-1], self.activation_bits, True)
             codes = group_codes(input, scale, None, input.shape[-1], self.activation_bits).flatten(-2)
-            # Infinite scale: the row's codes are meaningless.
+            # The scale is infinite, and the row's codes are meaningless.
             scale = _nan_if_not_finite(scale)
             total = F.linear(codes.double(), self.weight_codes.double()).round_()
             y = total * self.weight_scale.double() * scale
@@ -243,7 +243,7 @@ class OneDnnTokenLinear(_OneDnnLinear):
 
 
 def row_codes(x: Tensor, largest_code: int) -> tuple[Tensor, Tensor]:
-    """Return symmetric codes as uint8, 128 more, and each row's scale; NaN where a value of the row is not finite.
+    """Return symmetric codes plus 128 as uint8, and the scale per row: NaN if a value of the row is not finite.
 
     Example:
         >>> codes, scale = row_codes(torch.tensor([[2.54, -1.0], [torch.inf, 0.0]]), 127)
@@ -258,4 +258,4 @@ def row_codes(x: Tensor, largest_code: int) -> tuple[Tensor, Tensor]:
 
 
 def _nan_if_not_finite(scale: Tensor) -> Tensor:
-    return torch.add(scale, scale, alpha=0)  # 0 times infinity is NaN; one operation, where rows are few
+    return torch.add(scale, scale, alpha=0)  # 0 times infinity is NaN, in one operation

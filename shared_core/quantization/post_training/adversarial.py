@@ -1,4 +1,4 @@
-"""Attack a classifier with inputs that were changed to mislead it: FGSM, PGD, and accuracy under them."""
+"""Attack a classifier with adversarial inputs (FGSM, PGD), and measure its accuracy under attack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared_core.quantization.layer_graph import output_tensor
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Logits and targets → the loss summed over the examples, a scalar."""
 Bound = float | Tensor
-"""A number, or a tensor that broadcasts to the inputs, such as one value a channel."""
+"""A number, or a tensor that broadcasts to the inputs, such as one value per channel."""
 
 
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -38,23 +38,23 @@ def fgsm(
     high: Bound | None = None,
     loss: Loss = _cross_entropy,
 ) -> Tensor:
-    """Return inputs moved by one step of size `eps` against their targets: ``clamp(x + eps·sign ∇ₓL, low, high)``.
+    """Return inputs after one step of size `eps` against their targets: ``clamp(x + eps·sign ∇ₓL, low, high)``.
 
-    The gradient passes fake quantisation straight through. The model is in evaluation mode meanwhile; its modes and
-    the gradients of its parameters are as before afterwards.
+    The gradient passes straight through fake quantisation. The model runs in evaluation mode. Afterwards its modes and
+    gradients are restored.
 
     Args:
         model: Returns logits (examples, classes), or an output with ``logits``.
-        x: Floating point, examples first; the model's first argument.
+        x: The model's first argument: floating point, examples along axis 0.
         y: Targets, (examples,) class indices for the default loss.
         eps: Largest change of an element, at least 0, in units of `x`.
-        low: Smallest value that an input may have; None: no bound.
-        high: Largest.
-        loss: What is made larger; by default cross-entropy.
+        low: Smallest allowed input value; None: no bound.
+        high: Largest allowed input value; None: no bound.
+        loss: The loss to increase; by default cross-entropy.
 
     Raises:
-        ConfigError: If an option breaks its rule, or `x` lies outside of `low` and `high`.
-        CompatibilityError: If the model has no gradient for its input, as integer models have none.
+        ConfigError: If an option is invalid, or `x` lies outside `low` and `high`.
+        CompatibilityError: If the model has no gradient for its input, such as an integer model.
         TrainingError: If the gradient is not finite.
 
     Source: Goodfellow, Shlens, Szegedy 2014, arXiv:1412.6572, section 4.
@@ -92,12 +92,12 @@ def pgd(
         x: As in `fgsm`.
         y: As in `fgsm`.
         eps: Largest change of an element, at least 0, in units of `x`.
-        step: Of each step, above 0; ``2.5·eps/steps`` lets every point of the ball be reached.
-        steps: How many, at least 1.
+        step: Step size, above 0. With ``2.5·eps/steps`` every point of the ball can be reached.
+        steps: Number of steps, at least 1.
         low: As in `fgsm`.
         high: As in `fgsm`.
         random_start: Start from a uniform point of the ball rather than from `x`.
-        generator: Of that point; None: a new one of seed 0. The global generator is not touched.
+        generator: Draws that point; None: a new one with seed 0. The global generator is not used.
         loss: As in `fgsm`.
 
     Raises:
@@ -121,7 +121,7 @@ def pgd(
         moved = x.detach().clone()
         if random_start:
             generator = generator if generator is not None else torch.Generator().manual_seed(0)
-            # drawn in float32 on the generator's device: the same start whatever the device and type of x
+            # Draw in float32 on the generator's device, so that the start does not depend on x's device and type.
             draw = torch.rand(x.shape, generator=generator, device=generator.device).mul_(2).sub_(1)
             moved = _projected(x + eps * draw.to(x), x, eps, low, high)
         for _ in range(steps):
@@ -134,11 +134,11 @@ class AdversarialAccuracy:
     """The result of `adversarial_accuracy`.
 
     Attributes:
-        examples: How many.
-        clean: Share of the unchanged inputs that are classified right.
-        adversarial: Share classified right both unchanged and attacked.
-        transferred: Whether the attack was made on another model.
-        without_gradient: Examples whose gradient was zero: the attack left them where they were, which is no strength.
+        examples: Number of examples.
+        clean: Share of unchanged inputs that are classified correctly.
+        adversarial: Share classified correctly both unchanged and attacked.
+        transferred: True if the attack was computed on another model.
+        without_gradient: Examples with zero gradient. The attack could not change them, which is no robustness.
     """
 
     examples: int
@@ -163,24 +163,23 @@ def adversarial_accuracy(
 ) -> AdversarialAccuracy:
     """Return a classifier's accuracy before and under an attack.
 
-    An example that is wrong unchanged counts as wrong under attack, since no change is one the attack may make.
+    An example that is misclassified unchanged counts as misclassified under attack, which may leave inputs unchanged.
 
     Args:
         model: As in `fgsm`.
-        batches: (inputs, class indices) each.
+        batches: Pairs (inputs, class indices).
         eps: As in `fgsm`.
-        attack: Which.
-        step: Of PGD; None: ``2.5·eps/steps``.
-        steps: Of PGD.
+        attack: The attack.
+        step: Step size of PGD; None: ``2.5·eps/steps``.
+        steps: Steps of PGD.
         low: As in `fgsm`.
         high: As in `fgsm`.
-        source: The model on which the attack is made, such as the float model of an integer one, which has no
-            gradient; None: `model` itself.
-        seed: Of PGD's random starts.
+        source: The model on which the attack is computed, such as the float version of an integer model; None: `model`.
+        seed: Seed of PGD's random starts.
 
     Raises:
         ConfigError: As in `fgsm`, or if there are no examples.
-        CompatibilityError: If the attacked model has no gradient for its input, or one of zero for all examples.
+        CompatibilityError: If the attacked model has no gradient for its input, or it is zero for all examples.
         TrainingError: As in `fgsm`.
 
     Example:
@@ -203,15 +202,15 @@ def adversarial_accuracy(
         if attack == "fgsm" or not torch.as_tensor(eps).any():
             moved = fgsm(attacked, x, y, eps, low=low, high=high)
         else:
-            # 2.5 eps / steps (Madry et al. 2018, arXiv:1706.06083): the boundary is within reach from any start.
+            # 2.5 eps / steps (Madry et al. 2018, arXiv:1706.06083): any start can reach the boundary.
             size = 2.5 * eps / steps if step is None else step
             moved = pgd(attacked, x, y, eps, size, steps, low=low, high=high, generator=generator)
         right = _right(model, x, y)
         examples, clean = examples + len(x), clean + int(right.sum())
         held += int((right & _right(model, moved, y)).sum())
         with _attacking(attacked):
-            # An input without any gradient cannot be attacked: counted, for robustness would be an illusion (Athalye
-            # et al. 2018, arXiv:1802.00420).
+            # An input without gradient cannot be attacked. It is counted, because its robustness is an illusion
+            # (Athalye et al. 2018, arXiv:1802.00420).
             still = _ascent(where, attacked, x, y, _cross_entropy).flatten(1).any(1).logical_not()
         without_gradient += int(still.sum())
     if not examples:
@@ -233,24 +232,24 @@ def _ascent(where: str, model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> T
     if value.requires_grad:
         (gradient,) = torch.autograd.grad(value.reshape(()), leaf, allow_unused=True)
     if gradient is None:
-        _refuse_gradient(where, "its output does not depend on it differentiably")
+        _refuse_gradient(where, "its output is not differentiable in the input")
     if not bool(torch.isfinite(gradient).all()):
-        raise TrainingError(where, "gradient must be finite, got NaN or infinity", "look for NaN in weights or inputs")
+        raise TrainingError(where, "gradient must be finite, got NaN or infinity", "check weights and inputs for NaN")
     return gradient.sign()
 
 
 def _refuse_gradient(where: str, why: str) -> NoReturn:
     raise CompatibilityError(
         where,
-        f"the model must have a gradient for its input, but {why}",
-        "make the attack on its float model (source=)",
+        f"the model has no usable gradient for its input: {why}",
+        "attack its float model with source=",
     )
 
 
 @contextlib.contextmanager
 def _attacking(model: nn.Module) -> Iterator[None]:
     for name, module in model.named_modules():
-        if isinstance(module, ON_INTEGERS):  # its rounding would pass on zeros, which look like strength
+        if isinstance(module, ON_INTEGERS):  # rounding has zero gradients, which look like robustness
             _refuse_gradient("attack", f"{name or 'the model'!r} computes on integers")
     # cuDNN's recurrent layers have no backward in evaluation mode
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -261,7 +260,7 @@ def _attacking(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _projected(moved: Tensor, x: Tensor, eps: Bound, low: Bound | None, high: Bound | None) -> Tensor:
-    # a bound may be a rounding beside the x that lies on it: x itself is always allowed
+    # Rounding may put a bound next to an x that lies on it. x itself is always allowed.
     least = x - eps if low is None else torch.maximum(x - eps, torch.minimum(_like(low, x), x))
     most = x + eps if high is None else torch.minimum(x + eps, torch.maximum(_like(high, x), x))
     return torch.minimum(torch.maximum(moved, least), most).to(x.dtype)
@@ -286,19 +285,19 @@ def _check(where: str, x: Tensor, y: Tensor, low: Bound | None, high: Bound | No
     tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
     if not tensors or x.dim() == 0 or len(x) != len(y):
         got = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in (x, y)]
-        raise ConfigError(where, f"x and y must be tensors with as many examples, got {got[0]} and {got[1]}")
+        raise ConfigError(where, f"x and y must be tensors with equally many examples, got {got[0]} and {got[1]}")
     if not x.is_floating_point() or not bool(torch.isfinite(x).all()):
-        raise ConfigError(where, f"x must be floating point and finite, got {x.dtype} or a value that is not finite")
+        raise ConfigError(where, f"x must be floating point and finite, got {x.dtype} or a non-finite value")
     _check_bound(where, "eps", eps, "at least 0", lambda value: value >= 0)
     least = -math.inf if low is None else _like(low, x)
     most = math.inf if high is None else _like(high, x)
-    # An image that was normalised in float32 may lie a rounding outside of its own bounds.
+    # Float32 rounding may put a normalised image slightly outside its bounds.
     slack = 4 * torch.finfo(x.dtype).eps * (1 + x.abs())
     if not bool(((x >= least - slack) & (x <= most + slack)).all()):
         raise ConfigError(
             where,
             f"x must lie between low and high, got {x.min().item():.4g} to {x.max().item():.4g}",
-            "give the range that the model's own inputs have (normalised ones have other bounds, one a channel)",
+            "pass the bounds of the model's inputs (if these are normalised, other bounds, one per channel)",
         )
 
 

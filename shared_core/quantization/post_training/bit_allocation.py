@@ -1,6 +1,6 @@
-"""Which layer gets how many bits: the plan, its file, and the cheapest plan under a budget.
+"""Choose bits per layer: the plan and its file, the cheapest plan under a budget, and selective quantisation.
 
-Selective quantisation: as many layers as a largest accepted loss of quality allows.
+Selective quantisation quantises as many layers as the accepted loss of quality allows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class BitPlan:
     """Bits of each layer's weight.
 
     Attributes:
-        bits: Layer → 2 to 8 bits of a code; 16, 32 or 64 where it stays in float. In the order of execution.
+        bits: Layer → bits of a code, 2 to 8, or 16, 32 or 64 for float. In the order of execution.
         sizes: Layer → number of weights.
-        cost: Sum of the sensitivities that the plan was chosen by; None where it was not.
+        cost: Sum of the sensitivities by which the plan was chosen, or None.
 
     Example:
         >>> plan = BitPlan({"0": 8, "2": 32}, {"0": 100, "2": 100})
@@ -60,7 +60,7 @@ class BitPlan:
 
     @property
     def average_bits(self) -> float:
-        """Bits a weight, over all layers of the plan."""
+        """Mean bits per weight over all layers of the plan."""
         return sum(self.bits[name] * size for name, size in self.sizes.items()) / sum(self.sizes.values())
 
     @property
@@ -70,16 +70,16 @@ class BitPlan:
 
     @property
     def conversions(self) -> int:
-        """Changes of format from the float input through the layers in order to the float output."""
-        # The input and the output of the chain are float (0): a change of format at either end counts too.
+        """Number of format changes from the float input through the layers in order to the float output."""
+        # Input and output of the chain are float (0), so a change of format at either end counts too.
         formats = [0, *(width if width <= _LARGEST_CODE else 0 for width in self.bits.values()), 0]
         return sum(first != second for first, second in itertools.pairwise(formats))
 
     def qat_options(self, scheme: str = "int8") -> dict[str, Any]:
-        """Return options of `QatConfig` that train to this plan: one override a layer, float layers skipped.
+        """Return options of `QatConfig` that train to this plan: one override per layer, float layers skipped.
 
         Args:
-            scheme: ``"int8"``, or another whose ``weight_bits`` are free.
+            scheme: ``"int8"``, or another scheme with ``weight_bits``.
         """
         return {
             "scheme": scheme,
@@ -90,7 +90,7 @@ class BitPlan:
     def to_yaml(self, path: str | Path | None = None, *, scheme: str = "int8") -> str:
         """Return the plan as YAML, and write it to `path` if given.
 
-        Its ``qat`` section is a recipe's: it can be copied or passed on as it is.
+        Its ``qat`` section has the form of a recipe, so you can copy it into one.
 
         Raises:
             CheckpointError: If `path` cannot be written.
@@ -111,7 +111,7 @@ class BitPlan:
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> BitPlan:
-        """Return the plan in a YAML file, or in a YAML text (which has a line end).
+        """Return the plan in a YAML file, or in YAML text (recognised by a line end).
 
         Raises:
             ConfigError: If there is no such file, or it holds no plan.
@@ -137,7 +137,7 @@ class BitPlan:
 
     @classmethod
     def options_from_yaml(cls, source: str | Path) -> dict[str, Any]:
-        """Return `qat_options` of the plan in a YAML file or text, with the scheme that it was written for.
+        """Return `qat_options` of the plan in a YAML file or text, for the scheme with which it was saved.
 
         Raises:
             ConfigError: If there is no such file, or it holds no plan.
@@ -172,22 +172,22 @@ def plan_bits(
     floor: int = 3,
     fixed: Mapping[str, int] | None = None,
 ) -> BitPlan:
-    """Return the plan of least total sensitivity whose average is at most `budget` bits a weight.
+    """Return the plan of least total sensitivity with at most `budget` bits per weight on average.
 
-    Exact: ``min Σ Ω_l(b_l)`` with ``Σ n_l·b_l <= budget·Σ n_l``, by dynamic programming over the plans that no other
-    beats in both size and cost, less those that a Lagrangian bound rules out.
+    Exact: ``min Σ Ω_l(b_l)`` with ``Σ n_l·b_l <= budget·Σ n_l``, by dynamic programming over the Pareto front of size
+    and cost, pruned by a Lagrangian bound.
 
     Args:
         sensitivities: Layer → bits → cost, as `layer_sensitivity` returns it; in the order of execution.
         sizes: Layer → number of weights.
-        budget: Largest average of bits a weight, over all layers of the plan.
-        candidates: Widths to choose from; None: those for which every layer has a cost.
-        floor: Fewest bits of a layer. Costs are of small changes, and those of 2 bits are not small: lower it only if
-            training in quantised form follows.
-        fixed: Layer → bits that are not to be chosen, such as a first layer kept at 8; they count in the budget.
+        budget: Largest mean bits per weight, over all layers of the plan.
+        candidates: Bits to choose from; None: those for which every layer has a cost.
+        floor: Fewest bits of a layer. Costs are estimates for small changes, and 2 bits is no small change. Lower it
+            only if quantization-aware training follows.
+        fixed: Layer → fixed bits, such as a first layer kept at 8. They count in the budget.
 
     Raises:
-        ConfigError: If an option breaks its rule, or no plan is within the budget.
+        ConfigError: If an option is invalid, or no plan is within the budget.
         MatchError: If a layer has no size or no cost.
 
     Source: Dong et al. 2020 (HAWQ-V2), arXiv:1911.03852, section 3.3.
@@ -202,7 +202,7 @@ def plan_bits(
     names = [*sensitivities, *(name for name in fixed if name not in sensitivities)]
     for name in names:
         if name not in sizes:
-            raise MatchError(where, f"sizes must hold {name!r}{nearest(name, sizes)}")
+            raise MatchError(where, f"sizes has no entry for {name!r}{nearest(name, sizes)}")
         checked(sizes[name], int, where, f"size of {name!r}", low=1)
     widths = _widths(sensitivities, candidates, floor, where)
     options: list[list[tuple[int, int, float]]] = []  # of each layer: (width, size in bits, cost)
@@ -214,13 +214,13 @@ def plan_bits(
         options.append([(width, width * sizes[name], costs.get(width, 0.0)) for width in chosen])
     total = sum(sizes[name] for name in names)
     checked(budget, float, where, "budget", above=0)
-    # 1e-12: budget * total may be rounded below the whole number that was meant.
+    # 1e-12: budget * total may be rounded below the intended integer.
     capacity = math.floor(budget * total * (1 + 1e-12))
     least = sum(min(size for _, size, _ in choices) for choices in options)
     if least > capacity:
         raise ConfigError(
             where,
-            f"budget must be at least {least / total:.4g} bits a weight, got {budget}",
+            f"budget must be at least {least / total:.4g} bits per weight, got {budget}",
             f"raise it, or lower floor = {floor}, or add smaller candidates than {widths}",
         )
     chosen_widths, cost = _cheapest(options, capacity)
@@ -235,15 +235,15 @@ def _widths(
         candidates = sorted(set.intersection(*shared)) if shared else []
     widths = sorted(width for width in set(candidates) if width >= floor)
     if not widths and sensitivities:
-        raise ConfigError(where, f"candidates must hold widths of at least floor = {floor}, got {list(candidates)}")
+        raise ConfigError(where, f"candidates must include bits of at least floor = {floor}, got {list(candidates)}")
     return widths
 
 
 def _cheapest(options: list[list[tuple[int, int, float]]], capacity: int) -> tuple[list[int], float]:
     price, best = _lagrangian(options, capacity)
-    # Exact branch and bound over partial plans (a multiple-choice knapsack). rest[i] bounds from below what layers
-    # i.. cost at the Lagrangian price, so that plans which cannot beat the feasible one are dropped early.
-    rest = [0.0]  # bound on what the layers behind cost, at this price a bit
+    # Exact branch and bound over partial plans (a multiple-choice knapsack). rest[i] is a lower bound of the cost of
+    # layers i.. at the Lagrangian price, to drop plans early that cannot beat the feasible one.
+    rest = [0.0]  # lower bound of the cost of the following layers, at this price per bit
     for choices in reversed(options):
         rest.append(rest[-1] + min(cost + price * size for _, size, cost in choices))
     rest.reverse()
@@ -255,12 +255,12 @@ def _cheapest(options: list[list[tuple[int, int, float]]], capacity: int) -> tup
             for used, cost, chosen in states
             for width, size, more in choices
         ]
-        # By size, then cost: walking up, a plan is kept only if it costs less than every smaller one (Pareto front).
+        # Pareto front, by size, then cost: a plan is kept only if it costs less than every smaller one.
         grown.sort(key=lambda state: state[:2])
         smallest_rest = sum(min(size for _, size, _ in later) for later in options[index + 1 :])
         states, cheapest = [], math.inf
         for used, cost, chosen in grown:
-            # What this plan costs at least: its own cost, the rest's bound, and the unused capacity at the price.
+            # Lower bound of this plan's cost: its own cost, the bound of the rest, and unused capacity at the price.
             bound = cost + rest[index + 1] - price * (capacity - used)
             if cost < cheapest and used + smallest_rest <= capacity and bound <= best + slack:
                 states.append((used, cost, chosen))
@@ -274,13 +274,13 @@ def _cheapest(options: list[list[tuple[int, int, float]]], capacity: int) -> tup
 
 
 def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> tuple[float, float]:
-    """Return (price of a bit, cost of the plan that is cheapest at this price and fits)."""
+    """Return (price per bit, cost of the cheapest plan at this price that fits)."""
 
     def at(price: float) -> tuple[int, float]:
         picked = [min(choices, key=lambda choice: (choice[2] + price * choice[1], choice[1])) for choices in options]
         return sum(size for _, size, _ in picked), sum(cost for _, _, cost in picked)
 
-    # The least price at which the greedy plan fits: found by doubling, then by bisection.
+    # Find the lowest price at which the greedy plan fits, by doubling, then bisection.
     low, high = 0.0, 1e-30
     if at(low)[0] <= capacity:
         return 0.0, at(low)[1]
@@ -308,7 +308,7 @@ _PASSING = frozenset("Dropout Identity Flatten dropout flatten contiguous".split
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A measured model: how many layers are quantised, its quality, its bits a weight."""
+    """A measured model: its number of quantised layers, quality and mean bits per weight."""
 
     quantized: int
     quality: float
@@ -321,10 +321,10 @@ class SelectivePlan:
 
     Attributes:
         plan: Layers and bits.
-        float_quality: Of the float model.
-        quality: Of the plan.
-        conversions: Changes of format from input to output.
-        curves: ``"quantized"`` and ``"float"`` → points in the order in which they were measured from that start.
+        float_quality: Quality of the float model.
+        quality: Quality of the plan.
+        conversions: Number of format changes from input to output.
+        curves: ``"quantized"`` and ``"float"`` → points measured from that start, in order.
     """
 
     plan: BitPlan
@@ -336,7 +336,7 @@ class SelectivePlan:
 
 @torch.no_grad()
 def round_layers(model: nn.Module, bits: Mapping[str, int]) -> nn.Module:
-    """Return a copy of `model` whose named layers have rounded weights; activations stay in float."""
+    """Return a copy of `model` with rounded weights in the named layers. Activations stay in float."""
     rounded = copy.deepcopy(model)
     for name, width in bits.items():
         module = rounded.get_submodule(name)
@@ -352,8 +352,8 @@ def keep_high(model: nn.Module, example_inputs: Any = None) -> dict[str, str]:
     sigmoid or GELU.
 
     Args:
-        model: Searched through, not changed.
-        example_inputs: As `trace` takes them; without, torch.fx traces the model.
+        model: Not changed.
+        example_inputs: As for `trace`; None: torch.fx traces the model.
 
     Raises:
         CompatibilityError: If the model cannot be traced.
@@ -399,22 +399,22 @@ def plan_by_quality(
 ) -> SelectivePlan:
     """Return which layers to quantise so that quality falls by at most `largest_loss`.
 
-    From all quantised, the most sensitive layer goes back to float until the loss is accepted; from all float, the
-    least sensitive is quantised while it is. Both are measured, each until it meets the bound, and no model twice.
+    Starting from all quantised, the most sensitive layer goes back to float until the loss is accepted. Starting from
+    all float, the least sensitive layer is quantised while the loss is accepted. Both are measured, no model twice.
 
     Args:
         model: In float; not changed.
-        evaluate: A model → its quality, greater is better; on data that the final test does not use.
+        evaluate: Model → its quality, higher is better, on data not used for the final test.
         sensitivities: Layer → bits → cost, as `layer_sensitivity` returns it; in the order of execution.
         largest_loss: E, in units of `evaluate`; at least 0.
-        bits: Of a quantised layer.
-        start: Which of the two gives the plan. ``"quantized"`` may keep a plan that passes through a worse one
-            on the way.
-        keep: Layers that stay in float, such as `keep_high` returns.
-        apply: Quantises a copy of the model; by default weights alone are rounded.
+        bits: Bits of a quantised layer.
+        start: The start that gives the plan. ``"quantized"`` may keep more layers quantised if quality is not
+            monotonic.
+        keep: Layers that stay in float, such as those from `keep_high`.
+        apply: Quantises a copy of the model; by default only weights are rounded.
 
     Raises:
-        ConfigError: If an option breaks its rule, or nothing is left to quantise.
+        ConfigError: If an option is invalid, or nothing is left to quantise.
         MatchError: If a name is no layer of the model.
         TrainingError: If a quality is NaN.
 
@@ -433,8 +433,8 @@ def plan_by_quality(
     for name in able:
         _check_cost(sensitivities[name], name, bits, where, ConfigError)
     if not able:
-        raise ConfigError(where, f"sensitivities must name a layer that keep does not, got {list(sensitivities)}")
-    # Least sensitive first: each curve quantises a prefix of this order.
+        raise ConfigError(where, f"keep leaves no layer of sensitivities to quantise: {list(sensitivities)}")
+    # Least sensitive first. Each curve quantises a prefix of this order.
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]
@@ -456,7 +456,7 @@ def plan_by_quality(
     float_quality = measure(0).quality
     curves: dict[str, list[CurvePoint]] = {"quantized": [], "float": []}
     accepted = {"quantized": 0, "float": 0}
-    # From all quantised down, until quality holds. Not a bisection: quality need not fall monotonically.
+    # From all quantised downwards until quality is accepted. No bisection, because quality may not be monotonic.
     for count in range(len(order), -1, -1):
         curves["quantized"].append(measure(count))
         if float_quality - measure(count).quality <= largest_loss:

@@ -1,6 +1,7 @@
-"""Bias correction: the shift that quantised weights give a layer's mean output is taken out of its bias.
+"""Bias correction and cross-layer equalisation.
 
-Cross-layer equalisation: neighbouring layers share their ranges out, the function stays the same.
+Bias correction removes the shift of a layer's mean output that quantised weights cause. Equalisation rescales
+neighbouring layers so that their ranges match. The function stays the same.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class BiasCorrectionReport:
 
     Attributes:
         corrected: Layer → root mean square of the correction over its channels, in the order of execution.
-        without_bias: Layers that have no bias and got none.
-        new_keys: Keys of the state dict that appeared, where biases were added.
+        without_bias: Layers that have no bias and were skipped.
+        new_keys: Keys of the state dict for added biases.
     """
 
     corrected: dict[str, float]
@@ -55,19 +56,19 @@ def correct_bias(
     layers: Sequence[str] | None = None,
     add_missing: bool = False,
 ) -> BiasCorrectionReport:
-    """Add ``E[y_float − y_quantised]`` of each output channel to the biases of `quantized`, in place.
+    """Add ``E[y_float − y_quantised]`` per output channel to the biases of `quantized`, in place.
 
-    Layers are corrected in the order of execution, and each is measured with those before it corrected already, so
-    that no shift is taken out twice: one pass over the batches for the float model and one for each layer.
+    Layers are corrected in the order of execution, each measured after the layers before it are corrected, so
+    that no shift is removed twice. This takes one pass over the batches for the float model and one per layer.
 
     Args:
         quantized: The model with quantised weights, activations in float or quantised.
         reference: The float model, with the same module names.
-        batches: Calibration batches, at least one; a tensor, a tuple of arguments or a mapping of keyword arguments
-            each. Read several times, so a list or a loader without shuffling, not an iterator.
+        batches: Calibration batches, at least one; each a tensor, a tuple of arguments or a mapping of keyword
+            arguments. They are read several times: pass a list or a loader without shuffling, not an iterator.
         layers: Names to correct; None: every Linear, Conv and transposed Conv layer of `reference` that
-            `quantized` has too, whatever its class there.
-        add_missing: Give a layer without bias one; it appears in the state dict. Otherwise it is left alone.
+            `quantized` has too, in any class.
+        add_missing: Add a bias, and its key in the state dict, to layers without one. Otherwise they are skipped.
 
     Returns:
         What was corrected and by how much.
@@ -75,7 +76,7 @@ def correct_bias(
     Raises:
         ConfigError: If `batches` can be read only once, or is empty.
         MatchError: If there is no layer to correct.
-        CompatibilityError: If a layer is called more than once in a forward: its calls have means of their own.
+        CompatibilityError: If a layer is called more than once in a forward: its calls have different means.
         TrainingError: If a mean is not finite.
 
     Source: Nagel et al. 2019, arXiv:1906.04721, section 4.2 and appendix D; Banner et al. 2019, arXiv:1810.05723.
@@ -93,8 +94,8 @@ def correct_bias(
     there = dict(quantized.named_modules())
     able = {name: module for name, module in reference.named_modules() if isinstance(module, LAYERS) and name in there}
     reference_layers = chosen_layers(able, layers, "Linear or Conv layer of both models", where)
-    # Means of the float model first; then layer by layer in order of execution, as each correction changes what later
-    # layers see.
+    # Means of the float model first, then layer by layer in order of execution, because a correction changes the
+    # inputs of later layers.
     means = _means(reference, reference_layers, batches)
     without = [name for name in means if getattr(there[name], "bias", None) is None]
     keys = set(quantized.state_dict())
@@ -103,11 +104,11 @@ def correct_bias(
         module = there[name]
         if name in without and not add_missing:
             continue
-        # The shapes are those of the float layers: a quantised one may be of a class without channels.
+        # Use the shapes of the float layers: the quantised class may not have channels.
         found = _means(quantized, {name: module}, batches, like=reference_layers)
         if name not in found:
-            raise MatchError(where, f"{name!r} must be reached in the quantised model too", "correct the other layers")
-        # E[y_float - y_q] in float64: a mean over all batches and places of each output channel.
+            raise MatchError(where, f"the quantised model never calls {name!r}", "leave it out of layers")
+        # E[y_float - y_q] in float64: mean over all batches and positions per output channel.
         correction = mean - found[name].to(mean)
         _add(module, correction)
         corrected[name] = correction.square().mean().sqrt().item()
@@ -121,7 +122,7 @@ def correct_bias(
 def _means(
     model: nn.Module, layers: dict[str, nn.Module], batches: Iterable[Any], like: dict[str, nn.Module] | None = None
 ) -> dict[str, Tensor]:
-    """Return the mean of each output channel of the layers, in the order of execution."""
+    """Return the mean per output channel of the layers, in the order of execution."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     calls: dict[str, int] = {}
@@ -140,7 +141,7 @@ def _means(
     if not num_batches:
         raise ConfigError("correct_bias", "batches must hold at least one batch, got none")
     for name, total in sums.items():
-        # Called several times in one forward: one bias cannot correct inputs of different means.
+        # Several calls in one forward: one bias cannot correct inputs of different means.
         if calls[name] > num_batches:
             raise CompatibilityError(
                 "correct_bias", f"{name!r} must be called once in a forward", "leave it out of layers"
@@ -182,7 +183,7 @@ _HOMOGENEOUS = frozenset(
     dropout_
     """.split()  # noqa: SIM905
 )
-# the same within one channel of a convolution; behind a Linear layer they would mix channels
+# the same within one channel of a convolution; after a Linear layer they would mix channels
 _POOLING = frozenset(
     f"{name}{dims}d"
     for dims in "123"
@@ -193,12 +194,12 @@ _POOLING = frozenset(
 
 @dataclass(frozen=True)
 class Link:
-    """Two layers between which nothing but ``f(sx) = s·f(x)`` happens.
+    """Two layers with only functions between them for which ``f(sx) = s·f(x)``.
 
     Attributes:
         first: The layer whose outputs are scaled down.
         second: The layer whose inputs are scaled up.
-        channels: Of the flattened map that a Linear `second` reads; None: its features are the channels.
+        channels: Channels of the flattened map that a Linear `second` reads; None: its features are the channels.
     """
 
     first: str
@@ -212,10 +213,10 @@ class EqualizationReport:
 
     Attributes:
         chains: Names of layers equalised together: two, or three around a depthwise convolution.
-        refused: Layer → why what follows it was left alone.
+        refused: Layer → why it was not equalised with the next.
         iterations: Sweeps over all chains.
-        converged: Whether the last sweep changed every scale by less than the tolerance.
-        spread: Layer → (before, after): largest over smallest range of its output channels, zeros left out.
+        converged: True if the last sweep changed every scale by less than the tolerance.
+        spread: Layer → (before, after): largest / smallest range of its output channels, without zeros.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -231,7 +232,7 @@ def find_links(model: nn.Module, example_inputs: Any = None) -> tuple[dict[str, 
     Example:
         >>> links, refused = find_links(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.GELU()))
         >>> links["0"].second, refused["2"]
-        ('2', "GELU '3' follows it, for which f(sx) = s·f(x) does not hold")
+        ('2', "GELU '3' follows it and does not satisfy f(sx) = s·f(x)")
     """
     flow = trace(model, example_inputs, where="equalize")
     links: dict[str, Link] = {}
@@ -259,7 +260,7 @@ def _follow(flow: Flow, start: Node) -> Link | str | None:
         if type(node.module) in LAYERS:
             why = flow.why_not(node)
             return f"{node} follows it: {why}" if why else _join(start, node, flat)
-        # Behind a flatten each channel becomes a block of features: the scale must repeat for each of them.
+        # After a flatten each channel is a block of features, for which its scale is repeated.
         if _is_flatten(node):
             flat = True
         elif node.kind in _POOLING and not pooled and not flat:
@@ -267,7 +268,7 @@ def _follow(flow: Flow, start: Node) -> Link | str | None:
         elif "BatchNorm" in node.kind or node.kind == "batch_norm":
             return f"{node} follows it; fuse batch norm first"
         elif node.kind not in _HOMOGENEOUS:
-            return f"{node} follows it, for which f(sx) = s·f(x) does not hold"
+            return f"{node} follows it and does not satisfy f(sx) = s·f(x)"
 
 
 def _join(start: Node, end: Node, flat: bool) -> Link | str:
@@ -298,8 +299,7 @@ def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple
     for name, link in links.items():
         if name in joined:
             continue
-        # A depthwise layer between two others has one scale for its inputs and outputs: the three are equalised
-        # together.
+        # A depthwise layer has equal input and output channels, so the three layers are equalised together.
         behind = links.get(link.second)
         if behind is not None and is_depthwise(modules[link.second]):
             joined.add(link.second)
@@ -310,7 +310,7 @@ def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple
 
 
 class _Weights:
-    """Float64 copies of the layers' weights and biases, so that any number of sweeps is rounded once."""
+    """Float64 copies of the layers' weights and biases, so that all sweeps together are rounded once."""
 
     def __init__(self, modules: dict[str, nn.Module], links: list[Link]) -> None:
         channels = {link.second: link.channels for link in links}
@@ -323,7 +323,7 @@ class _Weights:
         self.views = {
             name: by_channel(self.weights[name], module, channels.get(name)) for name, module in self.modules.items()
         }
-        # Outputs of the first layer are divided, so its bias is too, by the product of all sweeps' scales.
+        # The first layer's outputs are divided by the product of all sweeps' scales, and so is its bias.
         self.divisors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             if not bool(torch.isfinite(weight).all()):
@@ -342,17 +342,17 @@ class _Weights:
 
     @torch.no_grad()
     def write(self) -> list[tuple[Tensor, Tensor]]:
-        """Round into the model; return the tensors and what they held."""
+        """Round into the model. Return the tensors and their old values."""
         new: list[tuple[Tensor, Tensor]] = []
         for name, module in self.modules.items():
             new.append((module.weight, self.weights[name]))  # type: ignore[arg-type]
             if module.bias is not None and name in self.divisors:
                 new.append((module.bias, module.bias.double() / self.divisors[name]))  # type: ignore[arg-type, operator]
-        # Only if every value is finite in the model's dtype is anything written.
+        # Nothing is written unless every value is finite in the model's dtype.
         for old, value in new:
             if not bool(torch.isfinite(value.to(old.dtype)).all()):
                 raise CompatibilityError(
-                    "equalize", f"equalised values must fit into {old.dtype}", "equalise in float32"
+                    "equalize", f"equalised values do not fit into {old.dtype}", "equalise in float32"
                 )
         before = [(old, old.clone()) for old, _ in new]
         for old, value in new:
@@ -368,19 +368,19 @@ def equalize(
     max_iterations: int = 100,
     tolerance: float = 1e-4,
 ) -> EqualizationReport:
-    """Equalise the ranges of neighbouring layers in place; the function stays equal up to float rounding.
+    """Equalise the ranges of neighbouring layers in place. Outputs stay equal up to float rounding.
 
     For each channel i between two layers, ``s_i = √(r1_i·r2_i)/r2_i`` with r = max|w| of the channel, 1 where a
     range is 0: ``w1/s``, ``b1/s``, ``w2·s``. Around a depthwise convolution ``p = ∛(r1·r2·r3)``, ``s1 = r1/p``,
-    ``s2 = p/r3``. Swept over all chains until no scale moves.
+    ``s2 = p/r3``. Repeated over all chains until the scales converge.
 
-    Only ReLU, LeakyReLU, PReLU, identity, dropout in evaluation, and between convolutions pooling may lie in between;
-    from a convolution to a Linear layer ``flatten(1)``. ReLU6, hardtanh, hardswish, GELU, residual taps, shared and
-    tied layers are left alone and named in the report.
+    Between two layers there may be ReLU, LeakyReLU, PReLU, identity, dropout (in evaluation), pooling between
+    convolutions, and ``flatten(1)`` from a convolution to a Linear layer. Layers at ReLU6, hardtanh, hardswish, GELU or
+    residual branches, and shared or tied layers, are skipped and listed in the report.
 
     Args:
-        model: Batch norms must be fused before.
-        example_inputs: As `trace` takes them: the flow is read from one forward, and outputs before and after are
+        model: A model without batch norms: fuse them first.
+        example_inputs: As for `trace`. One forward shows the order of layers, and outputs before and after are
             compared. None: torch.fx traces the model.
         pairs: Names of neighbours to equalise, (first, second); None: all that can be.
         max_iterations: Most sweeps, at least 1.
@@ -390,9 +390,9 @@ def equalize(
         Which layers were equalised, which were not and why.
 
     Raises:
-        ConfigError: If an option breaks its rule.
+        ConfigError: If an option is invalid.
         MatchError: If there is nothing to equalise.
-        CompatibilityError: If a pair asked for by name cannot be equalised, weights are not finite, or outputs changed.
+        CompatibilityError: If a named pair cannot be equalised, weights are not finite, or outputs would change.
 
     Source: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and appendix A.
 
@@ -411,7 +411,7 @@ def equalize(
         links = {first: _asked_for(first, second, links, refused) for first, second in pairs}
     if not links:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:3])
-        raise MatchError("equalize", "must match at least two layers, one behind the other", reasons or "none found")
+        raise MatchError("equalize", "must match at least two consecutive layers", reasons or "none found")
     modules = dict(model.named_modules())
     weights = _Weights(modules, list(links.values()))
     chains = _chains(links, modules)
@@ -421,7 +421,7 @@ def equalize(
         moved = max(_sweep(weights, chain) for chain in chains)
         iterations += 1
     expected = None if example_inputs is None else run(model, example_inputs)
-    # The function must not change: checked on the example, undone if it did.
+    # Compare outputs on the example, and undo if they changed.
     held = weights.write()
     if expected is not None:
         try:
@@ -444,7 +444,7 @@ def _asked_for(first: str, second: str, links: dict[str, Link], refused: dict[st
     link = links.get(first)
     if link is None or link.second != second:
         reason = refused.get(first) or (
-            f"{link.second!r} follows it" if link is not None else "no such layer was reached"
+            f"{link.second!r} follows it" if link is not None else "the forward calls no such layer"
         )
         raise CompatibilityError(
             "equalize", f"pairs must be neighbours that can be equalised, got {first!r}, {second!r}: {reason}"
@@ -468,7 +468,7 @@ def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
         live = (first > 0) & (middle > 0) & (last > 0)
     largest = 0.0
     for link, scale in zip(chain, scales, strict=True):
-        # A channel of zeros keeps its scale: nothing can be equalised there.
+        # A channel of zeros cannot be equalised and keeps scale 1.
         scale = torch.where(live, scale, 1.0)
         weights.divide(link, scale)
         largest = max(largest, scale.log().abs().max().item())

@@ -1,4 +1,4 @@
-"""GPTQ: codes chosen column by column, each making up for the error of those before (Frantar et al. 2022)."""
+"""GPTQ: choose codes column by column, each compensating the error of earlier ones (Frantar et al. 2022)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class GptqConfig(TechniqueConfig):
 
 
 class WeightGrid:
-    """The grid of one weight, with the scales that plain rounding would give it.
+    """The grid of one weight, with the scales of plain rounding.
 
-    The largest and smallest value of each group keep their codes, so that the scale found again in the result is the
-    same.
+    The largest and smallest value of each group keep their codes, so that recomputing the scale from the result
+    gives the same scale.
 
     Example:
         >>> from shared_core.quantization.ranges.observers import RangeBank
@@ -61,7 +61,7 @@ class WeightGrid:
         self.size = scheme.group_size or rows.shape[1]
         self.low, self.high = -scheme.weight_qmax - scheme.affine, scheme.weight_qmax
         self.held = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
-        if weight is not None:  # searched scales are saved beside the weight, and clip
+        if weight is not None:  # searched scales are saved with the weight, and clip
             self.low, self.high = weight.qmin, weight.qmax
             self.scale = weight.scale(layer).detach().to(rows).unsqueeze(1)
             self.zero = torch.zeros_like(self.scale)
@@ -93,18 +93,17 @@ def solve_weights(
     config: GptqConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Put the weights of linear layers on their grids, in the order of the forward (`solve_in_order`).
+    """Round the weights of linear layers by GPTQ, in the order of the forward (`solve_in_order`).
 
-    Other layers, weights that several layers share and folded ones are left to rounding. Zeros stay zeros. Inputs are
-    those of float activations.
+    Other layers, shared weights and folded ones are rounded to nearest. Zeros stay zeros. Inputs are float activations.
     """
     owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
     chosen = {name: layer for name, layer in layers.items() if _can_solve(layer, owners)}
     if not chosen:
         raise ConfigError(
             WHERE,
-            "scheme must give linear layers integer codes by channel or group, got none that does",
-            "take int4_weight, int8_weight or int8_dynamic",
+            "scheme must give linear layers integer codes per channel or group",
+            "use int4_weight, int8_weight or int8_dynamic",
         )
     found: dict[str, dict[str, float]] = {}
 
@@ -133,7 +132,7 @@ def solve_weights(
 
 
 def solved_note(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Return what GPTQ gained over rounding, in words.
+    """Return a note that compares the error of GPTQ with rounding.
 
     Example:
         >>> solved_note({"a": {"output_error": 0.05, "rounded_output_error": 0.08}})

@@ -1,4 +1,4 @@
-"""Judge the cost of quantisation: bytes of each layer, noise of outputs, time of a forward, and loss of quality."""
+"""Measure the effect of quantisation: bytes per layer, noise of outputs, forward time, and loss of quality."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shared_core.quantization.ranges.saved_ranges import saved_scheme
 from shared_core.quantization.schemes import LayerScheme
 
 RULES: dict[str, tuple[float, float]] = {"default": (0.005, 0.01), "recommender": (0.0001, 0.0001)}
-"""Name → (largest loss that is acceptable, largest that is not unacceptable), as shares of the float quality."""
+"""Name → (largest acceptable loss, largest borderline loss), as shares of the float quality."""
 
 _ROUNDING = 1e-9  # 1 − 0.995 is a hair above 0.005
 
@@ -40,9 +40,9 @@ class Verdict:
     """The verdict on a loss of quality.
 
     Attributes:
-        loss: Share of the float quality that is lost; negative where quality rose.
-        judgement: ``"acceptable"``, ``"borderline"`` or ``"unacceptable"``; ``"unknown"`` where there is no loss.
-        rule: By which rule, in words.
+        loss: Lost share of the float quality, negative if quality rose.
+        judgement: ``"acceptable"``, ``"borderline"`` or ``"unacceptable"``; ``"unknown"`` if no loss can be computed.
+        rule: The rule, in words.
     """
 
     loss: float
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def thresholds(accept: str | float) -> tuple[float, float]:
-    """Return (largest acceptable loss, largest that is not unacceptable) of a rule's name, or of a number for both."""
+    """Return (largest acceptable loss, largest borderline loss) of a rule's name, or a number for both."""
     if accept in RULES:
         return RULES[str(accept)]
     try:
@@ -68,14 +68,14 @@ def judge_loss(
 ) -> Verdict:
     """Return the verdict on a loss of quality: ``(before − after)/|before|`` against the rule's bounds.
 
-    By default a loss of up to 0.5 % is acceptable and one of more than 1 % unacceptable; a recommender's is already
-    unacceptable above 0.01 %. Between two bounds it is borderline.
+    By default a loss up to 0.5 % is acceptable, and above 1 % unacceptable. For recommenders it is unacceptable above
+    0.01 %. Between the bounds it is borderline.
 
     Args:
         before: Quality in float.
         after: Quality of the quantised model, in the same unit.
         accept: As in `thresholds`.
-        mode: Whether quality is better when larger or when smaller.
+        mode: Whether a larger or a smaller quality is better.
 
     Example:
         >>> judge_loss(0.98, 0.978).judgement, judge_loss(0.98, 0.978, "recommender").judgement
@@ -100,12 +100,12 @@ _MX_GROUP = 32
 def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
     """Return the bytes of one weight's codes and scales, codes packed without gaps.
 
-    float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
-    and NVFP4 and four for the whole tensor of the latter.
+    Channels and groups have float32 scales, and affine groups a zero point of one byte. MX and NVFP4 have one byte per
+    block, and NVFP4 four more per tensor.
     """
     codes = -(-channels * width * scheme.weight_bits // 8)  # packed across rows
     if scheme.weight == "group":
-        # int4 groups: a float32 scale for each, and a zero point of one byte where there is one.
+        # int4 groups: a float32 scale each, and a zero point of one byte if affine.
         return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
     if scheme.weight == "fp8_block":
         return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
@@ -117,7 +117,7 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
 
 
 def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (layer, one of its weights, bytes of the weight's codes and scales) of quantised layers."""
+    """Yield (layer, weight, bytes of the weight's codes and scales) for quantised layers."""
     for name, module in model.named_modules():
         if (entry := layer_entry(module)) is not None:
             scheme = saved_scheme(entry, where)
@@ -127,7 +127,7 @@ def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's state dict with the weights of its quantised layers as codes."""
+    """Return the bytes of a model's state dict if weights of quantised layers are stored as codes."""
     # By address: tied weights count once.
     tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
     tensors |= {weight.data_ptr(): codes for _, weight, codes in _coded(model, "quantized_bytes")}
@@ -135,7 +135,7 @@ def quantized_bytes(model: nn.Module) -> int:
 
 
 def layer_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return layer → (bytes of its weights in float, bytes of their codes and scales), of quantised layers.
+    """Return quantised layer → (bytes of its weights in float, bytes of their codes and scales).
 
     A weight that two layers share counts in both.
     """
@@ -159,9 +159,9 @@ def output_noise(
     batches: list[Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Return the SQNR in dB of the quantised model's output, and that of each layer's alone.
+    """Return the SQNR in dB of the quantised model's output and of each layer's own output.
 
-    A layer is given the inputs that it has in the float model, so that its figure holds no other layer's error.
+    Layers receive their inputs from the float model, so that their figures contain no error of other layers.
 
     Example:
         >>> exact, rounded = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
@@ -177,7 +177,7 @@ def output_noise(
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             sums = found.setdefault(name, SignalToNoise())
-            # The quantised layer on the exact inputs: its own noise, without that of the layers before.
+            # Run the quantised layer on the exact inputs to measure only its own noise.
             _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
 
         return hook
@@ -194,9 +194,9 @@ def output_noise(
             if exact.shape != rounded.shape:
                 raise ConfigError(
                     where,
-                    f"outputs must have one shape in float and quantised, got {tuple(exact.shape)} and "
+                    f"float and quantised outputs must have the same shape, got {tuple(exact.shape)} and "
                     f"{tuple(rounded.shape)}",
-                    "give inputs whose outputs do not depend on small changes",
+                    "pass inputs for which the output's shape does not depend on small changes",
                 )
             _add(whole, exact, rounded)
             if progress is not None:
@@ -205,13 +205,13 @@ def output_noise(
 
 
 def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, repeats: int = 15) -> dict[str, float]:
-    """Return milliseconds of CPU time for one forward: of the float model, in bf16, and of the quantised model's forms.
+    """Return milliseconds of CPU time per forward of the float model, in bf16, and of the quantised model's variants.
 
-    One thread, `time.process_time`, the median of `repeats` rounds in which the forms take turns, after one round that
-    is not counted. ``int8 reference`` is `convert`'s exact model, not made to be fast; ``torchao`` its kernels, where
-    torchao is installed. A form that cannot run is left out.
+    Measured on one thread with `time.process_time`: the median of `repeats` rounds in which the variants take turns,
+    after one warm-up round. ``int8 reference`` is `convert`'s exact model, which is not fast. ``torchao`` uses its
+    kernels, if installed. A variant that cannot run is left out.
     """
-    run(model, example_inputs, "latencies: example_inputs")  # below, a form that cannot run is left out
+    run(model, example_inputs, "latencies: example_inputs")  # raise here: below, a variant that cannot run is left out
     narrow = tree_map(_to_bf16, example_inputs)
     makers: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         "float32": (lambda: model, example_inputs),
@@ -243,7 +243,7 @@ def _form(make: Callable[[], nn.Module], inputs: Any) -> Callable[[], Any] | Non
     try:
         made = make().eval()
         forward()
-    except (EffError, RuntimeError, NotImplementedError, TypeError):  # this form has no kernel for it here
+    except (EffError, RuntimeError, NotImplementedError, TypeError):  # this variant has no kernel here
         return None
     return forward
 

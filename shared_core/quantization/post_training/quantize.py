@@ -1,4 +1,4 @@
-"""Quantisation of a trained model: ranges from a few batches, no training."""
+"""Quantise a trained model without training, with ranges from a few batches."""
 
 from __future__ import annotations
 
@@ -49,17 +49,16 @@ class QuantizationReport:
     """The result of `quantize`.
 
     Args:
-        layers: One entry a quantised layer: scheme, range, what its weights lose, and, if asked for, what its output
-            loses on the inputs that it has in float (``output_sqnr_db``; None where no batch reached it).
+        layers: One entry per quantised layer: scheme, range, error of its weights, and if measured the SQNR of its
+            output for float inputs (``output_sqnr_db``; None if no batch reached it).
         left_out: Layer → why it stays in float.
-        batches: Calibration batches that were run.
-        ranges: Layer → scheme and range, as `apply_ranges` and ``eff_deployment.json`` hold them.
+        batches: Number of calibration batches.
+        ranges: Layer → scheme and range, as in `apply_ranges` and ``eff_deployment.json``.
         notes: What was fused, equalised and corrected, and what could not be.
-        output_sqnr_db: Signal to quantisation noise of the model's output on the calibration batches, in dB; None if it
-            was not asked for or there are no batches.
-        kv_cache: Scales of the cache of keys and values, which stand among the ranges too, and what they cost; None if
-            they were not asked for.
-        coverage: How much of the model is within reach (`shared_core.engine.checks.coverage.Reach`).
+        output_sqnr_db: Signal to quantisation noise ratio of the model's output on the calibration batches, in dB; None
+            if not measured.
+        kv_cache: Scales of the cache of keys and values (also in `ranges`) and their error; None if not calibrated.
+        coverage: The covered part of the model (`shared_core.engine.checks.coverage.Reach`).
     """
 
     layers: list[dict[str, Any]]
@@ -78,19 +77,18 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a quantised copy of a trained model, in evaluation mode; `model` stays as it is.
+    """Return a quantised copy of a trained model, in evaluation mode. `model` is not changed.
 
-    Its weights hold the values of their codes and its layers quantise their inputs as an integer runtime would:
-    evaluate it, then `convert` or `export_onnx` it.
+    Weights of the copy hold quantised values, and its layers quantise inputs like an integer runtime. Evaluate it, then
+    pass it to `convert` or `export_onnx`.
 
     Args:
         model: Trained, in float.
-        config: A scheme such as ``"int8_weight"``, options as a recipe's ``qat`` section has them, or a `QatConfig`.
-            A scheme or options without ``range`` search static ranges by least squared error (``range="mse"``), which
-            also searches the scales of weights of fewer than 8 bits; ``range="minmax"``, that of ``fp8_static``, clips
-            nothing.
-        calibration: Batches of inputs, for schemes with static ranges, fusion and equalisation of models that torch.fx
-            cannot trace, and bias correction: each a tensor, a tuple of arguments or a mapping of keyword arguments.
+        config: A scheme such as ``"int8_weight"``, options as in a recipe's ``qat`` section, or a `QatConfig`.
+            Without ``range``, static ranges minimise the squared error (``range="mse"``), and so do the scales of
+            weights of fewer than 8 bits. ``range="minmax"``, the default of ``fp8_static``, clips nothing.
+        calibration: Batches of inputs: each a tensor, a tuple of arguments or a mapping of keyword arguments. Needed
+            for static ranges, bias correction, and fusion and equalisation of models that torch.fx cannot trace.
         **options: As in `quantize_with_report`.
 
     Raises:
@@ -130,21 +128,20 @@ def quantize_with_report(
         model: Trained, in float.
         config: What is quantised how.
         calibration: Batches of inputs.
-        num_batches: How many of them are run, at most.
-        fuse: Make one layer of a layer and the batch norm behind it, whose keys then vanish. By default only done
-            for `equalize` and `correct_bias`: the quantised weight has batch norms folded in all the same.
-        equalize: Even out the ranges of channels across layers first (Nagel et al. 2019, arXiv:1906.04721).
-        correct_bias: Subtract the mean error that quantisation brings into each channel (the same, section 4.2).
-        measure_outputs: Run the batches through both models afterwards, for the report: what the outputs of the model
-            and of its layers lose.
-        gptq: Choose the codes of linear layers by GPTQ (Frantar et al. 2022, arXiv:2210.17323), on the scheme's own
-            grid and on any device, decoder block after decoder block: its options, ``{}`` for the defaults; None: round
-            to nearest.
-        kv_cache: ``fp8``: measure scales of a cache in FP8 of the quantised model (`calibrate_kv_cache`).
-        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
-        progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
-        job: Other processes that call this with the same arguments; each observes some of the batches, and all get
-            the ranges of one process: extrema and counts join exactly, averages are taken in the batches' order.
+        num_batches: Largest number of batches to run.
+        fuse: Fuse each batch norm into the layer before it, which removes its keys. By default only done
+            for `equalize` and `correct_bias`. Quantised weights have batch norms folded in either way.
+        equalize: First equalise the ranges of channels across layers (Nagel et al. 2019, arXiv:1906.04721).
+        correct_bias: Subtract the mean error of quantisation per channel (same source, section 4.2).
+        measure_outputs: Run the batches through both models afterwards, and report the SQNR of the outputs of the model
+            and its layers.
+        gptq: Options of GPTQ (Frantar et al. 2022, arXiv:2210.17323), ``{}`` for the defaults, which chooses the codes
+            of linear layers on the scheme's grid, one decoder block at a time, on any device. None: round to nearest.
+        kv_cache: ``fp8``: measure scales of an FP8 cache of the quantised model (`calibrate_kv_cache`).
+        allow_partial: Allow quantising less than half of the weights that multiply activations.
+        progress: Called with (batches run, batches) after each observed batch, for a progress bar.
+        job: Other processes that call this with the same arguments. Each observes some of the batches, and all get
+            the ranges of a single process: extrema and counts join exactly, averages follow the order of batches.
 
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
@@ -154,23 +151,23 @@ def quantize_with_report(
     """
     check_model(model, WHERE)
     job = job or Job()
-    # a kept quantiser would not be baked; `apply_ranges` makes the layers anew
+    # a kept quantiser would not be baked; `apply_ranges` recreates the layers
     config = dataclasses.replace(as_config(config), keep=False)
     if config.learns_ranges:
-        raise ConfigError(WHERE, f"range must be observed, got {config.range!r}, which training learns", "use mse")
+        raise ConfigError(WHERE, f"range must be observed: training learns {config.range!r}", "use mse")
     num_batches = checked(num_batches, int, WHERE, "num_batches", low=1)
     if kv_cache is not None:
         check_kv_cache(model, kv_cache, WHERE)
     batches = None if calibration is None else list(itertools.islice(calibration, num_batches))
     if batches is not None and not batches:
-        raise ConfigError(WHERE, "calibration must hold batches, got none")
+        raise ConfigError(WHERE, "calibration has no batches")
     solver = GptqConfig.from_dict(gptq) if isinstance(gptq, Mapping) else gptq
     if (correct_bias or solver or kv_cache) and batches is None:
         what = "gptq" if solver else "kv_cache" if kv_cache else "correct_bias"
-        raise ConfigError(WHERE, f"calibration must be given for {what}, got none")
+        raise ConfigError(WHERE, f"{what} needs calibration batches, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
-    # Equalisation and bias correction need fused batch norms: a norm behind a layer would undo either.
+    # Equalisation and bias correction need fused batch norms, because a following batch norm would undo either.
     if equalize or correct_bias if fuse is None else fuse:
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
@@ -180,7 +177,7 @@ def quantize_with_report(
             lambda: f"{len(equalization.equalize(quantized, example).chains)} chains of layers equalised",
         )
     compares = batches is not None and (correct_bias or measure_outputs)
-    # The reference is the float model after fusing and equalising, so that layers compare one to one.
+    # The reference is the float model after fusing and equalising, so that layers match one to one.
     reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized, note=notes.append)
@@ -215,11 +212,11 @@ def quantize_with_report(
 
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
-    """Return a config from any of the forms that `quantize` takes."""
+    """Return a `QatConfig` from any form that `quantize` accepts."""
     if isinstance(config, QatConfig):
         return config
     options = {"scheme": config} if isinstance(config, str) else dict(config)
-    # an average over the batches would depend on their order, and start from the first
+    # a moving average would depend on the order of batches and start from the first
     if found := {"int8": "mse", "fp8_static": "minmax"}.get(options.get("scheme", "")):
         options.setdefault("range", found)
     return QatConfig.from_dict(options)
@@ -229,7 +226,7 @@ def _try(what: str, notes: list[str], change: Callable[[], str]) -> None:
     try:
         notes.append(change())
     except (CompatibilityError, MatchError) as error:
-        notes.append(f"{what} left alone: {error}")
+        notes.append(f"{what} skipped: {error}")
 
 
 def _fused(model: nn.Module, example: Any) -> str:
@@ -250,7 +247,7 @@ def _check_finite(technique: QuantizationAwareTraining) -> None:
     for name, layer in technique.layers.items():
         if not all(bool(torch.isfinite(weight).all()) for weight in weights_of(layer).values()):
             raise CompatibilityError(
-                WHERE, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
+                WHERE, f"weights of {name} must be finite, got NaN or infinity", "find the step that diverged"
             )
 
 
@@ -268,11 +265,11 @@ def _calibrate(
     if batches is None:
         raise ConfigError(
             WHERE,
-            "calibration must be given for ranges of activations, got none",
-            "pass some batches of inputs, or choose a scheme without ranges, such as int8_weight or int8_dynamic",
+            "ranges of activations need calibration batches",
+            "pass some batches of inputs, or use a scheme without ranges, such as int8_weight or int8_dynamic",
         )
     bank.move_(next(model.parameters()).device)
-    # histograms of all batches fit into one window, and ranges are derived from it once
+    # histograms of all batches form one window, from which ranges are derived once
     at_once = isinstance(bank, EstimatorBank)
     windows, mine = dict[int, Tensor](), list[int]()
     with contextlib.ExitStack() as stack, evaluated(model):
@@ -303,19 +300,19 @@ def _calibrate(
     if missing:
         raise TrainingError(
             WHERE,
-            f"calibration must reach every quantised layer with finite inputs, but {', '.join(missing[:5])} saw none",
-            "skip them, or look for NaN",
+            f"calibration brought no finite input to {', '.join(missing[:5])}",
+            "skip these layers, or check the batches for NaN",
         )
     odd = [name for name, count in zip(technique.policy.static, bank.non_finite.tolist(), strict=True) if count]
     if odd:
-        notes.append(f"calibration held NaN or infinity, left out of the ranges of {', '.join(odd[:5])}")
+        notes.append(f"NaN or infinity in calibration was ignored in the ranges of {', '.join(odd[:5])}")
     return len(batches)
 
 
 def _everyones(
     windows: dict[int, Tensor], model: nn.Module, batches: list[Any], mine: list[int], job: Job
 ) -> dict[int, Tensor]:
-    """Return the windows of all processes, once they are known to have the same model and batches."""
+    """Check that all processes have the same model and batches, and return their windows."""
     weights = _digest(model.state_dict())
     facts = {"model": weights, "count": len(batches), "batches": {str(n): _digest(batches[n]) for n in mine}}
     for content in job.exchange("calibrated", json.dumps(facts).encode()):
@@ -325,8 +322,8 @@ def _everyones(
         ):
             raise TrainingError(
                 WHERE,
-                "model and calibration must be the same in every process, got others",
-                "seed what is random in the functions that return them",
+                "model and calibration differ between processes",
+                "set the seed in the functions that return them",
             )
     told = job.exchange("windows", save({str(n): one.cpu() for n, one in windows.items()}))
     device = next(model.parameters()).device
@@ -339,12 +336,12 @@ def _digest(value: Any) -> str:
 
 
 def _search_weights(technique: QuantizationAwareTraining) -> None:
-    """Give weights of few bits the scale of least squared error, which bakes and deploys like a learned one."""
+    """Give weights of few bits the scale of least squared error, which is baked and deployed like a learned one."""
     owners = Counter(id(weight) for layer in technique.layers.values() for weight in weights_of(layer).values())
     for layer in technique.layers.values():
         quantizer: Any = layer.quantizer
         scheme = quantizer.scheme
-        # at 8 bits clipping gains nothing, and a shared weight is baked once, with the scale of one of its owners
+        # At 8 bits clipping gains nothing. A shared weight is baked once, with the scale of one of its layers.
         if scheme.weight != "channel" or scheme.weight_bits == 8 or isinstance(layer, OWN_SCALES):
             continue
         weight: Any = layer.weight
@@ -359,12 +356,12 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
 
 @torch.no_grad()
 def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100) -> Tensor:
-    """Return each row's scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 where all is zero."""
+    """Return per row the scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 for rows of zeros."""
     rows = rows.to(kernels.compute_dtype(rows.dtype))
     peak = rows.abs().amax(1, keepdim=True) / qmax
     peak = torch.where(peak > 0, peak, torch.ones_like(peak))
     best, least = peak.clone(), torch.full_like(peak, torch.inf)
-    # From the widest scale down: of equal errors the one that clips least stays.
+    # From the widest scale down, so that of equal errors the one that clips least is kept.
     for k in range(candidates, 0, -1):
         scale = peak * (k / candidates)
         error = (rows - (rows / scale).round_().clamp_(qmin, qmax).mul_(scale)).square_().sum(1, keepdim=True)

@@ -23,7 +23,7 @@ from shared_core.quantization.schemes import LayerScheme, quantize_weight
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, a scalar."""
 Quantize = Callable[[nn.Module, Tensor, int], Tensor]
-"""A layer, its weight and a width in bits → the weight that the codes stand for."""
+"""Layer, its weight and bits → the quantised weight."""
 Metric = Literal["hessian", "kl", "rmse"]
 
 
@@ -33,8 +33,8 @@ class TraceEstimate:
 
     Attributes:
         trace: Mean of ``vᵀHv`` over the probes.
-        standard_error: Of that mean, the deviation of the probes over √probes.
-        probes: How many.
+        standard_error: Standard error of that mean: deviation of the probes / √probes.
+        probes: Number of probes.
         weights: n, elements of the weight.
     """
 
@@ -50,7 +50,7 @@ class TraceEstimate:
 
 
 def round_weight(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
-    """Return a weight rounded to symmetric codes of `bits`, one scale for each output channel (row of an embedding)."""
+    """Return a weight rounded to symmetric `bits`-bit codes, one scale per output channel (row of an embedding)."""
     return quantize_weight(module, weight, LayerScheme(weight_bits=bits))
 
 
@@ -63,13 +63,13 @@ def hessian_trace(
     probes: int = 50,
     seed: int = 0,
 ) -> dict[str, TraceEstimate]:
-    """Return the trace of each layer's block of the Hessian of the mean loss, with its error bar.
+    """Return the trace of each layer's block of the Hessian of the mean loss, with its standard error.
 
     ``tr(H) = E[vᵀHv]`` with ``v`` of ±1 (Rademacher); one probe has signs for all layers together, so that it costs
-    one Hessian-vector product a batch however many layers there are. The other layers' share averages out and is
-    part of the error bar. Attention is computed by its plain formula, the only one that can be
-    differentiated twice. The model is in evaluation mode meanwhile; gradients and modes are as before afterwards. Every
-    process works alone: give all of them the same batches.
+    one Hessian-vector product per batch for any number of layers. The cross terms between layers average to zero and
+    are part of the standard error. Attention uses its plain formula, because fused kernels cannot be
+    differentiated twice. The model runs in evaluation mode, and its gradients and modes are restored. Processes
+    do not communicate: pass all of them the same batches.
 
     Args:
         model: In float; every layer's own operations must be twice differentiable.
@@ -77,11 +77,11 @@ def hessian_trace(
         batches: At least one, of equal weight; held in memory.
         layers: Names of Linear, Conv or Embedding layers; None: all that have a weight of their own.
         probes: At least 2.
-        seed: Of the signs, drawn on the CPU: equal on every device and rank.
+        seed: Seed of the signs, which are drawn on the CPU and so equal on every device and rank.
 
     Raises:
-        ConfigError: If an option breaks its rule, or `batches` is empty.
-        MatchError: If there is no layer, or not one of that name.
+        ConfigError: If an option is invalid, or `batches` is empty.
+        MatchError: If no layer matches, or a name is unknown.
         TrainingError: If an estimate is not finite.
 
     Source: Hutchinson 1990; Dong et al. 2020 (HAWQ-V2), arXiv:1911.03852, section 3.2.
@@ -93,12 +93,12 @@ def hessian_trace(
         (2.0, 0.0, 1.0)
     """
     where = "hessian_trace"
-    probes = checked(probes, int, where, "probes", low=2)  # for an error bar
+    probes = checked(probes, int, where, "probes", low=2)  # for a standard error
     held = _held(batches, where)
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
     generator = torch.Generator().manual_seed(seed)
-    # tr(H) = E[vᵀHv] for random signs v; each probe is one sample, for the error bar (Dong et al. 2020, HAWQ-V2,
+    # tr(H) = E[vᵀHv] for random signs v; each probe is one sample (Dong et al. 2020, HAWQ-V2,
     # arXiv:1911.03852).
     samples = torch.zeros(probes, len(weights), dtype=torch.float64)
     with _twice_differentiable(model, weights):
@@ -108,7 +108,7 @@ def hessian_trace(
                 samples[probe] += _curvatures(loss(model, batch), weights, signs, where) / len(held)
     if not bool(torch.isfinite(samples).all()):
         worst = next(name for name, column in zip(modules, samples.T, strict=True) if not torch.isfinite(column).all())
-        raise TrainingError(where, f"curvature of {worst!r} must be finite, got NaN or infinity", "use float32 weights")
+        raise TrainingError(where, f"the curvature of {worst!r} is NaN or infinity", "use float32 weights")
     error = samples.std(0) / math.sqrt(probes)
     return {
         name: TraceEstimate(samples[:, index].mean().item(), error[index].item(), probes, weights[index].numel())
@@ -117,7 +117,7 @@ def hessian_trace(
 
 
 def _curvatures(value: Tensor, weights: list[Tensor], signs: list[Tensor], where: str) -> Tensor:
-    """Return ``vᵀHv`` of every layer; zero where the loss does not depend on it, or only linearly."""
+    """Return ``vᵀHv`` per layer, zero if the loss does not depend on it or only linearly."""
     if value.numel() != 1 or not value.requires_grad:
         raise ConfigError(where, f"loss must return a scalar that depends on the weights, got {tuple(value.shape)}")
     zeros = torch.zeros(len(weights), dtype=torch.float64)
@@ -131,8 +131,7 @@ def _curvatures(value: Tensor, weights: list[Tensor], signs: list[Tensor], where
         [gradient for gradient, _ in pairs], weights, [sign for _, sign in pairs], allow_unused=True
     )
     for index, (product, sign) in enumerate(zip(products, signs, strict=True)):
-        # The block's own part of vᵀHv: the product with all layers' v, read at this layer. Terms between layers
-        # average to 0.
+        # This layer's part of vᵀHv for all layers' v. Cross terms between layers average to 0.
         if product is not None:
             zeros[index] = (product.double() * sign.double()).sum().item()
     return zeros
@@ -172,23 +171,23 @@ def layer_sensitivity(
     probes: int = 50,
     seed: int = 0,
 ) -> dict[str, dict[int, float]]:
-    """Return layer → bits → what it costs to quantise this layer's weight alone to so many bits.
+    """Return layer → bits → cost of quantising only this layer's weight to these bits.
 
     - ``"hessian"``: ``tr(H)/n · ‖Q(w) − w‖²``; a negative estimate of the trace counts as 0;
     - ``"kl"``: mean over the examples of ``KL(softmax y ‖ softmax ŷ)`` in nats, classes along the last axis;
     - ``"rmse"``: ``√mean (ŷ − y)²`` over all outputs.
 
-    The model is in evaluation mode meanwhile and unchanged afterwards.
+    The model runs in evaluation mode and is unchanged afterwards.
 
     Args:
         model: In float.
-        batches: A tensor, a tuple of arguments or a mapping of keyword arguments each; for ``"hessian"`` whatever
-            `loss` takes. At least one; held in memory.
-        metric: What a cost is.
-        bits: Widths to try, 2 to 8.
+        batches: Each a tensor, a tuple of arguments or a mapping of keyword arguments; for ``"hessian"`` anything
+            that `loss` takes. At least one; held in memory.
+        metric: The cost.
+        bits: Bits to try, 2 to 8.
         loss: As in `hessian_trace`; for ``"hessian"`` only, unless `traces` is given.
         layers: As in `hessian_trace`.
-        traces: What `hessian_trace` returned, to spare it.
+        traces: The result of `hessian_trace`, to avoid computing it again.
         quantize: Rounds a weight; by default symmetric, per output channel.
         probes: As in `hessian_trace`.
         seed: As in `hessian_trace`.
@@ -215,13 +214,13 @@ def layer_sensitivity(
     if metric == "hessian":
         if traces is None:
             if loss is None:
-                raise ConfigError(where, "loss must be given for metric='hessian'", "or pass traces")
+                raise ConfigError(where, "metric='hessian' needs a loss", "pass loss or traces")
             traces = hessian_trace(model, loss, held, layers=list(modules), probes=probes, seed=seed)
         missing = [name for name in modules if name not in traces]
         if missing:
-            raise MatchError(where, f"traces must hold every layer, got none for {missing[0]!r}", "pass layers too")
+            raise MatchError(where, f"traces has no entry for {missing[0]!r}", "pass layers too")
         costs = {
-            # ½ tr(H)/n · ‖ŵ - w‖² up to the ½, which changes no ranking; a negative estimate is noise around 0.
+            # ½ tr(H)/n · ‖ŵ - w‖² without the ½, which changes no ranking. A negative estimate is noise around 0.
             name: {width: max(traces[name].average, 0.0) * _noise(module, quantize, width) for width in bits}
             for name, module in modules.items()
         }
@@ -261,7 +260,7 @@ def _output_costs(
                     with _replaced(module, quantize, width):
                         rounded = output_tensor(call_model(model, batch)).double()
                     costs[name][width] += _distance(exact, rounded, metric)
-    # rounding can leave a divergence of zero a hair below it; NaN passes through both branches
+    # rounding can make a divergence of zero slightly negative; NaN passes through both branches
     mean = (lambda cost: max(cost / count, 0.0)) if metric == "kl" else (lambda cost: math.sqrt(cost / count))
     return {name: {width: mean(cost) for width, cost in entry.items()} for name, entry in costs.items()}
 
@@ -286,7 +285,7 @@ def _replaced(module: nn.Module, quantize: Quantize, bits: int) -> Iterator[None
 
 
 def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) -> dict[str, nn.Module]:
-    """Return the named Linear, Conv and Embedding layers; None: all whose weight is a float parameter of their own."""
+    """Return the named Linear, Conv and Embedding layers; None: all that have their own float weight."""
     able: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -297,7 +296,7 @@ def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) 
 
 
 def _held(batches: Iterable[Any], where: str) -> list[Any]:
-    """Return the batches as a list: a shuffling loader would give every probe and layer others."""
+    """Return the batches as a list, because a loader may shuffle on each pass."""
     held = list(batches)
     if not held:
         raise ConfigError(where, "batches must hold at least one batch, got none")

@@ -1,4 +1,4 @@
-"""Where to clip: the range that a histogram's percentiles, its divergence or its expected squared error ask for."""
+"""Choose clipping ranges from histograms, by percentile, KL divergence or expected squared error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared_core.quantization.ranges.histogram import Histogram
 
-_ELEMENTS = 2**21  # of an intermediate result: rows are searched in groups of this many
+_ELEMENTS = 2**21  # size of an intermediate result: rows are searched in groups of this size
 _COARSE, _FINE, _ROUNDS = 24, 4, 2  # grid of the MSE search per end, its refinement per round, rounds of that
 _COARSE_SYMMETRIC = 128
 
@@ -20,14 +20,14 @@ _COARSE_SYMMETRIC = 128
 def percentile_range(histogram: Histogram, percentile: float, symmetric: bool) -> Tensor:
     """Return the range that leaves out at most ``100 - percentile`` percent of the values.
 
-    Symmetric: of a histogram of ``|x|``, the range ``[-v, v]`` with ``v`` the smallest value that at most this share
-    of all exceeds. Otherwise at most half of that share lies beyond each end. Each end is the outer edge of the
-    value's cell, never beyond the extrema: within one cell of the exact value, and exact at 100 percent.
+    Symmetric: from a histogram of ``|x|``, the range ``[-v, v]`` with the smallest ``v`` that at most this share of the
+    values exceeds. Otherwise at most half of that share lies beyond each end. Each end is the outer edge of the
+    value's cell, limited to the extrema. It is within one cell of the exact value, and exact at 100 percent.
 
     Args:
-        histogram: Of the values, or of their magnitudes.
+        histogram: Histogram of the values, or of their magnitudes if symmetric.
         percentile: In (50, 100].
-        symmetric: Which of the two.
+        symmetric: True for a symmetric range.
 
     Returns:
         (rows, 2) in float64: low and high.
@@ -38,51 +38,55 @@ def percentile_range(histogram: Histogram, percentile: float, symmetric: bool) -
         >>> percentile_range(histogram, 98.0, False).tolist(), percentile_range(histogram, 98.0, True).tolist()
         ([[2.0, 100.0]], [[-99.0, 99.0]])
     """
-    # in decimals, as written: 100 - 99.9 in binary is not 0.1, and a value more or less would be cut
+    # Computed in decimals: 100 - 99.9 in binary is not 0.1, which could cut one value more or less.
     tail = float((100 - Decimal(repr(float(percentile)))) / (100 if symmetric else 200))
     low, high = _extrema(histogram)
     width, first = histogram.width, histogram.first
-    # Zeros are counted apart; they belong to the cell that begins at 0.
+    # Zeros are counted separately and belong to the cell that begins at 0.
     counts = histogram.cells.clone()
     zero = (-first).clamp(max=histogram.bins - 1)[:, None]
     counts.scatter_add_(1, zero, histogram.zeros[:, None])
-    # as many as may be left out; a product such as 0.001 · 1000 that was rounded down still counts as 1
+    # How many may be left out. A product such as 0.001 · 1000 that was rounded down still counts as 1.
     cut = torch.floor(histogram.total * (tail * (1 + 2.0**-50)))[:, None]
-    # The first cell from above with more than `cut` values at or above it: its upper edge is the end.
+    # The end is the upper edge of the first cell from above with more than `cut` values at or above it.
     upper = first + (counts.flip(1).cumsum(1).flip(1) > cut).sum(1)
     high = torch.minimum(upper * width, high)
     if symmetric:
-        # Symmetric: rows are of |x|, so one tail is all.
+        # Symmetric: rows hold |x|, so there is only one tail.
         return torch.stack([-high, high], 1)
     lower = first + (counts.cumsum(1) <= cut).sum(1)
     return torch.stack([torch.maximum(lower * width, low), high], 1)
 
 
 def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Tensor:
-    """Return the range whose quantised histogram is nearest to the clipped one, in Kullback–Leibler divergence.
+    """Return the range that minimises the Kullback–Leibler divergence from the clipped to the quantised histogram.
 
-    For every threshold ``T`` on an edge: the reference ``P`` is the histogram within ``[-T, T]``, the values beyond
-    added to its outermost cells; the candidate ``Q`` is the histogram within, without those, merged into as many
-    groups as there are codes and spread evenly over the cells of each group that ``P`` occupies. ``T`` minimises
-    ``Σ P·ln(P/Q)``; of equals (to 1e-10) it is the largest.
+    For every threshold ``T`` on an edge, the reference ``P`` is the histogram within ``[-T, T]``, with values beyond
+    added to its outermost cells. The candidate ``Q`` is the histogram within, without those, merged into one group per
+    code and spread evenly over the cells of each group that ``P`` occupies. ``T`` minimises
+    ``Σ P·ln(P/Q)``. Of equal ones (to 1e-10) the largest is used.
 
-    What the source leaves open: groups are as even as can be (cell ``j`` of ``n`` is in group ``⌊j·L/n⌋``); a threshold
-    that leaves fewer cells than codes is not tried; a ``Q`` that is zero where ``P`` is not is refused rather than
-    smoothed; exact zeros are left out, and of the cells next to zero what exceeds their outer neighbour (NVIDIA's own
-    calibrator gives them its count): every range codes them alike, and that spike, of a ReLU or of values that almost
-    vanish, would otherwise drive ``T`` down; the divergence that a sample of the histogram's size shows on average
-    where ``P`` and ``Q`` are the same, ``(occupied cells - occupied groups)/2n``, is taken off as far as there is as
-    much, or few values would ask for narrow groups; and an end whose outermost cell holds more values than the occupied
-    cells do on average is never cut: those are values that saturate there (a ReLU6, a one-hot vector), not a tail.
-    Symmetric: a histogram of ``|x|`` and ``L = qmax + 1`` codes (128 of int8, as published). Otherwise ``L = qmax -
-    qmin + 1`` codes share what ``[-T, T]`` leaves of the values' own range, so that a one-sided tensor has them all on
+    Details that the source leaves open:
+
+    - Groups are as even as possible: cell ``j`` of ``n`` is in group ``⌊j·L/n⌋``.
+    - Thresholds with fewer cells than codes are not tried. A ``Q`` that is zero where ``P`` is not is rejected, not
+      smoothed.
+    - Exact zeros are excluded, and the cells next to zero are limited to the count of their outer neighbour (as in
+      NVIDIA's calibrator). Every range represents these values equally well, and the spike of a ReLU or of tiny values
+      would make ``T`` too small.
+    - The expected divergence of a sample of this size with equal ``P`` and ``Q``, ``(occupied cells - occupied
+      groups)/2n``, is subtracted, down to 0. Otherwise few values would favour narrow groups.
+    - An end is never cut if its outermost cell holds more values than the average occupied cell: these are saturated
+      values (a ReLU6, a one-hot vector), not a tail.
+    Symmetric: a histogram of ``|x|`` and ``L = qmax + 1`` codes (128 for int8, as published). Otherwise ``L = qmax -
+    qmin + 1`` codes cover the part of the values' range within ``[-T, T]``, so that a one-sided tensor has all codes on
     its side.
 
     Args:
-        histogram: Of the values, or of their magnitudes.
+        histogram: Histogram of the values, or of their magnitudes if symmetric.
         qmin: Smallest code.
         qmax: Largest code.
-        symmetric: Which of the two.
+        symmetric: True for a symmetric range.
 
     Returns:
         (rows, 2) in float64: low and high, never beyond the extrema.
@@ -97,7 +101,7 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
         >>> low == -high and 0.99 < high < 1.1
         True
     """
-    # Values of one side of a symmetric grid share qmax + 1 codes, 0 included.
+    # One side of a symmetric grid has qmax + 1 codes, including 0.
     levels = qmax + 1 if symmetric else qmax - qmin + 1
     low, high = _extrema(histogram)
     clip = torch.cat(
@@ -112,7 +116,7 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
 
 
 def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, levels: int) -> Tensor:
-    """Return the best threshold of each row in cells; all arguments are in cells too."""
+    """Return the best threshold per row, in cells. All arguments are in cells too."""
     rows, bins = counts.shape
     counts = _without_spike(counts, first)
     threshold = torch.arange(1, bins + 1, device=counts.device)
@@ -123,20 +127,19 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     length = end - start
     # A window must have at least as many cells as codes, and not be wider than the data.
     valid = (length >= levels) & (threshold <= torch.maximum(-bottom, top))
-    # Where values pile up at an end (ReLU6, a clamp) the pile is data, not an outlier, and must stay inside.
+    # Values that saturate at an end (ReLU6, a clamp) are no outliers and must stay inside.
     valid &= threshold >= _saturated_reach(counts, bottom, top, first)
-    start, end = start.clamp(0, bins - 2), end.clamp(2, bins)  # what lies outside is not valid
+    start, end = start.clamp(0, bins - 2), end.clamp(2, bins)  # windows outside are not valid
     last = end - 1
-    # Prefix sums: any window's count, number of occupied cells and Σ n log n are two look-ups each.
+    # With prefix sums, a window's count, number of occupied cells and Σ n log n take two look-ups each.
     summed, occupied, entropy = (_prefix(v) for v in (counts, (counts > 0).to(counts.dtype), _xlogx(counts)))
     total = counts.sum(1, keepdim=True).clamp(min=1)
-    # What lies outside goes to the end cells, as clipping moves it there.
+    # Clipping moves values outside to the end cells.
     left = summed.gather(1, start)
     right = summed[:, -1:] - summed.gather(1, end)
     inside = summed.gather(1, end) - left
     ends = [(counts.gather(1, start), left), (counts.gather(1, last), right)]
-    # Σ p log p of the clipped histogram: the window's own, with both end cells replaced by their sums with what is
-    # outside.
+    # Σ p log p of the clipped histogram: that of the window, with the counts outside added to both end cells.
     reference = entropy.gather(1, end) - entropy.gather(1, start)
     reference = reference + sum(_xlogx(own + beyond) - _xlogx(own) for own, beyond in ends)
     # cell j is in group ⌊j·L/n⌋, so that group g begins with cell ⌈g·n/L⌉
@@ -147,7 +150,7 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     shape = (rows, bins, levels + 1)
     mass = summed.gather(1, edges).view(shape).diff(dim=2)
     cells = occupied.gather(1, edges).view(shape).diff(dim=2)
-    # An end cell that was empty is occupied once it receives what was clipped.
+    # An empty end cell becomes occupied when it receives clipped values.
     cells[..., 0] += (ends[0][0] == 0) & (left > 0)
     cells[..., -1] += (ends[1][0] == 0) & (right > 0)
     # Q spreads each group's mass evenly over its occupied cells (the TensorRT calibration).
@@ -160,22 +163,22 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     divergence = (divergence - (cells.sum(2) - (cells > 0).sum(2)) / (2 * total)).clamp(min=0)
     divergence = torch.where(valid & (inside > 0), divergence, math.inf)
     least = divergence.amin(1)
-    # equal divergences differ by the rounding of the sums, so that they are equal up to a tolerance
+    # compare with a tolerance, because rounding makes equal divergences differ
     best = torch.where(divergence <= least[:, None] + 1e-10, threshold, 0).amax(1)
     return torch.where(torch.isfinite(least), best, bins)
 
 
 def _without_spike(counts: Tensor, first: Tensor) -> Tensor:
-    """Return the counts with no more in the two cells next to zero than in their outer neighbours."""
+    """Return the counts with the two cells next to zero limited to those of their outer neighbours."""
     padded = torch.nn.functional.pad(counts, (1, 1))
-    above = 1 - first[:, None]  # the padded place of the cell that begins at zero
+    above = 1 - first[:, None]  # index of the cell that begins at zero, after padding
     cells, outer = torch.cat([above - 1, above], 1), torch.cat([above - 2, above + 1], 1)
     outer = outer.clamp(0, counts.shape[1] + 1)
     return padded.scatter(1, cells, torch.minimum(padded.gather(1, cells), padded.gather(1, outer)))[:, 1:-1]
 
 
 def _saturated_reach(counts: Tensor, bottom: Tensor, top: Tensor, first: Tensor) -> Tensor:
-    """Return how many cells from zero (rows, 1) the ends lie at which values saturate; 0 where none do."""
+    """Return the distance in cells (rows, 1) from zero to the ends where values saturate; 0 if they don't."""
     average = counts.sum(1, keepdim=True) / (counts > 0).sum(1, keepdim=True).clamp(min=1)
     reach = torch.zeros_like(top)
     for cell, cells_from_zero in ((bottom, -bottom), (top - 1, top)):
@@ -187,18 +190,18 @@ def _saturated_reach(counts: Tensor, bottom: Tensor, top: Tensor, first: Tensor)
 def mse_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Tensor:
     """Return the range with the smallest expected squared error ``E (x - Q(x))²``.
 
-    The values of a cell count as spread evenly over it, so that the expectation is an exact integral, also where a
-    step is shorter than a cell; those of the two outermost cells as lying at the extrema, where values saturate (a
-    ReLU6, a one-hot vector); exact zeros have no error. Symmetric: ``[-α, α]`` with scale ``α/qmax``; the best of
+    Values are assumed evenly spread within a cell, so that the expectation is an exact integral, even if a
+    step is shorter than a cell. If values saturate at the extrema (a ReLU6, a one-hot vector), those of the outermost
+    cells lie there. Exact zeros have no error. Symmetric: ``[-α, α]`` with scale ``α/qmax``, the best of
     128 values of ``α`` from ``max|x|`` down. Otherwise both ends are searched, each on a grid of 24 shares of its
-    extremum and zero, with the scale and the whole zero point that the pair would get. Two finer grids around the
-    best follow. Of equals the first is taken, which is the widest.
+    extremum and zero, with the scale and integer zero point of the pair. Two finer grids around the
+    best follow. Of equal errors the widest range wins.
 
     Args:
-        histogram: Of the values, or of their magnitudes.
+        histogram: Histogram of the values, or of their magnitudes if symmetric.
         qmin: Smallest code.
         qmax: Largest code.
-        symmetric: Which of the two.
+        symmetric: True for a symmetric range.
 
     Returns:
         (rows, 2) in float64: low and high, never beyond the extrema.
@@ -221,7 +224,7 @@ def mse_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Te
             )
         ]
     )
-    # one value has no spread to search by; and a range that does not hold zero keeps the end next to it
+    # A single value gives no range to search. A range without zero keeps its end next to zero.
     alone = low == high
     high = torch.where(alone, high, torch.minimum(found[:, 1], high))
     low = torch.where(alone, low, torch.maximum(found[:, 0], low))
@@ -231,14 +234,14 @@ def mse_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Te
 def _mse_clip(
     counts: Tensor, low: Tensor, high: Tensor, first: Tensor, qmin: int, qmax: int, symmetric: bool
 ) -> Tensor:
-    """Return the best (low, high) of each row in cells; all arguments are in cells too."""
+    """Return the best (low, high) per row, in cells. All arguments are in cells too."""
     rows, bins = counts.shape
-    # Ranges contain 0, so that 0 has a code.
+    # Ranges contain 0, so that 0 is representable.
     low, high = low.clamp(max=0)[:, None], high.clamp(min=0)[:, None]
     edges = first[:, None] + torch.arange(bins + 1, device=counts.device)
-    # the outermost cells reach as far as the values do, and no empty cell has an extent
+    # the outermost cells end at the extrema, and empty cells have no width
     edges = torch.minimum(torch.maximum(edges, low), high)
-    # Extrema are known exactly: their values are points, what else is in their cells is spread.
+    # Extrema are known exactly, so values there are points. Other values in their cells are spread.
     extrema, held, counts = _at_extrema(counts, low, high, first)
     density = counts / torch.where(edges.diff(dim=1) > 0, edges.diff(dim=1), 1.0)
     shares_low, shares_high = _grid(_COARSE_SYMMETRIC if symmetric else _COARSE, symmetric, counts)
@@ -249,13 +252,13 @@ def _mse_clip(
         grid = _candidates(shares_low * low, shares_high * high, qmin, qmax, symmetric)
         error = _squared_error(edges, density, grid) + _squared_error_at(extrema, held, grid)
         best = error.argmin(1, keepdim=True)
-        # argmin takes the first of equal errors: the grid begins with the widest range.
+        # The grid begins with the widest range, because argmin returns the first of equal errors.
         best_low, best_high = shares_low.gather(1, best), shares_high.gather(1, best)
         if round_ < _ROUNDS:
             step /= _FINE
             near = torch.arange(_FINE, -_FINE - 1, -1, device=counts.device, dtype=torch.float64) * step
             ends = (near, near) if symmetric else torch.cartesian_prod(near, near).unbind(1)
-            # the best so far comes first: a refinement never loses to it by a tie
+            # the best so far comes first, so that it wins ties
             shares_low = torch.cat([best_low, (best_low + ends[0]).clamp(0, 1)], 1)
             shares_high = torch.cat([best_high, (best_high + ends[1]).clamp(0, 1)], 1)
     ends_high = best_high * high
@@ -271,15 +274,15 @@ def _grid(steps: int, symmetric: bool, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at_extrema(counts: Tensor, low: Tensor, high: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (extrema, how many values of their cells lie there) of each row, (rows, 2), and the counts without."""
+    """Return (extrema, number of values at them) per row, (rows, 2), and the counts without these values."""
     extrema = torch.cat([low, high], 1)
     cell = (torch.floor(extrema).long() - first[:, None]).clamp(0, counts.shape[1] - 1)
-    held = torch.where(extrema != 0, counts.gather(1, cell), 0.0)  # an end at zero is no extremum of the values
+    held = torch.where(extrema != 0, counts.gather(1, cell), 0.0)  # an end at zero need not be an extremum
     return extrema, held, counts.scatter_add(1, cell, -held)
 
 
 class _Grid(NamedTuple):
-    """Candidates (rows, candidates): step, and smallest and largest code less the zero point."""
+    """Candidates (rows, candidates): step, and smallest and largest code minus the zero point."""
 
     scale: Tensor
     bottom: Tensor
@@ -289,7 +292,7 @@ class _Grid(NamedTuple):
 
 def _candidates(low: Tensor, high: Tensor, qmin: int, qmax: int, symmetric: bool) -> _Grid:
     scale = high / qmax if symmetric else (high - low) / (qmax - qmin)
-    empty = scale <= 0  # a zero share of a side that has no values
+    empty = scale <= 0  # zero range on a side without values
     scale = torch.where(empty, 1.0, scale)
     zero_point = torch.zeros_like(scale) if symmetric else torch.round(qmin - low / scale).clamp(qmin, qmax)
     return _Grid(scale, qmin - zero_point, qmax - zero_point, empty)
@@ -300,11 +303,11 @@ def _codes(u: Tensor, grid: _Grid) -> Tensor:
 
 
 def _squared_error(edges: Tensor, density: Tensor, grid: _Grid) -> Tensor:
-    """Return the expected squared error (rows, candidates) of what is spread, times the number of values."""
+    """Return the expected squared error (rows, candidates) of spread values, times their number."""
     # u = t/s: edges in steps of the grid.
     u = edges[:, None] / grid.scale[..., None]
     code = _codes(u, grid)
-    # ∫ (t - Q(t))² dt = s³·(n/12 + (u - n)³/3), n the nearest code; clipped, n stays and the cube grows.
+    # ∫ (t - Q(t))² dt = s³·(n/12 + (u - n)³/3), n the nearest code. When clipped, n is constant and the cube grows.
     integral = u.sub_(code).pow_(3).div_(3).add_(code.div_(12))
     # Σ over cells of density · (F(upper) - F(lower)), times s³ by the substitution.
     error = torch.einsum("rce,re->rc", integral.diff(dim=2), density) * grid.scale**3
@@ -312,7 +315,7 @@ def _squared_error(edges: Tensor, density: Tensor, grid: _Grid) -> Tensor:
 
 
 def _squared_error_at(points: Tensor, counts: Tensor, grid: _Grid) -> Tensor:
-    """Return the squared error (rows, candidates) of as many values at each point."""
+    """Return the squared error (rows, candidates) of `counts` values at each point."""
     u = points[:, None] / grid.scale[..., None]
     return torch.einsum("rcp,rp->rc", (u - _codes(u, grid)).square(), counts) * grid.scale**2
 

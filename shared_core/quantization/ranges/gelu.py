@@ -1,4 +1,4 @@
-"""Which quantised layers read the output of a GELU: seen in the first forward, for models that nothing can trace."""
+"""Find quantised layers that read the output of a GELU, in the first forward, without tracing the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_core.errors import MatchError
 from shared_core.quantization.layer_quantizer import ClippedQuantizer
 from shared_core.quantization.ranges.observers import RangeBank
 
-# They hand values on, or drop some: a dropout on the CPU is a product with a mask, which has no gradient itself.
+# These pass values on, or drop some. Dropout on the CPU is a product with a mask, which has no gradient itself.
 _PASSES = frozenset(
     """
     NativeDropoutBackward0 MulBackward0 ToCopyBackward0 CloneBackward0 AliasBackward0 ViewBackward0 UnsafeViewBackward0
@@ -29,14 +29,14 @@ _PASSES = frozenset(
 
 
 class GeluInputs:
-    """Finds the layers whose input is a GELU's output, and has the ranges of those inputs clipped.
+    """Find the layers whose input is a GELU's output, and clip the ranges of these inputs.
 
-    A GELU gives values from −0.17 to whatever the largest input is; a range that reaches far leaves few codes, or none
-    of their own, to the negative ones. Wu et al. clip it at 10.
+    A GELU returns values from −0.17 up to its largest input. A wide range leaves few codes, or none, for the negative
+    ones. Wu et al. clip it at 10.
 
-    A layer is judged by the first step that reaches it: its input is the output of a module whose class is named after
-    GELU (``nn.GELU``, ``NewGELUActivation``), or the gradient goes from it to ``F.gelu``, maybe through dropout, a
-    constant factor, a cast or a change of shape. Without gradients (a frozen part of the model) and in compiled code
+    The first step that calls a layer decides. Its input is the output of a module with GELU in its class name
+    (``nn.GELU``, ``NewGELUActivation``), or the autograd graph leads from it to ``F.gelu``, possibly through dropout, a
+    constant factor, a cast or a change of shape. Without gradients (a frozen part of the model) and in compiled code,
     only modules are found.
 
     Source: Wu et al. 2020, arXiv:2004.09602, section 3.2.1 and table 6 (GELU10).
@@ -44,9 +44,7 @@ class GeluInputs:
 
     def __init__(self, quantizers: Mapping[str, ClippedQuantizer], clip: float) -> None:
         if not quantizers:
-            raise MatchError(
-                "qat", "clip_gelu must find layers whose inputs have a range, found none", "leave clip_gelu out"
-            )
+            raise MatchError("qat", "clip_gelu found no layer whose input has a range", "leave clip_gelu out")
         self.quantizers, self._clip = dict(quantizers), clip
         self._bank = next(iter(self.quantizers.values())).bank
         self._judged: set[str] = set()
@@ -59,16 +57,16 @@ class GeluInputs:
             quantizer.gelu_inputs = self
 
     def leave_out(self, names: Collection[str], bank: RangeBank) -> None:
-        """Judge these layers no longer; the others observe into `bank` from now on."""
+        """Stop watching these layers. The others observe into `bank` from now on."""
         self.quantizers = {name: quantizer for name, quantizer in self.quantizers.items() if name not in names}
         self._bank = bank
 
     def watch(self, model: nn.Module) -> None:
-        """Watch a model's GELU modules until every layer has been judged."""
+        """Watch a model's GELU modules until every layer is decided."""
         self._hooks = [module.register_forward_hook(self._remember) for module in model.modules() if _is_gelu(module)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GeluInputs:
-        # in the middle of a step there are nodes of a graph, which cannot be copied
+        # within a step there are graph nodes, which cannot be copied
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy({**vars(self), "_outputs": {}, "_sources": set()}, memo))
         return copied
@@ -80,24 +78,24 @@ class GeluInputs:
 
     @property
     def searches(self) -> bool:
-        """True if a layer is left that no step has reached."""
+        """True if some layer is still undecided."""
         return len(self._judged) < len(self.quantizers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _remember(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._bank.observing and isinstance(output, Tensor):
-            # The output itself is recognised while it lives; its grad_fn also through views and dropout (`_PASSES`).
+            # The output is recognised while it is alive, its grad_fn also through views and dropout (`_PASSES`).
             self._outputs[id(output)] = weakref.ref(output)
             if output.grad_fn is not None:
                 self._sources.add((output.grad_fn, output.output_nr))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def look(self, quantizer: ClippedQuantizer, x: Tensor) -> None:
-        """Judge a layer by its input."""
+        """Decide about a layer by its input."""
         self._seen.update(name for name, mine in self.quantizers.items() if mine is quantizer)
         if quantizer.clip is None and self._is_gelu_output(x):
             quantizer.clip = self._clip
-            # reentrant checkpointing showed the layer its input before, without gradients
+            # with reentrant checkpointing the layer got this input before, without gradients
             self._late |= torch._C._current_graph_task_id() != -1
 
     def _is_gelu_output(self, x: Tensor) -> bool:
@@ -106,7 +104,7 @@ class GeluInputs:
             return True
         node: Any = x.grad_fn
         number = x.output_nr
-        # Back through the graph while each node has one source: a node with two mixes in something else.
+        # Go back through the graph while each node has one source. A node with two mixes in other values.
         while node is not None:
             if node.name() == "GeluBackward0" or (node, number) in self._sources:
                 return True
@@ -117,7 +115,7 @@ class GeluInputs:
         return False
 
     def settle(self, device: torch.device) -> bool:
-        """Agree with the other ranks on the layers reached; return whether what this step observed must be forgotten.
+        """Agree with the other ranks on the layers reached. Return True if this step's observations must be dropped.
 
         Every rank must call it before an optimizer step.
         """
@@ -125,7 +123,7 @@ class GeluInputs:
             return False
         names = list(self.quantizers)
         flags = [[name in self._seen, self.quantizers[name].clip is not None] for name in names]
-        # All ranks must clip the same layers: a layer that one rank reached is judged for all.
+        # All ranks must clip the same layers, so one rank that reached a layer decides for all.
         agreed = all_reduce_(torch.tensor([*flags, [self._late, False]], dtype=torch.int32, device=device), "max")
         *rows, (late, _) = agreed.tolist()
         for name, (seen, clipped) in zip(names, rows, strict=True):
@@ -139,7 +137,7 @@ class GeluInputs:
         if self._judged and not self.found:
             raise MatchError(
                 "qat",
-                "clip_gelu must find a layer with a range that reads the output of a GELU, found none among "
+                "clip_gelu found no layer with a range that reads the output of a GELU, among "
                 f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}",
                 "leave clip_gelu out",
             )
@@ -159,7 +157,7 @@ class GeluInputs:
             quantizer.gelu_inputs = None
 
     def state_dict(self) -> dict[str, list[str]]:
-        """Return which layers were judged, and which of them are clipped."""
+        """Return the layers that are decided, and those that are clipped."""
         return {"judged": sorted(self._judged), "clipped": self.found}
 
     def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
@@ -171,11 +169,11 @@ class GeluInputs:
 
     @contextlib.contextmanager
     def gradients(self, model: nn.Module) -> Iterator[None]:
-        """Let a forward without training keep its graph, which `look` reads, as long as a layer is left to judge."""
+        """Keep the autograd graph, which `look` reads, in forwards outside training while a layer is undecided."""
         if not self.searches:
             yield
             return
-        # grad_fn exists only with gradients, so frozen models get them for the length of a calibration.
+        # grad_fn exists only with gradients, so frozen models get them during a calibration.
         frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
         try:
             for parameter in frozen:

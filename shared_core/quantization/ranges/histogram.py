@@ -1,4 +1,4 @@
-"""Histograms of streams whose range nobody knows beforehand: the same counts whatever the order and the batches."""
+"""Histograms of streams with unknown range. The counts do not depend on the order or the split into batches."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError
 
-_CHUNK = 2**20  # elements converted at a time, so that a large batch costs 24 MiB of float64 and no more
+_CHUNK = 2**20  # elements converted at a time, so that a large batch needs at most 24 MiB of float64
 _SMALLEST_EXPONENT = -1000  # of a cell's width: its reciprocal must be a float64
 
 
 class Histogram:
-    """Counts of values in cells that double in width as the data outgrow them, one histogram a row.
+    """Counts of values in cells that double in width when the data outgrow them, one histogram per row.
 
-    Cell ``k`` of a row holds ``k·w ≤ x < (k + 1)·w`` with ``w = 2^e``. The cells reach over the smallest and the
-    largest value and zero, and ``e`` is the smallest exponent that lets them fit into `bins`. So the grid follows
-    from the extrema alone, and as ``⌊x/2w⌋ = ⌊⌊x/w⌋/2⌋`` exactly, widening merges pairs of cells without moving a
-    value into another one: every split and every permutation of the data gives the same counts, bit for bit. Zero
-    lies on an edge, data on one side of it have all cells there, and they always reach over half of the cells.
+    Cell ``k`` of a row holds ``k·w ≤ x < (k + 1)·w`` with ``w = 2^e``. The cells cover the smallest and the
+    largest value and zero, and ``e`` is the smallest exponent for which they fit into `bins`. The grid thus depends
+    only on the extrema, and since ``⌊x/2w⌋ = ⌊⌊x/w⌋/2⌋`` exactly, widening merges pairs of cells without moving a
+    value to another cell. Every split and every permutation of the data gives the same counts, bit for bit. Zero
+    lies on an edge. One-sided data have all cells on their side, and the data always span over half of the cells.
 
-    Exact zeros are counted apart (every quantiser codes them exactly), and so are NaN and infinity, which never
-    move a range. Counts are whole numbers in float64, exact up to 2^53. On an accelerator nothing is read on the
-    host, so that an update does not wait for the device.
+    Exact zeros are counted separately (every quantiser represents them exactly), and so are NaN and infinity, which
+    never change a range. Counts are integers in float64, exact up to 2^53. On an accelerator the host reads nothing,
+    so that an update does not wait for the device.
 
-    All is in one tensor, `data`: (min, -max, cells, zeros, NaN and infinity) of every row.
+    All values are in one tensor, `data`: (min, -max, cells, zeros, NaN and infinity) of every row.
 
     Args:
-        rows: Independent histograms: layers or channels.
-        bins: Cells of a row, a power of two from 4 to 2^20.
-        device: Where the counts lie.
+        rows: Number of independent histograms: layers or channels.
+        bins: Cells per row, a power of two from 4 to 2^20.
+        device: Device of the counts.
 
     Raises:
-        ConfigError: If `bins` breaks its rule.
+        ConfigError: If `bins` is invalid.
 
     Example:
         >>> histogram = Histogram(bins=4)
@@ -55,7 +55,7 @@ class Histogram:
 
     @classmethod
     def of(cls, data: Tensor) -> Histogram:
-        """Return the histograms that live in `data`, sharing its storage: some rows of another one, or its copy."""
+        """Return a histogram on the storage of `data`, such as some rows of another histogram."""
         self = object.__new__(cls)
         self.data = data
         return self
@@ -67,7 +67,7 @@ class Histogram:
 
     @property
     def extrema(self) -> Tensor:
-        """(min, -max) of every row, infinite where it has no finite value; a view."""
+        """(min, -max) per row, infinite for rows without finite values; a view."""
         return self.data[:, :2]
 
     @property
@@ -111,7 +111,7 @@ class Histogram:
         return power_of_two(self.exponent)
 
     def update(self, x: Tensor) -> None:
-        """Count the values of a batch (rows, any number); of any floating type, also empty."""
+        """Count the values of a batch (rows, any number) of any floating type. It may be empty."""
         x = x.detach()
         if not x.numel():
             return
@@ -119,19 +119,19 @@ class Histogram:
         bins, counts = self.bins, self.counts
         exponent, first = _grid(self.extrema, bins)
         reciprocal, shift = power_of_two(-exponent)[:, None], first.to(torch.float64)[:, None]
-        # The scatter adds one element, expanded: no tensor of ones in memory.
+        # The scatter adds one expanded element, which needs no tensor of ones.
         one = torch.ones((), dtype=torch.float64, device=x.device)
         for part in torch.split(x, max(1, _CHUNK // x.shape[0]), 1):
             values = part.to(torch.float64)  # a product with a power of two is exact, and here cannot overflow
             cell = (values * reciprocal).floor_().sub_(shift)
-            # Two more counters behind the cells: exact zeros, and what is not finite.
+            # Two more counters after the cells: exact zeros, and non-finite values.
             cell = torch.where(values == 0, float(bins), cell)
             cell = torch.where(torch.isfinite(values), cell, float(bins + 1))
-            # whole numbers add up exactly in any order; bincount would wait for a CUDA device
+            # integers add up exactly in any order; bincount would wait for a CUDA device
             counts.scatter_add_(1, cell.to(torch.int64), one.expand(cell.shape))
 
     def merge(self, other: Histogram) -> None:
-        """Add the counts of another histogram with as many rows and bins: that of both data sets together.
+        """Add the counts of another histogram with the same number of rows and bins.
 
         Raises:
             ConfigError: If rows or bins differ.
@@ -139,21 +139,21 @@ class Histogram:
         if other.data.shape != self.data.shape:
             raise ConfigError(
                 "histogram",
-                f"other must have the {self.data.shape[0]} rows and {self.bins} bins of this one, got "
+                f"other must have {self.data.shape[0]} rows and {self.bins} bins, got "
                 f"{other.data.shape[0]} and {other.bins}",
             )
         extrema, counts = other.extrema.to(self.data.device), other.counts.to(self.data.device)
         wider = torch.minimum(self.extrema, extrema)
         self._cover(wider)
-        # Joined on the wider grid: each count moves whole, into the one cell that contains its old one.
+        # Join on the wider grid, where each old cell lies within one new cell.
         self.counts.add_(_regrid(counts, extrema, wider))
 
     def all_reduce(self) -> None:
-        """Make this the histogram of all ranks' data, on every rank: first the extrema, then the counts.
+        """Sum the histograms of all ranks, on every rank: first the extrema, then the counts.
 
-        Two collectives whatever the rows. Every rank must call it, and once for the same data.
+        Takes two collectives for any number of rows. Every rank must call it, once for the same data.
         """
-        # Two collectives: all ranks first agree on the extrema, and with them on the grid.
+        # Two collectives: all ranks first agree on the extrema, which determine the grid.
         self._cover(all_reduce_(self.extrema.clone(memory_format=torch.contiguous_format), "min"))
         self.counts.copy_(all_reduce_(self.counts.clone(memory_format=torch.contiguous_format), "sum"))
 
@@ -163,13 +163,13 @@ class Histogram:
         self.counts.zero_()
 
     def _cover(self, extrema: Tensor) -> None:
-        # in place: rows are handed out as views
+        # in place, because others hold views of the rows
         self.counts.copy_(_regrid(self.counts, self.extrema, extrema))
         self.extrema.copy_(extrema)
 
 
 def finite_extrema(x: Tensor) -> Tensor:
-    """Return (min, -max) of the finite values of every row: (rows, 2) in float64, infinite for a row without any.
+    """Return (min, -max) of the finite values per row: (rows, 2) in float64, infinite for rows without any.
 
     Example:
         >>> finite_extrema(torch.tensor([[1.0, -2.0, math.nan], [math.inf, math.nan, -math.inf]]))
@@ -180,12 +180,12 @@ def finite_extrema(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.full((x.shape[0], 2), math.inf, dtype=torch.float64, device=x.device)
     low, high = torch.aminmax(x) if x.shape[0] == 1 else (x.amin(1), x.amax(1))
-    # on CPU a look costs nothing and saves the masks, which take ten times as long as the reduction
+    # on a CPU this check is free and avoids masks, which take ten times as long as the reduction
     if x.device.type != "cpu" or not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         finite = torch.isfinite(x)
         low, high = torch.where(finite, x, math.inf).amin(1), torch.where(finite, x, -math.inf).amax(1)
     extrema = torch.stack([low.reshape(-1), -high.reshape(-1)], 1).to(torch.float64)
-    return extrema + 0.0  # no negative zero: which of two zeros is the smaller would depend on their order
+    return extrema + 0.0  # no negative zero: the smaller of two zeros would depend on their order
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def _grid(extrema: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Return (exponent of the width, first cell) of every row."""
     low, high = extrema[:, 0].clamp(max=0), (-extrema[:, 1]).clamp(min=0)
-    # Cells are powers of two wide and begin at multiples of their width, so that two grids always nest: a coarser one
-    # is the finer one with cells joined. Counts so never depend on the order of the data.
+    # Cell widths are powers of two and cells begin at multiples of their width, so that grids always nest: a coarser
+    # grid joins cells of a finer one. So counts never depend on the order of the data.
     log2 = bins.bit_length() - 1
     # With 2^(p-1) <= max|x| < 2^p: below 2^(p - log2) one side alone has too many cells, and one step above it
     # each side has bins/2 at most.
@@ -219,9 +219,8 @@ def _regrid(counts: Tensor, extrema: Tensor, wider: Tensor) -> Tensor:
     """Return `counts` on the grid of the `wider` extrema."""
     bins = counts.shape[1] - 2
     (exponent, first), (new_exponent, new_first) = _grid(extrema, bins), _grid(wider, bins)
-    # Cells without counts may lie anywhere, so that their index is clamped. A shift right rounds down, which is
-    # right for negative cells too.
-    # 62 bits are more than any index has; a negative shift is not possible, as the grid only gets coarser.
+    # Empty cells may lie anywhere, so their index is clamped. A shift right rounds down, also for negative cells.
+    # No index has 62 bits. Shifts are never negative, because the grid only gets coarser.
     shift = (new_exponent - exponent).clamp(0, 62)
     cell = (first[:, None] + torch.arange(bins, device=counts.device)) >> shift[:, None]
     index = (cell - new_first[:, None]).clamp(0, bins - 1)

@@ -1,4 +1,4 @@
-"""Keys and values that attention layers keep, in FP8: their scales measured, saved with the ranges, and their cost."""
+"""Calibrate scales for an FP8 cache of keys and values, save them with the ranges, and measure the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared_core.modules.matching import plain_name
 from shared_core.numerics.rounding import SignalToNoise
 
 _WHERE = "calibrate_kv_cache"
-_CACHE = "past_key_values"  # what transformers' models call it
+_CACHE = "past_key_values"  # its name in transformers
 _SCALES = ("k_scale", "v_scale")
 _LARGEST = 448.0  # of e4m3
 Change = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -29,11 +29,11 @@ Change = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class KvCacheReport:
-    """Scales of an FP8 cache of keys and values, its error and its cost.
+    """Scales and error of an FP8 cache of keys and values.
 
     Attributes:
-        scales: Attention layer → ``{"k_scale", "v_scale"}``, as `apply_ranges` takes them among the ranges.
-        sqnr_db: Attention layer → signal to quantisation noise of its keys and values in dB.
+        scales: Attention layer → ``{"k_scale", "v_scale"}``, which `apply_ranges` accepts among the ranges.
+        sqnr_db: Attention layer → signal to quantisation noise ratio of its keys and values in dB.
         loss: Mean cross-entropy of the next token on the batches, with the cache in float; None for models without
             logits of tokens.
         rounded_loss: The same with the cache in FP8.
@@ -52,25 +52,25 @@ def calibrate_kv_cache(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> KvCacheReport:
-    """Give the attention layers of a decoder scales of an FP8 cache, ``max|x| / 448``; return these and what they cost.
+    """Set FP8 cache scales on a decoder's attention layers, ``max|x| / 448``; return them and their error.
 
-    Measured are the keys and values that go into the cache: keys behind their rotary embedding. Larger ones than the
-    batches had saturate. The model computes as before: an engine that reads the scales (`export_compressed_tensors`)
-    keeps the cache in FP8, and so does a model within `rounding_kv_cache`.
+    Keys (after the rotary embedding) and values are measured as they enter the cache. Values larger than in the
+    batches will saturate. The model itself computes as before. An engine that reads the scales
+    (`export_compressed_tensors`) keeps the cache in FP8, and so does a model within `rounding_kv_cache`.
 
     Args:
-        model: A decoder of transformers, as it will be served: quantised, or in float. Its attention layers keep their
+        model: A decoder of transformers as it will be served, quantised or in float. Its attention layers store the
             scales.
-        batches: Inputs of the model, at least one. Tokens that ``attention_mask`` leaves out do not count.
+        batches: Inputs of the model, at least one. Tokens masked by ``attention_mask`` do not count.
         kv_cache: The format; ``fp8`` is e4m3.
-        progress: Called with (batches run, batches to run) after each; they are run twice.
+        progress: Called with (batches run, batches to run) after each. Each batch is run twice.
 
     Raises:
-        ConfigError: If an argument breaks its rule, or a batch is not what the model takes.
-        CompatibilityError: If no attention layer keeps keys and values, or the model has an encoder too.
+        ConfigError: If an argument is invalid, or the model does not accept a batch.
+        CompatibilityError: If no attention layer fills a cache, or the model has an encoder too.
         TrainingError: If keys or values are not finite, or all 0.
 
-    Source: Micikevicius et al. 2022, arXiv:2209.05433 (the format); vLLM 0.32 (one scale a layer for keys, one for
+    Source: Micikevicius et al. 2022, arXiv:2209.05433 (the format); vLLM 0.32 (one scale per layer for keys, one for
     values).
 
     Example:
@@ -79,14 +79,14 @@ def calibrate_kv_cache(
     check_kv_cache(model, kv_cache, _WHERE)
     held = list(batches)
     if not held:
-        raise ConfigError(_WHERE, "batches must hold inputs, got none")
+        raise ConfigError(_WHERE, "batches must have at least one batch, got none")
     largest: dict[str, Tensor] = {}
     noise: dict[str, tuple[SignalToNoise, SignalToNoise]] = {}
     run = functools.partial(_losses, model, held, progress)
 
     def observe(batch: Any, name: str, *states: Tensor) -> tuple[Tensor, ...]:
         found = torch.stack([_tokens(state, batch).abs().amax().float() for state in states])
-        largest[name] = torch.maximum(found, largest.get(name, torch.zeros_like(found)))  # NaN stays
+        largest[name] = torch.maximum(found, largest.get(name, torch.zeros_like(found)))  # keeps NaN
         return states
 
     def compare(batch: Any, name: str, *states: Tensor) -> tuple[Tensor, ...]:
@@ -108,9 +108,9 @@ def calibrate_kv_cache(
 
 
 def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
-    """Refuse what `calibrate_kv_cache` cannot serve, before anything runs."""
+    """Raise an error if `calibrate_kv_cache` does not support the model, before anything runs."""
     checked(kv_cache, Literal["fp8"], where, "kv_cache")
-    generates = getattr(model, "can_generate", lambda: True)()  # encoders of transformers take a cache and fill none
+    generates = getattr(model, "can_generate", lambda: True)()  # transformers' encoders accept a cache, unused
     if not generates or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise CompatibilityError(
             where, f"kv_cache must come with a decoder that generates text, got {type(model).__name__}", "drop it"
@@ -126,18 +126,18 @@ def _check_attention(layers: Mapping[str, Any], where: str) -> None:
 
 
 def cache_scales(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return the scales of a model's cache, by attention layer; nothing if it was not calibrated."""
+    """Return attention layer → scales of its cache; empty if the model was not calibrated."""
     named = ((plain_name(name), vars(module).get("kv_cache_scales")) for name, module in model.named_modules())
     return {name: dict(entry) for name, entry in named if entry is not None}
 
 
 def take_cache_scales_(model: nn.Module, ranges: Mapping[str, Any]) -> dict[str, Any]:
-    """Give attention layers the scales that stand among saved ranges; return the ranges of other layers."""
+    """Set the cache scales among saved ranges on attention layers; return the ranges of other layers."""
     found = {name: entry for name, entry in ranges.items() if isinstance(entry, Mapping) and "k_scale" in entry}
     layers = _attention_layers(model) if found else {}
     for name, entry in found.items():
         if name not in layers:
-            raise MatchError("apply_ranges", f"{name!r} must be an attention layer of the model{nearest(name, layers)}")
+            raise MatchError("apply_ranges", f"{name!r} is no attention layer of the model{nearest(name, layers)}")
         _check(entry, f"apply_ranges: {name}", ConfigError)
         vars(layers[name])["kv_cache_scales"] = {scale: float(entry[scale]) for scale in _SCALES}
     return {name: entry for name, entry in ranges.items() if name not in found}
@@ -145,12 +145,12 @@ def take_cache_scales_(model: nn.Module, ranges: Mapping[str, Any]) -> dict[str,
 
 @contextlib.contextmanager
 def rounding_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Return a context in which a model rounds keys and values to FP8, as an engine with such a cache does.
+    """Return a context in which a model rounds keys and values to FP8, like an engine with an FP8 cache.
 
     A state s becomes ``scale · fp8(s / scale)``, in e4m3.
 
     Args:
-        model: A model that `calibrate_kv_cache` has seen, or that has saved scales; of another nothing is rounded.
+        model: A model with scales, from `calibrate_kv_cache` or saved ones. Without scales, nothing is rounded.
     """
     scales = cache_scales(model)
     with _before_cache(model, lambda name, *states: _rounded(scales[name], *states) if name in scales else states):
@@ -167,14 +167,14 @@ def _check(entry: Mapping[str, Any], where: str, error: type[ConfigError | Train
 
 def _rounded(scales: Mapping[str, float], *states: Tensor) -> tuple[Tensor, ...]:
     def on_grid(state: Tensor, scale: float) -> Tensor:
-        codes = (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)  # the cast alone gives NaN
+        codes = (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)  # a cast alone gives NaN
         return (codes.float() * scale).to(state.dtype)
 
     return tuple(on_grid(state, scales[name]) for name, state in zip(_SCALES, states, strict=True))
 
 
 def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the innermost modules whose forward takes a cache: what stands around them hands it on."""
+    """Return the innermost modules whose forward takes a cache, which outer modules only pass on."""
     able = {
         name: module for name, module in model.named_modules() if _CACHE in inspect.signature(module.forward).parameters
     }
@@ -183,13 +183,13 @@ def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Cache:
-    """A cache, or none, before which keys and values are changed."""
+    """Wraps a cache, or none, to change keys and values before they are stored."""
 
     def __init__(self, kept: Any, change: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self.kept, self.change = kept, change
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Keep keys and values; return all that are kept."""
+        """Store keys and values; return all that are stored."""
         keys, values = self.change(keys, values)
         return (keys, values) if self.kept is None else self.kept.update(keys, values, *args, **kwargs)
 
@@ -199,7 +199,7 @@ class _Cache:
 
 @contextlib.contextmanager
 def _before_cache(model: nn.Module, change: Callable[..., Any]) -> Iterator[None]:
-    """Call `change` with the name of a layer, keys and values, before it keeps what is returned."""
+    """Call `change` with a layer's name, keys and values. The layer stores the result."""
 
     def hook(name: str, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -216,7 +216,7 @@ def _before_cache(model: nn.Module, change: Callable[..., Any]) -> Iterator[None
 def _losses(
     model: nn.Module, batches: list[Any], progress: Callable[[int, int], None] | None, change: Any, done: int
 ) -> float | None:
-    """Run the batches with `change` (batch, layer, keys, values) before the cache; return the mean loss of tokens."""
+    """Run the batches with `change` (batch, layer, keys, values) before the cache; return the mean token loss."""
     total, count = 0.0, 0
     for number, batch in enumerate(batches, 1):
         with evaluated(model), _before_cache(model, functools.partial(change, batch)):
@@ -231,7 +231,7 @@ def _losses(
 
 
 def _next_tokens(batch: Any) -> Tensor | None:
-    """Return each position's next token, -100 where there is none to tell."""
+    """Return the next token per position, -100 where unknown."""
     first = batch[0] if isinstance(batch, tuple | list) else batch
     given = batch if isinstance(batch, Mapping) else {"input_ids": first}
     tokens = given.get("labels", given.get("input_ids"))
@@ -243,7 +243,7 @@ def _next_tokens(batch: Any) -> Tensor | None:
 
 
 def _tokens(states: Tensor, batch: Any) -> Tensor:
-    """Return the states (batch, heads, tokens, width) of tokens that are no padding."""
+    """Return the states (batch, heads, tokens, width) of tokens other than padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (states.shape[0], states.shape[2]):
         return states

@@ -1,7 +1,7 @@
-"""Fake quantisation whose grid training learns (LSQ, LSQ+, learned ranges, PACT), and a layer's learned scales.
+"""Fake quantisation with a learned grid (LSQ, LSQ+, learned ranges, PACT), and a layer's learned scales.
 
-What is learned is a parameter that the optimizer sees and that no checkpoint of the model holds. It takes no weight
-decay (PACT's α does, Choi et al. 2018, 5.1).
+Learned scales are parameters for the optimizer, but are not in the model's checkpoints. They have no weight
+decay (except PACT's α, Choi et al. 2018, 5.1).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def lsq_fake_quantize(
     gate: Literal["unrounded", "rounded"] = "unrounded",
     grad_scale: float | None = None,
 ) -> Tensor:
-    """Return `x` rounded to a grid whose step, and with LSQ+ whose offset, gets a gradient.
+    """Return `x` rounded to a grid whose step, and for LSQ+ whose offset, gets a gradient.
 
-    ``x̂ = s·(clamp(ne(x/s) + ẑ, qmin, qmax) − ẑ)`` with ``ẑ = clamp(ne(z), qmin, qmax)``. With ``v = x/s``, by where
-    ``v + ẑ`` lies:
+    ``x̂ = s·(clamp(ne(x/s) + ẑ, qmin, qmax) − ẑ)`` with ``ẑ = clamp(ne(z), qmin, qmax)``. With ``v = x/s``, depending on
+    ``v + ẑ``:
 
     ============  ===========  ==============  =======
     ..            ∂x̂/∂x        ∂x̂/∂s           ∂x̂/∂z
@@ -58,23 +58,23 @@ def lsq_fake_quantize(
     above qmax    0            ``qmax − ẑ``    ``−s``
     ============  ===========  ==============  =======
 
-    and the gradients of s and z are multiplied by `grad_scale`. LSQ+'s offset β is ``−s·z``; its rounding passes the
-    gradient straight through, so that zero keeps a code of its own and an integer model computes the same.
+    and the gradients of s and z are multiplied by `grad_scale`. LSQ+'s offset β is ``−s·z``; it is rounded with a
+    straight-through gradient, so that zero stays representable and an integer model computes the same.
 
-    The scale is kept positive by reading what is below 2⁻¹²⁶ as 2⁻¹²⁶, with the gradient there: it points back up, for
-    nearly all values are then outside. NaN stays NaN, also from scale and zero point. Computed in float32 for
-    float16 and bfloat16; the sums over what shares a scale too.
+    A scale below 2⁻¹²⁶ counts as 2⁻¹²⁶, with the gradient there. It points back up, because
+    nearly all values are then outside. NaN stays NaN, also in scale and zero point. For float16 and bfloat16 the
+    arithmetic, including sums over values that share a scale, is in float32.
 
     Args:
         x: Values of any shape and floating type.
-        scale: The learned step (divides); one number, or with `axis` one for each channel; floating.
+        scale: The learned step (divides), floating: one number, or one per channel along `axis`.
         qmin: Smallest code, inclusive. LSQ's own: −2^(b−1), or 0 for values that are not negative.
         qmax: Largest code, at least 1. LSQ's own: 2^(b−1) − 1, or 2^b − 1.
         axis: Channels lie along this axis of `x`; None: one scale for all.
         zero_point: The learned zero point, any real number, of the shape of `scale`; None: 0.
-        gate: ``"rounded"`` asks where the rounded code lies, as torch's own learnable ops do.
+        gate: ``"rounded"`` decides by the rounded code, as torch's own learnable ops do.
         grad_scale: Factor on the gradients of scale and zero point, 0 or more; None: `lsq_grad_scale` of `x` as a
-            weight. Activations take ``lsq_grad_scale(x.shape, qmax, axis, activation=True)``.
+            weight. For activations pass ``lsq_grad_scale(x.shape, qmax, axis, activation=True)``.
 
     Source: Esser et al. 2020, arXiv:1902.08153; Bhalgat et al. 2020, arXiv:2004.09576.
 
@@ -102,14 +102,14 @@ def lsq_fake_quantize(
 def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, activation: bool = False) -> float:
     """Return LSQ's factor on the gradient of a scale, ``1/√(n·qmax)``.
 
-    n is the number of elements that share the scale; of an activation, those of one example, so that the factor does
-    not depend on the batch.
+    n is the number of elements that share the scale. For an activation it counts those of one example, so that the
+    factor does not depend on the batch size.
 
     Args:
-        shape: Of what is quantised; of an activation with the examples along axis 0.
+        shape: Shape of the quantised tensor, for an activation with examples along axis 0.
         qmax: Largest code, at least 1.
-        axis: Channels with a scale each lie along this axis; None: one scale. For an activation not axis 0.
-        activation: Whether the shape is that of an activation.
+        axis: Axis of the channels with one scale each, for an activation not 0; None: one scale.
+        activation: True for an activation.
 
     Source: Esser et al. 2020, arXiv:1902.08153, section 2.2.
 
@@ -120,20 +120,19 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
     where, dims = "lsq_grad_scale", len(shape)
     check_whole(where, "qmax", qmax, 1, LARGEST_CODE)
     check_axis(where, dims, axis)
-    # n counts the values that share one scale; in an activation not the examples, whose number is no property of the
-    # layer.
+    # n counts the values that share one scale, within one example: the batch size is no property of the layer.
     shared = set(range(dims)) - (set() if axis is None else {axis % dims})
     if activation:
         if dims == 0 or (axis is not None and axis % dims == 0):
             raise ConfigError(where, f"axis 0 of an activation must hold its examples, got shape {tuple(shape)}")
         shared -= {0}
-    # an empty tensor has an empty gradient; any factor will do
+    # an empty tensor has an empty gradient, so any factor will do
     # a list: torch.compile takes no generator (torch 2.13)
     return 1.0 / math.sqrt(max(1, math.prod([shape[dim] for dim in shared])) * qmax)
 
 
 def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:
-    """Return the scale that LSQ starts from, ``2·mean|x|/√qmax``; 1 where all is zero.
+    """Return LSQ's initial scale, ``2·mean|x|/√qmax``; 1 where all values are zero.
 
     LSQ+ starts a scale and zero point from the range instead: `choose_qparams_affine`.
 
@@ -143,10 +142,10 @@ def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:
         axis: One scale for each channel along this axis; None: one for all.
 
     Returns:
-        Of shape (channels,) or (), detached; float64 for float64 and float32 for all other types.
+        Scale of shape (channels,) or (), detached, float64 for float64 and float32 for all other types.
 
     Raises:
-        ConfigError: If an argument breaks its rule or a value is not finite.
+        ConfigError: If an argument is invalid or a value is not finite.
 
     Source: Esser et al. 2020, arXiv:1902.08153, section 2.1.
 
@@ -160,12 +159,12 @@ def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:
     check_whole(where, "qmax", qmax, 1, LARGEST_CODE)
     magnitude = x.detach().to(kernels.compute_dtype(x.dtype)).abs()
     dims = [dim for dim in range(x.dim()) if axis is None or dim != axis % x.dim()]
-    # a mean over no axes would be one over all
+    # torch takes a mean over no axes as one over all
     mean = magnitude.mean(dims) if dims else magnitude
     scale = 2 * mean / math.sqrt(qmax)
     refuse(
         ~torch.isfinite(scale).all(),
-        lambda: ConfigError(f"{where}: x must be finite, got NaN or infinity; look for the step that diverged"),
+        lambda: ConfigError(f"{where}: x must be finite, got NaN or infinity; find the step that diverged"),
     )
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
@@ -182,18 +181,18 @@ def learned_range_fake_quantize(
 ) -> Tensor:
     """Return `x` fake-quantised over a learned range [minimum, maximum], widened to contain 0.
 
-    Scale and zero point are those of `choose_qparams_affine`. A gradient goes, undiminished, to `minimum` where the
-    code of `x` lies below `qmin`, to `maximum` where it lies above `qmax`, and else to `x`. Because of the widening a
-    minimum above 0 counts as 0, and so does a maximum below: no step can turn the range round. NaN stays NaN.
+    Scale and zero point are those of `choose_qparams_affine`. The gradient goes unscaled to `minimum` where the
+    code of `x` is below `qmin`, to `maximum` where it is above `qmax`, and else to `x`. A
+    minimum above 0 or a maximum below 0 counts as 0, so that no step can swap the bounds. NaN stays NaN.
 
     Args:
         x: Values of any shape and floating type.
-        minimum: Learned; one number, or with `axis` one for each channel; floating.
-        maximum: Likewise.
+        minimum: Learned lower bound, floating: one number, or one per channel along `axis`.
+        maximum: Learned upper bound, likewise.
         qmin: Smallest code, inclusive.
         qmax: Largest code, inclusive.
         axis: Channels lie along this axis of `x`; None: one range for all.
-        gate: ``"rounded"`` asks where the rounded code lies, as torch's own ops do.
+        gate: ``"rounded"`` decides by the rounded code, as torch's own ops do.
 
     Source: Jacob et al. 2018, arXiv:1712.05877; the gradient is that of TensorFlow's ``fake_quant_with_min_max_vars``.
 
@@ -215,13 +214,13 @@ def pact(x: Tensor, alpha: Tensor, bits: int, *, axis: int | None = None) -> Ten
     """Return ``clip(x, 0, α)`` on a grid of 2^bits values, with a gradient for α.
 
     ``y = clip(x, 0, α)``, ``s = α/(2^b − 1)``, ``x̂ = s·ne(y/s)``; ``∂x̂/∂x = 1`` where ``0 <= x < α``, ``∂x̂/∂α = 1``
-    where ``x >= α``, and 0 elsewhere. It takes the place of a ReLU. α is kept positive by reading a smaller one as
-    (2^b − 1)·2⁻¹²⁶, where its gradient leads back. NaN stays NaN.
+    where ``x >= α``, and 0 elsewhere. It replaces a ReLU. A smaller α counts as
+    (2^b − 1)·2⁻¹²⁶, where its gradient leads back, so that α stays positive. NaN stays NaN.
 
     Args:
         x: Values of any shape and floating type, before the activation function.
-        alpha: The learned bound; one number, or with `axis` one for each channel; floating. The source starts it at
-            10 and gives it L2 decay; a calibrated percentile is a start too.
+        alpha: The learned bound, floating: one number, or one per channel along `axis`. The source starts it at
+            10 and applies L2 decay. A calibrated percentile works as a start too.
         bits: Width of a code, 2 to 8.
         axis: Channels lie along this axis of `x`; None: one bound for all.
 
@@ -245,7 +244,7 @@ def _check_gate(where: str, gate: str) -> None:
 
 
 def _learned(where: str, name: str, values: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    """Return learned values shaped to broadcast with x, in its type of computation, part of the graph."""
+    """Return learned values shaped to broadcast with x, in its compute type and part of the graph."""
     check_floats(where, values, name)
     values = by_axis(where, name, values, x, axis)
     return values.to(x.device, kernels.compute_dtype(x.dtype))
@@ -263,7 +262,7 @@ class _StayInGraph(torch.autograd.Function):
 
 
 def stay_in_graph(x: Tensor, *parameters: Any) -> Tensor:
-    """Return `x`; in backward the parameters get a gradient of zero, without which DDP waits for them for ever."""
+    """Return `x`. In backward the parameters get zero gradients, without which DDP would wait forever."""
     y: Tensor = _StayInGraph.apply(x, *parameters)  # type: ignore[no-untyped-call]
     return y
 
@@ -275,14 +274,14 @@ def _learn(module: nn.Module, name: str, value: Tensor) -> None:
 def _set(module: nn.Module, name: str, value: Tensor | float) -> None:
     parameter: Any = getattr(module, name)
     if not isinstance(value, Tensor) or (value.is_cpu and value.dim() == 0):
-        # made on the device: a copy to it would wait
+        # created on the device, because a copy to it would wait
         value = torch.full((), float(value), dtype=parameter.dtype, device=parameter.device)
-    # by `to`: `as_tensor` would bring it to the default device, which is the CPU in `begin`
+    # `to`, because `as_tensor` would move it to the default device, which is the CPU in `begin`
     fill_(parameter, value.to(parameter.dtype).expand(parameter.shape))
 
 
 def learned_value(module: nn.Module, name: str) -> Tensor:
-    """Return what a layer has learned, whole; of what is sharded what `Learned.gather` found, else all must call it."""
+    """Return a learned value, whole. If it is sharded and `Learned.gather` has not run, all processes must call it."""
     gathered: dict[str, Tensor] = vars(module).get("gathered", {})
     return gathered[name] if name in gathered else whole(getattr(module, name))
 
@@ -299,21 +298,21 @@ class _Scale(torch.autograd.Function):
 
 
 def _scale_of(magnitude: Tensor, steps: float) -> Tensor:
-    """Return the scale that a learned magnitude stands for, ``magnitude / steps``."""
-    # LSQ's factor on the gradient makes SGD change scales by as small a share as weights, but Adam divides every such
-    # factor out: it moves each parameter by the learning rate, which is most of an 8-bit scale. So a number of the size
-    # of the values is learned. SGD moves the scale as if it were learned itself: `steps²` is what the division takes
-    # from its gradient and its step.
+    """Return the scale of a learned magnitude, ``magnitude / steps``."""
+    # LSQ's gradient factor lets SGD change scales by as small a share as weights, but Adam cancels such factors: it
+    # moves each parameter by the learning rate, which is most of an 8-bit scale. So we learn a number of the magnitude
+    # of the values. `steps²` compensates for the division in gradient and step, so that SGD moves the scale as if it
+    # were learned directly.
     scale: Tensor = _Scale.apply(magnitude, steps)  # type: ignore[no-untyped-call]
     return scale
 
 
 SMALLEST_MAGNITUDE = 2.0**-50
-"""Below it no step takes a learned magnitude: from far below zero many steps would have to lead back."""
+"""Lower bound of a learned magnitude. From far below zero it would take many steps to return."""
 
 
 class WeightScale:
-    """LSQ on a layer's weight, one scale for each output channel (Esser et al. 2020, arXiv:1902.08153).
+    """LSQ for a layer's weight, one scale per output channel (Esser et al. 2020, arXiv:1902.08153).
 
     Codes run from −2^(b−1) to 2^(b−1) − 1. LSQ starts from ``2·mean|w|/√qmax``, LSQ+ from
     ``max(|µ − 3σ|, |µ + 3σ|)/2^(b−1)`` (Bhalgat et al. 2020, arXiv:2004.09576).
@@ -322,12 +321,12 @@ class WeightScale:
     def __init__(self, module: nn.Module, scheme: LayerScheme, plus: bool, rounded_gate: bool) -> None:
         self.qmin, self.qmax = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
         self.plus, self.rounded_gate = plus, rounded_gate
-        # LSQ+: a range of 3σ in units of the grid; LSQ: the 2 E|w| / √qmax of its initial scale, in units of E|w|.
+        # LSQ+: a range of 3σ in steps of the grid; LSQ: its initial scale, 2 E|w| / √qmax, in units of E|w|.
         self._steps = -self.qmin / 3 if plus else math.sqrt(self.qmax) / 2
         _learn(module, "weight_magnitude", self._initial(module) * self._steps)
 
     def start(self, module: nn.Module) -> None:
-        """Set the scale from the weight that the layer has now, a folded one's from the main process's statistics."""
+        """Set the scale from the current weight, for a folded layer with the main process's statistics."""
         scale = self._initial(module)
         self.set(module, scale if getattr(module, "fold", None) is None else broadcast_(scale))
 
@@ -362,8 +361,8 @@ class WeightScale:
 class InputRange:
     """The learned grid of a layer's input: LSQ's scale, LSQ+'s scale and offset β = −s·z, or PACT's clip.
 
-    Until it has seen a step's inputs it does not know where to start. LSQ takes unsigned codes where no input was
-    negative, else signed ones; PACT learns only where no input was negative, for it clips at zero: elsewhere the
+    It starts from the inputs of one step. LSQ uses unsigned codes if no input was
+    negative, else signed ones. PACT learns only if no input was negative, because it clips at zero. Otherwise the
     observed range stays.
     """
 
@@ -381,11 +380,11 @@ class InputRange:
             _learn(module, name, torch.ones(1, device=like.device, dtype=kernels.compute_dtype(like.dtype)))
 
     def parameters(self, module: nn.Module) -> list[Any]:
-        """Return what is learned."""
+        """Return the learned parameters."""
         return [getattr(module, name) for name in self.names]
 
     def start(self, module: nn.Module, minimum: float, maximum: float, mean: float) -> None:
-        """Set the parameters from what was observed: range and mean magnitude."""
+        """Set the parameters from the observed range and mean magnitude."""
         self.started, self.unsigned = True, minimum >= 0
         # PACT clips at 0 below: an input with negative values keeps its observed range.
         self.learns = self.kind != "pact" or self.unsigned
@@ -398,7 +397,7 @@ class InputRange:
             _set(module, "input_magnitude", scale * self._steps)
             _set(module, "input_offset", -scale * zero_point)
         elif self.learns:
-            # 10 where the window held zeros alone: a clip of 0 would have no gradient.
+            # 10 if the window held only zeros, because a clip of 0 would have no gradient.
             _set(module, "input_clip", maximum or 10.0)
 
     @property
@@ -408,7 +407,7 @@ class InputRange:
 
     @property
     def _steps(self) -> float:
-        """Number of steps of the grid in a learned magnitude: of a range from −3σ to 3σ, or of LSQ's beginning."""
+        """Number of grid steps in a learned magnitude: a range of −3σ to 3σ, or LSQ's initial scale."""
         qmin, qmax = self.codes
         return (qmax - qmin) / 6 if self.kind == "lsq_plus" else math.sqrt(qmax) / 2
 
@@ -416,7 +415,7 @@ class InputRange:
         """Return scale and zero point of LSQ and LSQ+."""
         magnitude, *offset = (learned_value(module, name).reshape(()) for name in self.names)
         scale = _scale_of(magnitude, self._steps)
-        # z = -β / s: the offset is learned in units of x, so that a step of s alone does not move the grid's zero.
+        # z = -β / s: the offset is learned in units of x, so that changing only s does not move the grid's zero.
         return scale, -offset[0] / scale if offset else None
 
     def quantize(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -426,7 +425,7 @@ class InputRange:
         if self.kind == "pact":
             return learned.pact(x, learned_value(module, "input_clip").to(dtype).reshape(()), qmax)
         scale, zero_point = self._grid(module)
-        # a matrix of one example, or of none, still has its features on the last axis
+        # a matrix with one or no example still has its features on the last axis
         shape = x.shape if x.dim() > 1 else (1, *x.shape)
         factor = lsq_grad_scale(shape, qmax, activation=True)
         zero_point = None if zero_point is None else zero_point.to(dtype)
@@ -442,7 +441,7 @@ class InputRange:
             scale = learned_value(module, "input_clip").reshape(()).clamp_min(qmax * learned.SMALLEST_SCALE) / qmax
         else:
             scale, point = self._grid(module)
-        zero_point = low - qmin  # unsigned codes, moved down
+        zero_point = low - qmin  # shift unsigned codes down
         if point is not None:
             zero_point = int(point.round().clamp(qmin, qmax))
         step = scale.item()
@@ -450,7 +449,7 @@ class InputRange:
         return {**bounds, "scale": step, "zero_point": zero_point}
 
     def state_dict(self) -> dict[str, bool]:
-        """Return what the parameters do not tell."""
+        """Return the state that is not in the parameters."""
         return {"started": self.started, "learns": self.learns, "unsigned": self.unsigned}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:

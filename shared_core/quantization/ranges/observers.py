@@ -1,7 +1,7 @@
-"""Observers: the ranges of all layers' inputs, by one of five criteria, and the scales that follow.
+"""Observe the ranges of all layers' inputs, by one of five criteria, and derive scales.
 
-A window collects inside a step, and a moving average, or the extrema of all steps, follow over steps; one tensor holds
-all layers. Percentile, KL and MSE use one histogram a layer.
+A window collects values within a step. A moving average, or the extrema of all steps, follow over steps. One tensor
+holds all layers. Percentile, KL and MSE use one histogram per layer.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shared_core.quantization.ranges.clip_search import kl_range, mse_range, per
 from shared_core.quantization.ranges.histogram import Histogram
 
 
-# a replayed CUDA graph would draw the same again
+# a replayed CUDA graph would draw the same numbers again
 @torch.library.custom_op("efftrain::step_noise", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def step_noise(like: Tensor, seed: int, step: Tensor, number: int) -> Tensor:
-    """Return numbers in [0, 1), a function of seed, step and layer, and of no state.
+    """Return random numbers in [0, 1) that depend only on seed, step and layer.
 
-    One operator, since a graph can hold no generator; the step is a tensor, since a number would be a constant of the
-    graph, which would be compiled anew for each.
+    It is one operator, because a compiled graph cannot hold a generator. The step is a tensor, because a number would
+    be a constant of the graph, which would be recompiled in each step.
 
     Args:
-        like: Of their shape, and on their device.
-        seed: Of the run.
-        step: int64, no axes, on the CPU.
-        number: Of the layer.
+        like: Gives the shape and device.
+        seed: Seed of the run.
+        step: int64 scalar on the CPU.
+        number: Number of the layer.
     """
     generator = torch.Generator(device=like.device)
     generator.manual_seed(((seed * 1_000_003 + int(step)) * 1_000_003 + number) % 2**63)
@@ -46,19 +46,19 @@ def _(like: Tensor, seed: int, step: Tensor, number: int) -> Tensor:
 
 
 class RangeBank:
-    """The ranges of all observed layers of one model, one row a layer: a step costs one collective and a few ops.
+    """The ranges of all observed layers of a model, one row per layer. A step costs one collective and a few ops.
 
-    A forward only widens the window. `take_window` joins the ranks and empties it; `commit` moves the average
-    ``r ← r + c·(w − r)`` by that window once the optimizer step was applied, and a window that is never
-    committed leaves no trace. So micro-batches, recomputation and skipped steps all do no harm.
+    A forward only widens the window. `take_window` joins the ranks and empties it. `commit` updates the average
+    ``r ← r + c·(w − r)`` with that window after the optimizer step was applied. A window that is never
+    committed has no effect, so micro-batches, recomputation and skipped steps do no harm.
 
-    Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
+    Rows are plain attributes, not buffers, because DDP would overwrite the other ranks' windows with those of rank 0.
 
     Args:
         codes: Smallest and largest code of each layer.
         ema_constant: ``c``; None: the range is that of all steps.
         rounded_gate: Gate gradients on the rounded code.
-        means: Observe mean magnitudes too, from which learned scales start; a second collective a step.
+        means: Observe mean magnitudes too, from which learned scales start. Costs a second collective per step.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class RangeBank:
         num_layers = len(codes)
         self.ema_constant = ema_constant
         self.noise_seed: int | None = None
-        """Seeds stochastic rounding of weights; None rounds to nearest."""
+        """Seed of stochastic rounding of weights; None rounds to nearest."""
         self.step = torch.zeros((), dtype=torch.int64)
-        """Applied steps; on the CPU, where reading it waits for nothing."""
+        """Applied steps, on the CPU, where reading does not wait."""
         self.totals = torch.zeros(num_layers, 2, dtype=torch.float64) if means else None  # (Σ|x|, count) of the window
         self.mean = self.taken_mean = torch.zeros(num_layers, dtype=torch.float64)
         self.rounded_gate = rounded_gate
@@ -95,7 +95,7 @@ class RangeBank:
         return self.window.device
 
     def move_(self, device: torch.device) -> None:
-        """Move all rows; float32 stays float32 whatever the model is cast to."""
+        """Move all rows. They stay float32 when the model is cast."""
         if device != self.device and device.type != "meta":
             for name, value in vars(self).items():
                 if isinstance(value, Tensor) and name != "step":
@@ -105,17 +105,17 @@ class RangeBank:
         """Widen a layer's window by the values of `x`."""
         low, high = torch.aminmax(x.detach())
         window = self.window[index]
-        # minimum hands NaN on, so that a bad batch is found when the window is read
+        # minimum propagates NaN, so that a bad batch is found when the window is read
         window.copy_(torch.minimum(window, torch.stack([low, -high]).to(window.dtype)))
-        # a sum, unlike extrema, feels a recomputation, the only forward that runs inside a backward pass
+        # A recomputation would change a sum, unlike extrema. It is the only forward inside a backward pass.
         if self.totals is not None and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
             self.totals[index, 0] += x.detach().abs().sum(dtype=torch.float64)
             self.totals[index, 1] += x.numel()
 
     def noise(self, weight: Tensor, number: int) -> Tensor | None:
-        """Return uniform noise for the weight of a layer's `number`, None to round to nearest.
+        """Return uniform noise for the weight of layer `number`, or None to round to nearest.
 
-        A function of seed, step and layer, and of no state: a recomputed forward and every rank see the same.
+        It depends only on seed, step and layer, so that a recomputed forward and every rank see the same noise.
         """
         if self.noise_seed is None:
             return None
@@ -133,19 +133,19 @@ class RangeBank:
         window = all_reduce_(self.window.clone(), "min")
         if self.totals is not None:
             totals = all_reduce_(self.totals.clone(), "sum")
-            # The mean of a layer that nothing reached stays what it was.
+            # A layer without input keeps its mean.
             self.taken_mean = torch.where(totals[:, 1] > 0, totals[:, 0] / totals[:, 1], self.mean)
         self.clear_window()
         return window
 
     def commit(self, window: Tensor) -> None:
-        """Move the ranges by one window; a layer's first window is its first range.
+        """Update the ranges with one window. A layer's first window is its first range.
 
-        A layer that saw nothing keeps its range, and so does one that saw NaN or infinity, which is counted.
+        A layer without input keeps its range, and so does one that saw NaN or infinity, which is counted.
         """
         # A window that is still infinite: no input came in this step.
         seen = ~(window == math.inf).all(1)
-        # NaN or infinity in a step: it is counted and moves no range.
+        # NaN or infinity in a step is counted and changes no range.
         finite = torch.isfinite(window).all(1)
         new = torch.stack([window[:, 0], -window[:, 1]], 1)
         if self.ema_constant is None:
@@ -154,7 +154,7 @@ class RangeBank:
             )
         else:
             moved = self.ranges + self.ema_constant * (new - self.ranges)
-        # The first window is the first range: an average with the initial 0 would be too narrow for long.
+        # The first window is the first range, because an average with the initial 0 would stay too narrow for long.
         moved = torch.where(self.known[:, None], moved, new)
         self.set_ranges(torch.where(finite[:, None], moved, self.ranges), self.known | finite)
         self.mean = torch.where(finite, self.taken_mean, self.mean)
@@ -162,7 +162,7 @@ class RangeBank:
         self.num_updates += 1
 
     def set_ranges(self, ranges: Tensor, known: Tensor) -> None:
-        """Take ranges (layers, 2), valid where `known`, and derive scales and zero points, in place."""
+        """Set ranges (layers, 2), valid where `known`, and derive scales and zero points, in place."""
         self.ranges.copy_(ranges)
         self.known.copy_(known)
         qmin, qmax = self.codes.unbind(1)
@@ -172,10 +172,10 @@ class RangeBank:
         self.zero_point.copy_(zero_point)
 
     def refresh(self) -> None:
-        """Derive the ranges from all that was committed: they are about to be used for good. Here they always are."""
+        """Derive the ranges from all commits, before they are final. Here they are always up to date."""
 
     def forget(self) -> None:
-        """Start anew: no range is known."""
+        """Start over without known ranges."""
         self.known.zero_()
         self.clear_window()
 
@@ -201,24 +201,24 @@ class EstimatorBank(RangeBank):
     """A `RangeBank` whose ranges follow from histograms of all committed steps.
 
     A forward counts into the window. `take_window` joins the ranks (two collectives for all layers: extrema, then
-    counts) and empties it; `commit` adds it to the history, once the optimizer step was applied. The ranges are
-    derived anew after the commits 1, 2, 4, 8, … of a history and after every `refresh_every` of them; `refresh` does
-    so at any time, and should before they are used for good. The window and the history are one float64 tensor
-    each, rows as in `Histogram.data`.
+    counts) and empties it. `commit` adds it to the history after the optimizer step was applied. The ranges are
+    recomputed after commits 1, 2, 4, 8, … of a history and after every `refresh_every` commits. `refresh` does
+    so at any time: call it before the ranges are final. Window and history are one float64 tensor
+    each, with rows as in `Histogram.data`.
 
-    A forward that backward repeats (activation checkpointing) is not counted again. NaN and infinity never move a
-    range; a layer whose committed window held one has it counted in `non_finite`.
+    A forward that backward repeats (activation checkpointing) is not counted again. NaN and infinity never change a
+    range. `non_finite` counts committed windows with such values per layer.
 
     Args:
-        kind: ``"percentile"``, ``"kl"`` or ``"mse"``; the other kinds are those of `RangeBank`.
+        kind: ``"percentile"``, ``"kl"`` or ``"mse"``. `RangeBank` handles the other kinds.
         codes: Smallest and largest code of each layer.
-        percentile: Share of values inside, in percent, of the kind ``"percentile"``.
+        percentile: Share of values inside, in percent, for ``"percentile"``.
         bins: Cells of a layer's histogram, a power of two, for KL at least twice the codes.
-        refresh_every: Commits between two derivations, at least 1.
+        refresh_every: Commits between two updates of the ranges, at least 1.
         rounded_gate: Gate gradients on the rounded code.
 
     Raises:
-        ConfigError: If an option breaks its rule.
+        ConfigError: If an option is invalid.
 
     Example:
         >>> bank = EstimatorBank("percentile", [(-128, 127)], percentile=90.0)
@@ -248,7 +248,7 @@ class EstimatorBank(RangeBank):
         self.kind, self.percentile, self.refresh_every = kind, percentile, refresh_every
         self.window = Histogram(len(codes), bins).data
         self.history = self.window.clone()
-        self.num_commits = 0  # in the history; num_updates goes on when it is forgotten
+        self.num_commits = 0  # in the history; unlike num_updates it restarts with `forget`
         self._rows_of: dict[tuple[int, int], list[int]] = {}
         for row, pair in enumerate(codes):
             self._rows_of.setdefault((int(pair[0]), int(pair[1])), []).append(row)
@@ -256,9 +256,9 @@ class EstimatorBank(RangeBank):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(self, index: int, x: Tensor) -> None:
         """Count the values of `x` in a layer's window."""
-        # Counts, unlike extrema, feel a recomputation; it is the only forward that runs inside a backward pass.
+        # A recomputation would change counts, unlike extrema. It is the only forward inside a backward pass.
         if torch._C._current_graph_task_id() == -1:
-            # One row of the bank's memory: counts of a layer land in it directly.
+            # A layer counts directly into its row of the bank.
             Histogram.of(self.window[index : index + 1]).update(x.reshape(1, -1))
 
     def clear_window(self) -> None:
@@ -273,18 +273,18 @@ class EstimatorBank(RangeBank):
         return window
 
     def commit(self, window: Tensor) -> None:
-        """Add one window to the history, and derive the ranges if it is their turn."""
+        """Add one window to the history, and derive the ranges if due."""
         added = Histogram.of(window)
         Histogram.of(self.history).merge(added)
         self.non_finite += added.non_finite > 0
         self.num_updates += 1
         self.num_commits += 1
-        # After 1, 2, 4, 8, ... commits too: early ranges follow quickly, later ones every `refresh_every`.
+        # Also after 1, 2, 4, 8, ... commits, so that early ranges follow quickly.
         if self.num_commits % self.refresh_every == 0 or self.num_commits & (self.num_commits - 1) == 0:
             self.refresh()
 
     def refresh(self) -> None:
-        """Derive the ranges of all layers from the history; a layer that saw no finite value keeps its own."""
+        """Derive the ranges of all layers from the history. Layers without finite values keep their range."""
         history = Histogram.of(self.history)
         found = torch.zeros(len(self.history), 2, dtype=torch.float64, device=self.history.device)
         for (qmin, qmax), rows in self._rows_of.items():
@@ -299,7 +299,7 @@ class EstimatorBank(RangeBank):
         return (kl_range if self.kind == "kl" else mse_range)(histogram, qmin, qmax, False)
 
     def forget(self) -> None:
-        """Start anew: no range is known, and nothing was seen."""
+        """Start over without known ranges and without history."""
         super().forget()
         Histogram.of(self.history).clear_()
         self.num_commits = 0

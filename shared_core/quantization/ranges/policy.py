@@ -1,7 +1,7 @@
-"""The range policy of a run: how the inputs' ranges, and the scales of weights, are found while a model trains.
+"""The range policy of a run: how input ranges and weight scales are found during training.
 
-`make_policy` chooses one at the start, and the technique drives it: `ObservedRanges` for what is observed,
-`_LearnedRanges` for LSQ, LSQ+ and PACT, each with its clipped form for inputs that a GELU makes.
+`make_policy` chooses a policy and the technique drives it: `ObservedRanges` for observed ranges, `_LearnedRanges` for
+LSQ, LSQ+ and PACT, each with a variant that clips the outputs of GELU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shared_core.quantization.schemes import LayerScheme
 
 
 class ObservedRanges:
-    """Ranges follow the inputs that layers see: a moving average, the extrema, or histograms of all steps."""
+    """Ranges from the layers' inputs: a moving average, the extrema, or histograms of all steps."""
 
     quantizer_class: ClassVar[type[LayerQuantizer]] = LayerQuantizer
     observes_means: ClassVar[bool] = False
@@ -67,10 +67,10 @@ class ObservedRanges:
         return [self.quantizers[name] for name in self.static]
 
     def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Register what the swapped layers need; called once they have their quantisers."""
+        """Register what the swapped layers need. Called after they have their quantisers."""
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Let go of layers before anything was observed; the others keep what is registered on them."""
+        """Drop layers before anything was observed. The others stay registered."""
         self.schemes = {name: scheme for name, scheme in self.schemes.items() if name not in names}
         self.quantizers = {name: quantizer for name, quantizer in self.quantizers.items() if name not in names}
         self.static = [name for name in self.static if name not in names]
@@ -81,20 +81,20 @@ class ObservedRanges:
             self.quantizers[name].index = row
 
     def begin(self, device: torch.device, seed: int) -> None:
-        """Begin or resume a run: the optimizer exists."""
+        """Begin or resume a run, after the optimizer is created."""
         self.bank.move_(device)
-        # A resumed run inside an accumulation window goes on with what it had observed.
+        # A run resumed within an accumulation window continues with its observations.
         if not self._window_restored:
             self.bank.clear_window()
         if self.config.rounding == "stochastic":
             self.bank.noise_seed = seed
-        self.bank.quantizing = False  # the best checkpoint may be from before quantisation came on
+        self.bank.quantizing = False  # the best checkpoint may be from before quantisation started
 
     def start(self) -> None:
-        """Fake quantisation comes on for the first time."""
+        """Called when fake quantisation starts."""
 
     def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
-        """Set the switches for the next step; ranges that freeze are derived from all that was seen."""
+        """Set the switches for the next step. Ranges that freeze are derived from all observations."""
         bank = self.bank
         if bank.observing and not observing:
             bank.refresh()
@@ -103,30 +103,30 @@ class ObservedRanges:
         bank.quantizing = bank.quantizing or quantizing
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
-        # Taken before the step, committed after it: a skipped step (overflow) leaves no trace.
+        """Take the window of this step. A window still pending belongs to a skipped step and is dropped."""
+        # Taken before the step and committed after it, so that a skipped step (overflow) has no effect.
         self._pending = self.bank.take_window() if self.bank.observing else None
 
     def after_step(self) -> None:
-        """Move the ranges by the pending window: the step was applied."""
+        """Update the ranges with the pending window after an applied step."""
         if self._pending is not None:
             self.bank.commit(self._pending)
             self._pending = None
             self.read_known()
 
     def read_known(self) -> None:
-        """Tell the layers which of them have a range by now."""
+        """Mark the layers that now have a range."""
         # read from the device only until every layer has a range
         if not all(quantizer.has_range for quantizer in self.ranged):
             for quantizer, known in zip(self.ranged, self.bank.known.tolist(), strict=True):
                 quantizer.has_range = known
 
     def reestimate(self, calibrate: Callable[[], None]) -> bool:
-        """Find the ranges anew from what `calibrate` runs; return whether there were any before."""
+        """Re-estimate the ranges from the batches that `calibrate` runs. Return True if there were any before."""
         bank = self.bank
         if not any(quantizer.has_range for quantizer in self.ranged):
             return False
-        # Ranges of other weights: the estimation must leave window and switches as they were.
+        # The estimation must not change window and switches.
         before, observing = bank.state_dict(), bank.observing
         for quantizer in self.ranged:
             quantizer.has_range = False
@@ -135,12 +135,12 @@ class ObservedRanges:
         try:
             calibrate()
             bank.commit(bank.take_window())
-            # Batches that miss a layer would leave it without a range it had: refused, and undone.
+            # Batches that miss a layer would leave it without its range, so this is undone and raises an error.
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat",
-                    "calibration batches must reach every quantised layer with finite inputs",
-                    "raise qat.calibration_batches, or look for NaN",
+                    "calibration batches brought no finite input to some quantised layers",
+                    "raise qat.calibration_batches, or check for NaN",
                 )
             bank.refresh()
         except BaseException:
@@ -153,23 +153,23 @@ class ObservedRanges:
         return True
 
     def calibrating(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward that is observed without training."""
+        """Return a context for forwards that are observed without training."""
         return contextlib.nullcontext()
 
     def settle(self) -> None:
-        """Agree with the other ranks on how what was observed is read; every rank must call it."""
+        """Agree with the other ranks on how to read the observations. Every rank must call it."""
 
     def gather(self) -> None:
-        """Hold all that is sharded whole until `release`; every process must call it."""
+        """Gather sharded values until `release`. Every process must call it."""
 
     def release(self) -> None:
         """Undo `gather`."""
 
     def close(self) -> None:
-        """Release the layers, which are about to become stock ones."""
+        """Release the layers before they become stock again."""
 
     def report(self, name: str) -> dict[str, Any]:
-        """Return a layer's range for the receipt; empty if it has none by its scheme."""
+        """Return a layer's range for the receipt; empty if its scheme has none."""
         if name not in self.static:
             return {}
         bank, row = self.bank, self.static.index(name)
@@ -184,17 +184,17 @@ class ObservedRanges:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ranges, the open window and what is learned."""
+        """Return ranges, the current window and learned state."""
         return {"layers": list(self.static), **self.bank.state_dict(), "learned": {}, "gelu_inputs": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges, each for the layer of its name."""
+        """Restore saved ranges by layer name."""
         names = list(state["layers"])
         if set(names) != set(self.static):
             odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
             raise CheckpointError(
                 "qat",
-                f"saved ranges must be of the layers that are quantised now, but differ in {odd}",
+                f"saved ranges and the layers quantised now differ in {odd}",
                 "resume with the include and skip of the saved run",
             )
         rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
@@ -205,7 +205,7 @@ class ObservedRanges:
 
 
 class _ClippedRanges(ObservedRanges):
-    """Observed ranges of which those of a GELU's output end at `clip_gelu`."""
+    """Observed ranges, limited to `clip_gelu` for the output of a GELU."""
 
     quantizer_class = ClippedQuantizer
 
@@ -231,7 +231,7 @@ class _ClippedRanges(ObservedRanges):
 
     def settle(self) -> None:
         if self.bank.observing and self.gelu_inputs.settle(self.bank.device):
-            # Layers found late have been observed unclipped in this step.
+            # Layers found late were observed unclipped in this step.
             self.bank.clear_window()
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class _ClippedRanges(ObservedRanges):
             self.gelu_inputs.load_state_dict(state["gelu_inputs"])
 
 
-# they subtract lr·decay·p from the parameter; all others add decay·p to its gradient
+# these subtract lr·decay·p from the parameter; all others add decay·p to its gradient
 _DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")
 
 
@@ -261,10 +261,10 @@ def _is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, object]) ->
 
 
 class NoDecay:
-    """Takes back, step by step, what weight decay does to some parameters.
+    """Undo weight decay of some parameters in every step.
 
-    A group of their own would need no such thing, but learning-rate schedulers and saved optimizer states count the
-    groups that the user's code made.
+    A separate parameter group would be simpler, but learning-rate schedulers and saved optimizer states depend on the
+    groups that the user created.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -273,7 +273,7 @@ class NoDecay:
 
     @torch.no_grad()
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Subtract a coupled decay from the gradient; remember what a decoupled one will take."""
+        """Subtract a coupled decay from the gradient; remember what a decoupled one will subtract."""
         self._taken = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -282,31 +282,31 @@ class NoDecay:
                     continue
                 spared = [p for p in group["params"] if id(p) in self._ids and p.grad is not None]
                 if spared and _is_decoupled(optimizer, group):
-                    # it multiplies by (1 - lr λ): lr λ p, of p before the step, is given back
+                    # it multiplies by (1 - lr λ), so lr λ p, with p before the step, is added back
                     values = [local_part(parameter.detach()) for parameter in spared]
                     self._taken.append((values, torch._foreach_mul(values, float(group["lr"]) * decay)))
                     continue
                 for parameter in spared:
-                    # A coupled decay λp is in the gradient that the optimizer makes; subtracted before, it cancels.
+                    # The optimizer adds a coupled decay λp to the gradient. Subtracting it first cancels it.
                     parameter.grad.add_(parameter, alpha=-decay)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Restore what a decoupled decay took."""
+        """Add back what a decoupled decay subtracted."""
         for values, taken in self._taken:
             torch._foreach_add_(values, taken)
         self._taken = []
 
 
 OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, *RECURRENT, StackedExperts)
-"""Layers whose weights are quantised with the scales that they give, neither learned nor searched."""
+"""Layers whose weight scales are computed from the weight, neither learned nor searched."""
 
 
 class _LearnedRanges(ObservedRanges):
-    """Scales are parameters that layers learn beside their weights (LSQ, LSQ+, PACT); an observed range starts them.
+    """Scales are parameters that layers learn with their weights (LSQ, LSQ+, PACT), started from an observed range.
 
-    Embeddings, recurrent layers and stacked experts keep the scales that their weights give: of the one a step sees few
-    rows, the others have several weights. So do layers that share a weight: it is baked once, for all of them.
+    Embeddings, recurrent layers and stacked experts keep scales computed from their weights: a step sees few rows of an
+    embedding, and the others have several weights. So do layers that share a weight, which is baked once for all.
     """
 
     quantizer_class = LearnedQuantizer
@@ -325,9 +325,9 @@ class _LearnedRanges(ObservedRanges):
         if any(map(is_sharded, (weight for layer in layers.values() for weight in weights_of(layer).values()))):
             raise CompatibilityError(
                 "qat",
-                f"range must be an observed one, such as ema, for a model that is sharded already, got {kind}: FSDP2 "
-                "takes in no parameters afterwards, and learned scales are such",
-                "observe ranges, or use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP",
+                f"range {kind} adds learned scales as parameters, but the model is already sharded and FSDP2 "
+                "accepts no new parameters",
+                "use an observed range such as ema, DDP, or strategy eff_fsdp or the HF Trainer, which shard later",
             )
         rounded = self.config.gate == "rounded"
         owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
@@ -335,7 +335,7 @@ class _LearnedRanges(ObservedRanges):
             scheme = quantizer.scheme
             if quantizer.index is not None:
                 quantizer.learned_input = InputRange(layer, kind, scheme, rounded)
-            # Two layers with one weight would learn two scales for it; it keeps the one that its values give.
+            # Two layers that share a weight would learn two scales for it, so its scale is computed from the weight.
             alone = all(owners[id(weight)] == 1 for weight in weights_of(layer).values())
             learnable = scheme.weight == "channel" and alone and not isinstance(layer, OWN_SCALES)
             if kind != "pact" and learnable:
@@ -352,12 +352,12 @@ class _LearnedRanges(ObservedRanges):
         return [(layer, name, value) for layer in self.layers.values() for name, value in _parameters(layer)]
 
     def begin(self, device: torch.device, seed: int) -> None:
-        """Begin or resume a run: FSDP2 has put its own parameters in the place of those that were registered."""
+        """Begin or resume a run, after FSDP2 replaced the registered parameters by its own."""
         super().begin(device, seed)
         for name, layer in self.layers.items():
             _refuse_other_dtypes(name, layer)
         found = self._parameters()
-        # PACT's clip is meant to decay (Choi et al. 2018, section 3.1)
+        # PACT's clip should decay (Choi et al. 2018, section 3.1)
         self._decay = NoDecay(value for _, name, value in found if name != "input_clip")
         self._positive = [value for _, name, value in found if name != "input_offset"]
 
@@ -390,7 +390,7 @@ class _LearnedRanges(ObservedRanges):
     def after_step(self) -> None:
         super().after_step()
         self._decay.after_step()
-        # A scale must stay positive; below the bound its gradient could not bring it back soon.
+        # A scale must stay positive. From below the bound it would take many steps to return.
         torch._foreach_clamp_min_([local_part(value) for value in self._positive], SMALLEST_MAGNITUDE)
 
     def reestimate(self, calibrate: Callable[[], None]) -> bool:
@@ -420,7 +420,7 @@ class _LearnedRanges(ObservedRanges):
                 name in vars(layer).get("gathered", {}) or not is_sharded(value)
                 for layer, name, value in self._parameters()
             )
-            self._closed = self._learned() if whole_here else {}  # cut short: the other processes may be gone
+            self._closed = self._learned() if whole_here else {}  # interrupted: the other processes may be gone
         self.release()
         self.layers = {}
 
@@ -447,13 +447,13 @@ class _LearnedRanges(ObservedRanges):
 
 
 class _ClippedLearnedRanges(_LearnedRanges, _ClippedRanges):
-    """Learned scales (PACT) that start from clipped ranges where a layer reads a GELU's output."""
+    """Learned scales (PACT) that start from clipped ranges for the output of a GELU."""
 
     quantizer_class = ClippedLearnedQuantizer
 
 
 def make_policy(config: QatConfig, schemes: Mapping[str, LayerScheme]) -> ObservedRanges:
-    """Return the range policy that a config asks for, for layers that are quantised like this."""
+    """Return the range policy of a config for layers with these schemes."""
     learns, clips = config.learns_ranges, config.clip_gelu is not None
     kinds = {
         (False, False): ObservedRanges,
@@ -470,9 +470,9 @@ def _refuse_other_dtypes(name: str, layer: nn.Module) -> None:
     if learned and other:
         raise CompatibilityError(
             "qat",
-            f"range must be an observed one, such as ema, for 16-bit weights under FSDP2, got {name} in {other.pop()} "
-            f"with learned scales in {learned.pop()}: FSDP2 takes parameters of one dtype together",
-            "observe ranges, or load the model in float32 and let FSDP2 compute in 16 bits",
+            f"FSDP2 needs one dtype per group of parameters, but {name} is in {other.pop()} "
+            f"and its learned scales are in {learned.pop()}",
+            "use an observed range such as ema, or load the model in float32 and let FSDP2 compute in 16 bits",
         )
 
 

@@ -1,4 +1,4 @@
-"""Saved ranges put back into a plain model with baked weights."""
+"""Restore saved ranges in a plain model with baked weights."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from shared_core.quantization.schemes import Input, LayerScheme, Weight
 
 
 def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> nn.Module:
-    """Return `model`, changed in place so that its layers quantise their inputs as they did in training.
+    """Make a model's layers quantise their inputs as in training, in place; return the model.
 
-    A model with baked weights and the ranges saved beside it computes, bit for bit, what the model in
-    quantization-aware training computed in evaluation.
+    With baked weights and their saved ranges, the outputs equal, bit for bit, those of the model in
+    quantization-aware training, in evaluation mode.
 
     Args:
         model: The plain model with baked weights.
@@ -44,7 +44,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
 
     Raises:
         MatchError: If a name is no layer that can be quantised.
-        ConfigError: If a range is empty or not finite, or a value is none that quantisation saves.
+        ConfigError: If a range is empty or not finite, or a value is invalid.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 1, bias=False))
@@ -67,8 +67,8 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         restore(module)
         index = static.index(name) if name in static else None
         entry = ranges[name]
-        # A folded layer's steps are those of the folded weight, which the unfolded one does not tell: the file has
-        # them.
+        # A folded layer's scales belong to the folded weight and cannot be computed from the unfolded one, so they
+        # are saved.
         if "batch_norm" not in entry:
             swap(module, SavedQuantizer(bank, index, schemes[name], dict(entry)))
             continue
@@ -80,7 +80,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
 
 
 def _take_learned(bank: RangeBank, row: int | None, entry: Mapping[str, Any]) -> None:
-    if row is not None and "scale" in entry:  # the range alone gives it back but for rounding
+    if row is not None and "scale" in entry:  # from the range alone it would be rounded differently
         bank.scale[row], bank.zero_point[row] = entry["scale"], entry["zero_point"]
 
 
@@ -93,7 +93,7 @@ def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str,
 
 
 def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
-    """Return how a saved layer was quantised; what is not said is the default of `LayerScheme`."""
+    """Return the scheme of a saved layer. Missing values are the defaults of `LayerScheme`."""
     if not isinstance(entry, Mapping):
         raise ConfigError(where, f"range must be a mapping, got {entry!r}")
     fields = {field.name: entry[field.name] for field in dataclasses.fields(LayerScheme) if field.name in entry}
@@ -112,14 +112,14 @@ def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
     """Return (min, max) of a saved range."""
     minimum, maximum = (checked(entry.get(name), float, where, name) for name in ("min", "max"))
     if minimum > maximum:
-        raise ConfigError(where, f"min and max must be in this order, got {minimum} and {maximum}")
+        raise ConfigError(where, f"min must not exceed max, got {minimum} and {maximum}")
     return minimum, maximum
 
 
 def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Fuse the batch norms that quantised layers compute into them, in a model that is not trained on.
+    """Fuse folded batch norms into their quantised layers, in a model that is not trained further.
 
-    Layers go on quantising their inputs; their weights hold the values of their codes.
+    Layers still quantise their inputs, and their weights hold quantised values.
     """
     if ranges is None:
         plain = {name: module for name, module in model.named_modules() if not is_quantized(module)}
@@ -132,15 +132,14 @@ def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | Non
         saved = quantizer.entry(module)
         layer: Any = module
         weight, batch_norm = (
-            # The folded weight on its grid is taken before fusing: fusing rounds weight and factor again, off the
-            # grid.
+            # Take the folded weight on its grid before fusing, because fusing rounds weight and factor again.
             quantizer.rounded(layer, folded_weight(layer, layer.weight.detach())),
             layer.fold.batch_norm,
         )
         restore(module)
         fuse_pair_(model, module, batch_norm)
         with torch.no_grad():
-            layer.weight.copy_(weight)  # fusing rounds the weight and the factor apart
+            layer.weight.copy_(weight)  # fusing rounds weight and factor separately
         saved = None if saved is None else {key: value for key, value in saved.items() if key != "batch_norm"}
         _take_learned(quantizer.bank, quantizer.index, saved or {})
         swap(module, SavedQuantizer(quantizer.bank, quantizer.index, quantizer.scheme, saved))

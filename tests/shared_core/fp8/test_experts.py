@@ -82,7 +82,7 @@ def test_what_is_left_is_told():
     odd = {"intermediate_size": 20}
     with pytest.raises(MatchError, match=r"(?s)at least .*sizes must be multiples of 16 for FP8 tensor cores, got 40"):
         Session({"fp8": {"recipe": "tensorwise"}}).attach(mixture("mixtral", **odd))
-    with pytest.raises(CompatibilityError, match=r"include must name layers .* multiples of 16 for FP8 .*, got 40"):
+    with pytest.raises(CompatibilityError, match=r"include names .* multiples of 16 for FP8 .*, got 40"):
         convert_to_fp8(mixture("mixtral", **odd), Fp8Config(recipe="tensorwise", include=(EXPERTS,)))
 
 
@@ -93,5 +93,5 @@ def test_sharded_stacks_are_refused_before_the_first_step(recipe, monkeypatch):
     net = mixture("mixtral", **SIZES)
     session.attach(net)
     monkeypatch.setattr(f"shared_core.{key}.technique.is_sharded", lambda value: value.ndim == 3)
-    with pytest.raises(CompatibilityError, match=r"experts\..* must not be sharded, got a stack of experts that is"):
+    with pytest.raises(CompatibilityError, match=r"experts\..* sharded"):
         session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=1)

@@ -156,7 +156,7 @@ def test_training_stops_when_every_step_is_discarded():
     step(session, optimizer, model, [bad[2]])
     state = session.state_dict()
     step(session, optimizer, model, [bad[3]])
-    with pytest.raises(TrainingError, match=r"finite at least once in 3 steps \(max_skips\)"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row \(max_skips\)"):
         step(session, optimizer, model, [bad[4]])
     session, optimizer = start(net(), state=state, recipe="rowwise", max_skips=3)  # and a resume does not
     step(session, optimizer, session.context.model, [bad[5]])
@@ -190,7 +190,7 @@ def test_a_scaler_skips_the_step_that_overflowed(recipe):
 def test_states_of_other_runs_are_refused():
     session, _ = start(net())
     state = session.state_dict()
-    with pytest.raises(CheckpointError, match=r"must be of the layers that are in FP8 now, but differ in 0, 2"):
+    with pytest.raises(CheckpointError, match=r"differ in 0, 2"):
         start(net(), state=state, include=["0"])
     with pytest.raises(CheckpointError, match="amax_history must be the saved 16 steps, got 4"):
         start(net(), state=state, amax_history=4)

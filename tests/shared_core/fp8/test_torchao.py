@@ -95,7 +95,7 @@ def test_keys_parameters_and_modules_stay_and_stock_layers_come_back():
     twin = copy.deepcopy(model)
     x = torch.randn(5, 16)
     assert torch.equal(twin(x), model(x))
-    with pytest.raises(CompatibilityError, match="must have no FP8 layers yet"):
+    with pytest.raises(CompatibilityError, match="already has FP8 layers"):
         convert_to_fp8(model, Fp8Config(recipe="rowwise"))
     assert step(session, optimizer, model, x)
     session.finish()

@@ -305,7 +305,7 @@ def test_adapters_stay_in_float_and_are_named():
     ours.attach(net())
     left_out = ours.receipt()["techniques"]["qat"]["left_out"]
     assert set(left_out) == {f"{layer}.lora_{side}.default" for layer in (0, 2) for side in "AB"}
-    assert set(left_out.values()) == {"a LoRA adapter, trained in float over a quantised base"}
+    assert {"LoRA adapter" in reason for reason in left_out.values()} == {True}
 
 
 CODES = "bitsandbytes.* codes.*lora_base none.*int4_weight"

@@ -181,7 +181,7 @@ class TestText:
          "nan:8", "inf:8", (), ((1,),), 7],
     )  # fmt: skip
     def test_refusals(self, floor):
-        with pytest.raises(ConfigError, match="floor must be auto or pairs of step and floor, both rising"):
+        with pytest.raises(ConfigError, match="floor must be auto or pairs of step and floor"):
             parse_floor(floor)
 
     def test_python_takes_pairs(self):

@@ -107,5 +107,5 @@ def test_inputs_that_say_little_still_give_a_solution(dtype):
     assert kept.sum() == 8 * 15
     with pytest.raises(TrainingError, match="hessian must be finite"):
         compensated(weight, torch.full((16, 16), torch.nan), sparsity=0.5)
-    with pytest.raises(ConfigError, match="actorder must be left out with pruning"):
+    with pytest.raises(ConfigError, match="actorder cannot be combined"):
         compensated(weight, x @ x.T, sparsity=0.5, actorder=True)

@@ -506,14 +506,14 @@ def one(x=PAIR, scale=0.1, zero_point=0, qmin=-128, qmax=127, **options):
     *((lambda zero=zero: one(zero_point=zero), "zero_point must be a whole number in") for zero in (300, 0.5)),
     (lambda: one(qmin=127), "qmin must be below qmax"),
     (lambda: one(qmax=1.5), "qmax must be a whole number"),
-    (lambda: one(scale=torch.ones(3)), "scale must be one number without an axis"),
+    (lambda: one(scale=torch.ones(3)), "scale must be one number"),
     (lambda: one(scale=torch.ones(3), axis=0), "one value for each of the 2 channels"),
     (lambda: one(axis=1), "axis must name one of the 1 axes"),
     (lambda: one(gate="soft"), "gate must be"),
     (lambda: choose_qparams_symmetric(torch.tensor([[1.0, NAN]])), "weight must be finite"),
     (lambda: choose_qparams_symmetric(torch.zeros(0, 3)), "weight must be a floating-point tensor with elements"),
     (lambda: choose_qparams_symmetric(torch.ones(2), 1), "axis must name"),
-    *((lambda ends=ends: choose_qparams_affine(*ends, -128, 127), "finite and in this order")
+    *((lambda ends=ends: choose_qparams_affine(*ends, -128, 127), "must have one shape and be finite")
       for ends in ((1.0, 0.0), (NAN, 1.0), (0.0, INF))),
     (lambda: fake_quantize_groups(X, 8), "group_size must be a whole number that divides the last axis, 12, got 8"),
     (lambda: fake_quantize_groups(X, 0), "group_size must be"),
@@ -530,7 +530,7 @@ def one(x=PAIR, scale=0.1, zero_point=0, qmin=-128, qmax=127, **options):
     (lambda: fp8_fake_quantize(X, axis=2), "axis must name one of the 2 axes"),
     (lambda: choose_qparams_activation(0.0, 1.0, clip=0.0), r"clip must be in \(0, inf\)"),
     (lambda: choose_qparams_activation(0.0, 1.0, 1), "bits must be"),
-    (lambda: choose_qparams_activation(NAN, 1.0), "finite and in this order"),
+    (lambda: choose_qparams_activation(NAN, 1.0), "must have one shape and be finite"),
 ])  # fmt: skip
 def test_refusals(call, message):
     with pytest.raises(ConfigError, match=message):

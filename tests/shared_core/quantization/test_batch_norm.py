@@ -112,7 +112,7 @@ def test_only_what_may_be_fused_is_fused(observed):
     assert [(entry.layer, entry.batch_norm, entry.activation) for entry in report.fused] == [
         ("first", "first_norm", "relu")
     ]
-    assert "tapped" in report.refused["second_norm"]
+    assert "residual" in report.refused["second_norm"]
     assert "add" in report.refused["second_norm"]
     assert "shared module, called 2 times" in report.refused["shared_norm"]
     torch.testing.assert_close(net(x), expected)
@@ -140,14 +140,14 @@ def test_refusals_say_why():
 def test_a_model_that_fx_cannot_trace_needs_inputs():
     torch.manual_seed(0)
     net = NeedsValues().eval()
-    with pytest.raises(CompatibilityError, match=r"traceable.*NeedsValues.*example_inputs"):
+    with pytest.raises(CompatibilityError, match=r"NeedsValues.*example_inputs"):
         fuse_batch_norm(net)
     with pytest.raises(CompatibilityError, match=r"must run on example_inputs.*RuntimeError"):
         fuse_batch_norm(net, torch.randn(2, 9))
     with torch.no_grad():
         net.layer.bias.fill_(20.0)
     # the sum is read as well as the norm: another branch takes the value without it
-    assert "tapped" in fuse_batch_norm(net, {"x": torch.randn(4, 3)}).refused["norm"]
+    assert "residual" in fuse_batch_norm(net, {"x": torch.randn(4, 3)}).refused["norm"]
 
 
 def test_observed_and_symbolic_flow_agree():
@@ -295,7 +295,7 @@ def test_a_model_whose_outputs_would_change_is_left_as_it_was():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.randn(4, 3)
     before, norm = copy.deepcopy(net.state_dict()), net[1]
     norm.forward = lambda value: 2 * nn.BatchNorm1d.forward(norm, value)  # as wrappers of other libraries do
-    with pytest.raises(CompatibilityError, match=r"outputs must stay equal.*left as it was"):
+    with pytest.raises(CompatibilityError, match=r"outputs on example_inputs.*unchanged"):
         fuse_batch_norm(net, x)
     assert net[1] is norm
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
@@ -464,5 +464,5 @@ def test_it_can_be_switched_off_and_a_wrong_name_is_refused():
     train(session, optimizer, model, range(1))
     session.finish()
     entry = session.deployment()["qat"]["ranges"]["first.conv"]
-    with pytest.raises(MatchError, match=r"batch_norm of first.conv must be .* got 'first.nrm'"):
+    with pytest.raises(MatchError, match=r"batch_norm of first.conv is 'first.nrm'"):
         apply_ranges(make_net(), {"first.conv": {**entry, "batch_norm": "..nrm", "weight_scale": [1.0] * 4}})

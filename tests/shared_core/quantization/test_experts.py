@@ -79,7 +79,7 @@ def test_inputs_that_are_not_seen_stay_in_float_and_are_told(scheme):
     net.set_experts_implementation("eager")
     _, report = quantize_with_report(net, scheme, [{"input_ids": IDS}])
     assert next(entry for entry in report.layers if entry["name"] == EXPERTS)["input"] == "none"
-    assert f"{EXPERTS} are quantised in their weights alone" in report.notes[0]
+    assert f"only the weights of {EXPERTS}" in report.notes[0]
     quantized = quantize(mixture("mixtral"), "int8_dynamic")
     quantized.set_experts_implementation("eager")
     with pytest.raises(CompatibilityError, match="experts implementation must stay batched_mm or grouped_mm"):
@@ -140,8 +140,8 @@ def test_learned_ranges_and_stochastic_rounding_leave_experts_on_their_own_scale
 
 
 def test_what_cannot_be_is_refused_or_told():
-    with pytest.raises(ConfigError, match="activation_bits must be left out for stacked experts"):
+    with pytest.raises(ConfigError, match=r"activation_bits .* stacked experts"):
         quantize(mixture("mixtral"), {"scheme": "int8", "overrides": {"*.experts": {"activation_bits": 8}}})
     adapted = get_peft_model(mixture("mixtral"), LoraConfig(target_parameters=["mlp.experts.down_proj"]))
-    with pytest.raises(CompatibilityError, match=r"adapters compute with the sum of its stacks"):
+    with pytest.raises(CompatibilityError, match=r"peft's adapters"):
         quantize(adapted, {"scheme": "int8_weight", "include": ["MixtralExperts"]})

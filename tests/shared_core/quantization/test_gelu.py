@@ -103,7 +103,7 @@ def test_what_comes_out_of_a_gelu_is_found(kind):
 def test_what_does_not_is_an_error_after_one_step(kind):
     model = Mlp(OTHERS[kind])
     technique, context = start(model)
-    with pytest.raises(MatchError, match="clip_gelu must find a layer with a range that reads the output of a GELU, f"):
+    with pytest.raises(MatchError, match="clip_gelu found no layer"):
         step(technique, context, model, [torch.randn(32, 4)])
     assert "down" not in technique.policy.gelu_inputs.found
 
@@ -245,7 +245,7 @@ def test_quantization_without_training(between, kind):
     assert not any(parameter.requires_grad for parameter in [*quantized.parameters(), *model.parameters()])
     free = quantize(model, {"scheme": "int8", "range": kind}, batches)
     assert free.down.quantizer.saved["max"] > 10
-    with pytest.raises(MatchError, match="clip_gelu must find a layer"):
+    with pytest.raises(MatchError, match="clip_gelu found no layer"):
         quantize(Mlp(nn.ReLU()), {"scheme": "int8", "clip_gelu": 10}, batches)
 
 
@@ -261,6 +261,6 @@ def test_refusals():
     for value in (0, -1, float("nan"), "inf"):
         with pytest.raises(ConfigError, match=r"qat\.clip_gelu"):
             QatConfig(scheme="int8", clip_gelu=value)
-    with pytest.raises(MatchError, match="clip_gelu must find layers whose inputs have a range, found none"):
+    with pytest.raises(MatchError, match="clip_gelu found no layer"):
         start(nn.Sequential(nn.Embedding(4, 4)))
     assert QatConfig(scheme="int8").clip_gelu is None

@@ -330,7 +330,7 @@ X, S = torch.ones(2, 3), torch.tensor(0.5)
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: lsq_fake_quantize(torch.ones(2, dtype=torch.int8), S, -8, 7), "x must be a floating-point tensor"),
     (lambda: lsq_fake_quantize(X, 0.5, -8, 7), "scale must be a floating-point tensor, got float"),
-    (lambda: lsq_fake_quantize(X, torch.ones(3), -8, 7), "scale must be one number without an axis"),
+    (lambda: lsq_fake_quantize(X, torch.ones(3), -8, 7), "scale must be one number"),
     (lambda: lsq_fake_quantize(X, torch.ones(2), -8, 7, axis=1), "one value for each of the 3 channels"),
     (lambda: lsq_fake_quantize(X, torch.ones(3), -8, 7, axis=2), "axis must name one of the 2 axes"),
     (lambda: lsq_fake_quantize(X, S, -8, 7, zero_point=torch.ones(3)), "zero_point must be one number"),

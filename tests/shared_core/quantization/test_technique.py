@@ -209,7 +209,7 @@ def test_a_run_that_ends_before_begin_stays_in_float():
     run.step(*batches(1))
     state, before = run.model.state_dict(), run.model[0].weight.detach().clone()
     assert run.technique.bake(state) is state
-    assert run.technique.plan(run.context).missing == "fake quantisation is not on yet, it starts at step 9"
+    assert run.technique.plan(run.context).missing.endswith("starts at step 9")
     run.technique.finish(run.context)
     assert torch.equal(run.model[0].weight, before)
     assert type(run.model[0]) is type(small_net()[0])
@@ -223,8 +223,9 @@ def test_what_was_asked_for_is_reached_when_ranges_freeze_that_are_to_freeze():
     for batch in batches(3):
         run.step(batch)
         found.append(run.technique.plan(run.context).missing)
-    moving = "ranges still move, they freeze at step 3"
-    assert found == ["fake quantisation is not on yet, it starts at step 1", moving, moving, ""]
+    assert found[0].endswith("starts at step 1")
+    assert found[1].endswith("freeze at step 3")
+    assert found[1:] == [found[1], found[1], ""]
 
 
 def test_keep_leaves_the_modules():
@@ -331,7 +332,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
         QatConfig(scheme="int8", include=("embed", "head"), overrides={"head": {"weight_bits": 4}})
     )
     other = Tied()
-    with pytest.raises(ConfigError, match="head must be quantised like embed, with which it shares its weight"):
+    with pytest.raises(ConfigError, match="head shares its weight with embed"):
         technique.attach(Context(model=other))
     assert type(other.head) is nn.Linear
 
@@ -339,7 +340,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
 @pytest.mark.parametrize("pattern", ["odd", "head", "Doubled"])
 def test_asking_for_what_cannot_be_is_an_error(pattern):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", include=(pattern, "body")))
-    with pytest.raises(CompatibilityError, match="include must name layers that can be quantised"):
+    with pytest.raises(CompatibilityError, match=r"include names .* cannot be quantised"):
         technique.attach(Context(model=Tied()))
 
 
@@ -351,7 +352,7 @@ def test_matching_nothing_and_attaching_twice_are_errors():
     with pytest.raises(MatchError, match="can be quantised; 0: Doubled"):
         technique.attach(Context(model=only))
     model = Run(small_net()).model
-    with pytest.raises(CompatibilityError, match="no quantisers yet"):
+    with pytest.raises(CompatibilityError, match="already has quantisers"):
         technique.attach(Context(model=model))
 
 
@@ -408,7 +409,7 @@ def test_replaced_weights_get_ranges_of_their_own():
     assert services.asked == [3]
     assert run.range_of("0") == (joined.min().item(), joined.max().item())
     services.data = [data[0] * float("nan")]
-    with pytest.raises(TrainingError, match="calibration batches must reach"):
+    with pytest.raises(TrainingError, match="calibration batches"):
         run.technique.weights_replaced(run.context)
     assert run.range_of("0") == (joined.min().item(), joined.max().item())
 

@@ -131,8 +131,9 @@ def test_other_layers_and_widths_stay_on_the_reference_and_say_so():
     config = {"scheme": "int8", "skip": ["last"], "overrides": {"3": {"activation_bits": 4}}}
     fast = convert(quantize(net, config, [torch.randn(8, 4, 8)]), backend="torchao")
     report = conversion_report(fast)
-    assert report["0"] == {"type": "Conv1d", "kernel": "reference: whole numbers, summed in float64", "why": ""}
-    assert report["3"]["why"] == "torchao has no inputs of 4 bits"
+    assert (report["0"]["type"], report["0"]["why"]) == ("Conv1d", "")
+    assert report["0"]["kernel"].startswith("reference")
+    assert "4-bit inputs" in report["3"]["why"]
     assert report["4"] == {"type": "Linear", "kernel": "float", "why": ""}
     narrow = quantize(nn.Linear(30, 10), {"scheme": "int4_weight", "group_size": 10})
     assert "groups of 32, 64 or 128" in conversion_report(convert(narrow, backend="torchao"))[""]["why"]
@@ -209,7 +210,7 @@ def test_grids_are_read_off_baked_weights_and_refused_where_there_is_none():
 
 def test_backends_are_refused_by_name_and_torchao_where_it_is_missing(monkeypatch):
     quantized = quantize(make_net(), "int8_weight")
-    with pytest.raises(ConfigError, match="backend must be one that exists, got 'torch'"):
+    with pytest.raises(ConfigError, match="backend 'torch'"):
         convert(quantized, backend="torch")
     assert conversion_report(convert(quantized, backend="auto"))["0"]["kernel"].startswith("torchao")
     find = importlib.util.find_spec

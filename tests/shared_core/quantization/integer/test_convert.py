@@ -226,11 +226,11 @@ NAN_WEIGHT[0].weight.data[0, 0] = float("nan")
 
 
 @pytest.mark.parametrize(("model", "ranges", "error", "message"), [
-    (LINEAR, None, MatchError, "found none; train it with qat"),
-    (LINEAR, {"00": RANGE}, MatchError, "'00' must be a layer of the model that can be"),
+    (LINEAR, None, MatchError, "no layer .*; train it with qat"),
+    (LINEAR, {"00": RANGE}, MatchError, "'00' is no layer of the model that can be"),
     (LINEAR, {}, MatchError, "at least one layer"),
     (LINEAR, {"0": {"min": 0.0}}, ConfigError, "convert: 0: max must be a finite number, got None"),
-    (LINEAR, {"0": {"min": 1.0, "max": 0.0}}, ConfigError, "convert: 0: min and max must be in this order"),
+    (LINEAR, {"0": {"min": 1.0, "max": 0.0}}, ConfigError, "convert: 0: min .*max"),
     (LINEAR, {"0": {"min": 0.0, "max": float("nan")}}, ConfigError, "convert: 0: max must be a finite number"),
     (LINEAR, {"0": {**RANGE, "weight_bits": 16}}, ConfigError, r"weight_bits must be in \[1, 8\], got 16"),
     (nn.Sequential(nn.Linear(70_000, 1)), {"0": RANGE}, CompatibilityError, "overflow 32 bits"),

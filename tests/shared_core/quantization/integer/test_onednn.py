@@ -319,12 +319,9 @@ def test_the_report_says_which_convolutions_run_and_why_not(monkeypatch):
     assert [entry["type"] for entry in report.values()] == ["Conv2d"] * 4
     assert report["0"]["kernel"].startswith("oneDNN int8 static: int8 x int8 -> int32 (onednn.qconv2d)")
     assert report["0"]["why"] == report["3"]["why"] == ""
-    assert report["1"] == {
-        "type": "Conv2d",
-        "kernel": "reference: whole numbers, summed in float64",
-        "why": "oneDNN pads with zeros by numbers, not reflect by (1, 1)",
-    }
-    assert report["2"]["why"] == "oneDNN pads with zeros by numbers, not zeros by same"
+    assert report["1"]["kernel"].startswith("reference")
+    assert report["1"]["why"].endswith("not reflect by (1, 1)")
+    assert report["2"]["why"].endswith("not zeros by same")
     reference = converted(net)[0]
     torch.testing.assert_close(run(fast, images()), run(reference, images()), rtol=1e-3, atol=1e-2)
     monkeypatch.setattr(fast_convert, "sums_exactly", lambda kernel: kernel != "convolution")

@@ -210,7 +210,7 @@ def test_an_integer_model_is_attacked_through_its_float_model():
     x, y = x[:100], y[:100]
     integer = convert(quantize(net, "int8", batches()))
     for attack in (lambda: fgsm(integer, x, y, 0.1), lambda: pgd(integer, x, y, 0.1, 0.05, 2)):
-        with pytest.raises(CompatibilityError, match="computes on integers; make the attack on its float model"):
+        with pytest.raises(CompatibilityError, match="computes on integers; attack its float model"):
             attack()
     found = adversarial_accuracy(integer, [(x, y)], 0.1, source=net, low=0, high=1, steps=5)
     assert found.transferred
@@ -226,7 +226,7 @@ def test_a_gradient_that_is_lost_is_not_taken_for_strength():
         def forward(self, x):
             return self.net(self.how(x))
 
-    with pytest.raises(CompatibilityError, match="does not depend on it differentiably"):
+    with pytest.raises(CompatibilityError, match="differentiable"):
         fgsm(Lost(lambda x: x.detach()), X, Y, 0.1)
     with pytest.raises(CompatibilityError, match="zero for all 1 examples"):
         adversarial_accuracy(Lost(lambda x: (x * 16).round() / 16), [(X, Y)], 0.1)
@@ -247,8 +247,8 @@ def test_a_gradient_of_nan_is_refused():
     (lambda n: fgsm(n, X, Y, float("nan")), "eps must be at least 0"),
     (lambda n: fgsm(n, X.int(), Y, 0.1), "x must be floating point and finite, got torch.int32"),
     (lambda n: fgsm(n, X * torch.inf, Y, 0.1), "x must be floating point and finite"),
-    (lambda n: fgsm(n, X, torch.tensor([0, 1]), 0.1), "x and y must be tensors with as many examples"),
-    (lambda n: fgsm(n, X, [0], 0.1), "x and y must be tensors with as many examples, got .* and list"),
+    (lambda n: fgsm(n, X, torch.tensor([0, 1]), 0.1), "x and y must be tensors"),
+    (lambda n: fgsm(n, X, [0], 0.1), "x and y must be tensors .* list"),
     (lambda n: fgsm(n, X - 1, Y, 0.1, low=0, high=1), "x must lie between low and high"),
     (lambda n: fgsm(n, X, Y, 0.1, loss=lambda z, y: z), "loss must return a scalar"),
     (lambda n: pgd(n, X, Y, 0.1, 0.0, 2), "step must be above 0"),

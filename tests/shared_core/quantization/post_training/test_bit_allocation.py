@@ -74,7 +74,7 @@ COSTS, SIZES = {"a": {4: 1.0, 8: 0.0}}, {"a": 10}
     (lambda: plan_bits(COSTS, SIZES, 3), ConfigError, r"budget must be at least 4 bits.*lower floor"),
     (lambda: plan_bits(COSTS, SIZES, math.nan), ConfigError, "budget must be a finite number"),
     (lambda: plan_bits(COSTS, SIZES, 8, floor=9), ConfigError, "floor = 9"),
-    (lambda: plan_bits(COSTS, {"b": 1}, 8), MatchError, "sizes must hold 'a'"),
+    (lambda: plan_bits(COSTS, {"b": 1}, 8), MatchError, "sizes .*'a'"),
     (lambda: plan_bits(COSTS, SIZES, 8, [6]), MatchError, "finite cost at 6 bits"),
     (lambda: plan_bits({"a": {4: math.nan}}, SIZES, 8), MatchError, "finite cost at 4 bits"),
     (lambda: plan_bits({}, {}, 8), ConfigError, "at least one layer"),
@@ -83,8 +83,8 @@ COSTS, SIZES = {"a": {4: 1.0, 8: 0.0}}, {"a": 10}
     (lambda: selective(math.nan), ConfigError, "largest_loss"),
     (lambda: selective(start="half"), ConfigError, "start"),
     (lambda: selective(bits=4), ConfigError, "'0' must have a finite cost at 4 bits"),
-    (lambda: selective(keep=("0", "1")), ConfigError, "keep does not"),
-    (lambda: selective(keep=("7",)), MatchError, "'7' must be"),
+    (lambda: selective(keep=("0", "1")), ConfigError, "keep leaves no layer"),
+    (lambda: selective(keep=("7",)), MatchError, "'7' is no"),
     (lambda: selective(quality=math.nan), TrainingError, "NaN with 0 layers"),
 ])  # fmt: skip
 def test_planning_refuses(call, error, message):

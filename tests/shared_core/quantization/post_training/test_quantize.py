@@ -126,7 +126,7 @@ def test_nan_in_calibration_is_left_out_and_told():
     quantized, report = quantize_with_report(model, "int8", spoiled)
     assert accuracy(quantized) > accuracy(model) - 1
     assert any("NaN" in note for note in report.notes)
-    with pytest.raises(TrainingError, match="calibration must reach every quantised layer with finite inputs"):
+    with pytest.raises(TrainingError, match="no finite input"):
         quantize(model, "int8", [torch.full_like(batches()[0], float("nan"))])
 
 
@@ -139,7 +139,7 @@ def test_a_layer_that_no_batch_reaches_is_refused_unless_it_is_skipped():
         def forward(self, x):
             return self.used(x)
 
-    with pytest.raises(TrainingError, match="but idle saw none"):
+    with pytest.raises(TrainingError, match="idle"):
         quantize(Idle(), "int8", [torch.randn(2, 4)])
     assert quantize_with_report(Idle(), {"scheme": "int8", "skip": ["idle"]}, [torch.randn(2, 4)])[1].layers
 
@@ -176,13 +176,13 @@ def test_keeping_quantisers_is_for_training_and_changes_nothing_here():
 @pytest.mark.parametrize(
     ("config", "calibration", "options", "error", "message"),
     [
-        ("int8", None, {}, ConfigError, "calibration must be given for ranges of activations"),
-        ("int8", "empty", {}, ConfigError, "calibration must hold batches, got none"),
+        ("int8", None, {}, ConfigError, "ranges .* calibration"),
+        ("int8", "empty", {}, ConfigError, "calibration .* no batches"),
         ("int8", "loader", {}, ConfigError, "calibration must hold what the model takes.*without labels$"),
-        ("int8_weight", None, {"correct_bias": True}, ConfigError, "calibration must be given for correct_bias"),
+        ("int8_weight", None, {"correct_bias": True}, ConfigError, "correct_bias needs calibration"),
         ("int8", "good", {"num_batches": 0}, ConfigError, r"num_batches must be in \[1, inf\), got 0"),
         ("int8", "good", {"num_batches": True}, ConfigError, "num_batches must be a whole number"),
-        ({"scheme": "int8", "range": "lsq"}, "good", {}, ConfigError, "range must be observed, got 'lsq'"),
+        ({"scheme": "int8", "range": "lsq"}, "good", {}, ConfigError, "range .*'lsq'"),
         ({"scheme": "int9"}, "good", {}, ConfigError, "scheme"),
         ({"scheme": "int8", "bits": 3}, "good", {}, ConfigError, "bits"),
         ({"scheme": "int8", "include": ["nowhere"]}, "good", {}, MatchError, "nowhere"),
@@ -198,7 +198,7 @@ def test_bad_input_is_refused(config, calibration, options, error, message):
 def test_a_weight_that_is_not_finite_is_refused_and_so_is_a_quantised_model():
     model = make("mlp", 0)
     quantized = quantize(model, "int8_weight")
-    with pytest.raises(CompatibilityError, match="no quantisers yet"):
+    with pytest.raises(CompatibilityError, match="already has quantisers"):
         quantize(quantized, "int8_weight")
     model[1].weight.data[0, 0] = float("nan")
     with pytest.raises(CompatibilityError, match="weights of 1 must be finite"):
