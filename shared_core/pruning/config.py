@@ -133,8 +133,8 @@ class PruneConfig(OverridableConfig):
     scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
         help="global: one threshold for all; tower: one threshold for each top-level part (a vision and a text "
-        "encoder); local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer sizes "
-        "(kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
+        "encoder); local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer "
+        "sizes (kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
         each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(
