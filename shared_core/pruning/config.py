@@ -133,9 +133,9 @@ class PruneConfig(OverridableConfig):
     every: int = option(10, help="Optimizer steps between updates. The last update is always at end.", low=1)
     scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
-        help="global: one threshold for all; tower: one threshold for each top-level part (a vision and a text encoder); "
-        "local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer sizes "
-        "(kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
+        help="global: one threshold for all; tower: one threshold for each top-level part (a vision and a text "
+        "encoder); local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer "
+        "sizes (kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
         each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(

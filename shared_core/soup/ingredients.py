@@ -210,14 +210,14 @@ class RunIngredients:
         if not saved:
             self._not_made(
                 "the run saved no checkpoint",
-                "save some during training (save_steps or save_strategy, ModelCheckpoint) and keep them "
+                "Save some during training (save_steps or save_strategy, ModelCheckpoint) and keep them "
                 "(save_total_limit, save_top_k)",
             )
         elif not usable:
             self._not_made(
                 f"the run saved no checkpoint at or after step {first}, when pruning or quantisation is complete, and "
                 f"the last at step {saved[-1].step}",
-                "save later ones or end the schedule earlier",
+                "Save later ones or end the schedule earlier",
             )
         return usable
 

@@ -130,7 +130,7 @@ def test_after_training_too_and_told_before_it():
     assert not told.conflicts
     assert told.touched["prune"].left_out == {"0.weight": "left dense by overrides, sparsity 0"}
     told = explain(Recipe.from_dict({"prune": OWN}), build(), total_steps=100)
-    assert "sparsity 0.7, 4.weight 0.25;" in told.timeline[-1]["what"]
+    assert "sparsity 0.7, 4.weight 0.25" in told.timeline[-1]["what"]
 
 
 def test_a_large_layer_left_dense_by_overrides_was_asked_for():

@@ -138,7 +138,7 @@ def test_group_taylor_resumes_bit_for_bit():
             second.load_state_dict(first.state_dict())
     assert torch.equal(second.scores("a"), straight.scores("a"))
     assert second.num_observed == 4
-    with pytest.raises(CheckpointError, match="saved sum of a must be of 0 units, got"):
+    with pytest.raises(CheckpointError, match=r"saved sum of a must .* 0 units, got"):
         GroupTaylor({}).load_state_dict(first.state_dict())
 
 

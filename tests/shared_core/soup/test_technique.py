@@ -182,7 +182,7 @@ def test_last_and_first_usable_step():
 
 @pytest.mark.parametrize(
     ("saved", "first", "why"),
-    [(0, 0, "no checkpoint; "), (4, 41, "no checkpoint at or after step 41, .* last at step 40")],
+    [(0, 0, "no checkpoint"), (4, 41, "no checkpoint at or after step 41, .* last at step 40")],
 )
 def test_a_run_that_ends_before_it_saves_a_usable_checkpoint_keeps_its_last_weights(saved, first, why):
     model, context, services, technique = a_run()
