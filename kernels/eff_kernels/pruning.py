@@ -236,7 +236,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
 
 
 def _keep_first_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], score: float, number: int) -> bool:
-    """Set the masks of the first `count` equal scores; return True if there are that many."""
+    """Set the masks of the first `number` equal scores; return True if there are that many."""
     for i, mask in enumerate(masks):
         flat = mask.view(-1).numpy()
         for start in range(0, flat.size if number else 0, _PIECE):

@@ -30,7 +30,7 @@ class LossScaleConfig(TechniqueConfig):
         "tensor_parallel": "its telemetry sums counts over all processes, so replicated layers would count once per "
         "process; train in bf16, or use DDP or FSDP version 2",
         "bf16": "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
-        "drop loss_scale or train in fp16. It is allowed if fp8 casts gradients to e5m2, whose range is narrower: "
+        "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
         "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2",
         "deepspeed": DEEPSPEED,
         "fsdp1": "FSDP1 needs its own scaler, which joins the ranks' overflows; use FSDP2 or DDP",

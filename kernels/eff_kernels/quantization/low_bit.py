@@ -46,7 +46,7 @@ def binary_values(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: Any shape and floating type, not empty.
-        axis: Channels along this axis have a scale each; None: one for all.
+        axis: One scale per channel along this axis; None: one for all.
 
     Returns:
         Codes in `compute_dtype`, NaN for NaN, and the scale, which broadcasts with them.
