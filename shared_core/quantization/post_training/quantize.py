@@ -126,7 +126,7 @@ def quantize_with_report(
 
     Args:
         model: Trained, in float.
-        config: What is quantised how.
+        config: A scheme, options or a `QatConfig`.
         calibration: Batches of inputs.
         num_batches: Largest number of batches to run.
         fuse: Fuse each batch norm into the layer before it, which removes its keys. By default only done
