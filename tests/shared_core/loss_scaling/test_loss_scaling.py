@@ -78,7 +78,7 @@ class TestFloor:
         one_step(model, optimizer, scaler)  # a good one in between starts the count again
         for _ in range(49):
             one_step(model, optimizer, scaler, INF)
-        with pytest.raises(LossScaleError, match=r"50 steps \(max_skips\), got Inf or NaN in 50 steps in a row"):
+        with pytest.raises(LossScaleError, match=r"50 steps in a row .*max_skips"):
             one_step(model, optimizer, scaler, INF)
         assert isinstance(LossScaleError(""), TrainingError)
         assert torch.isfinite(model.weight).all()
