@@ -243,7 +243,7 @@ def test_the_table_names_every_format_once():
 
 
 def test_refusals_name_the_nearest():
-    with pytest.raises(ConfigError, match=r"'fp8_e4m' .*; did you mean 'fp8_e4m3'\?"):
+    with pytest.raises(ConfigError, match=r"'fp8_e4m'; did you mean 'fp8_e4m3'\?"):
         lookup("fp8_e4m")
     with pytest.raises(ConfigError, match=r"format must be"):
         encode(torch.zeros(1), "float8")
