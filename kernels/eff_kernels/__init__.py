@@ -1,1 +1,1 @@
-"""One public function an op: a float64-checked torch path everywhere, a Triton path on CUDA where it wins."""
+"""One public function per op: a torch path checked against float64, and a Triton path on CUDA where it is faster."""

@@ -1,6 +1,6 @@
-"""Values of the formats whose blocks share a scale, as one operator each, for CUDA outside compiled graphs.
+"""Rounding to block formats, one operator each, for CUDA outside compiled graphs.
 
-What they compute is written out in `shared_core.numerics`, which calls them; they equal it bit for bit.
+`shared_core.numerics` calls them and holds the reference, which they equal bit for bit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 GROUP_SIZES = (8, 16, 32, 64, 128)
-"""Blocks that `mx_round` takes."""
+"""Block sizes that `mx_round` supports."""
 
 
 @torch.library.custom_op("eff_kernels::mx_round", mutates_args=())
@@ -39,9 +39,9 @@ def nvfp4_round(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype, 
 
     Args:
         x: At least one axis, not empty; float32, bfloat16 or float16.
-        per_tensor_scale: One value on x's device; None takes that of x's largest magnitude.
+        per_tensor_scale: One value on x's device; None: computed from x's largest magnitude.
         dtype: float32, bfloat16 or float16.
-        binary: Whether x's own scale is rounded up to a power of two.
+        binary: Round x's own scale up to a power of two.
 
     Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
     """

@@ -1,7 +1,7 @@
 """The hot operation of distillation: divergence, cross-entropy and their gradient over rows of logits, in place.
 
-The torch path works through a few rows at a time, so that what it makes of them stays in cache and its scratch is small
-beside the logits; on CUDA one Triton program does a row.
+The torch path processes a few rows at a time, so that temporaries stay in cache and are small
+compared with the logits. On CUDA one Triton program processes a row.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 """The losses that `kd_rows_` computes."""
 # Divergences shrink with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both.
 _FLOAT32_TEMPERATURES = (0.01, 10.0)
-_CACHE_BYTES = 1 << 20  # of a tile: smaller ones wait longer for operators to start than for memory (AMD EPYC)
+_CACHE_BYTES = 1 << 20  # of a tile: with smaller ones, starting operators takes longest (AMD EPYC)
 _SCRATCH = 4
 
 
 def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
-    """Return the type for softmaxes of logits of a type: float32, or float64 for float64 and extreme temperatures.
+    """Return the type in which softmaxes are computed: float32, or float64 for float64 and extreme temperatures.
 
     Args:
-        dtype: Of the logits.
+        dtype: Dtype of the logits.
         temperature: Above 0.
 
     Example:
@@ -37,28 +37,28 @@ def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
 
 
 def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many of `rows` rows `kd_rows_` works on at a time: what a core's cache holds, at most a sixteenth.
+    """Return how many of `rows` rows `kd_rows_` processes at a time: as many as fit a core's cache, at most 1/16.
 
     Args:
-        rows: How many there are.
-        classes: Of each.
-        dtype: That of the arithmetic.
-        device: Where they lie.
+        rows: Number of rows.
+        classes: Classes per row.
+        dtype: Dtype of the arithmetic.
+        device: Device of the logits.
 
     Example:
         >>> tile_rows(256, 32_000_000, torch.float32, torch.device("cpu"))
         1
     """
-    # A sixteenth of a chunk at most: five tiles of float32 for half logits then weigh less than the chunk itself.
+    # At most 1/16 of a chunk, so that five float32 tiles for half-precision logits are smaller than the chunk itself.
     most = max(1, rows // 16)
-    # A GPU has no cache to fit: one launch over more rows is faster.
+    # On a GPU the cache does not matter: one launch over more rows is faster.
     if device.type != "cpu":
         return most
     return max(1, min(most, torch.get_num_threads() * _CACHE_BYTES // (max(classes, 1) * dtype.itemsize)))
 
 
 def _in_triton(device: torch.device, student: torch.dtype, teacher: torch.dtype, temperature: float) -> bool:
-    """Return True if `kd_rows_` is one Triton kernel for logits of these types, which needs no scratch."""
+    """Return True if `kd_rows_` runs one Triton kernel for logits of these types, without scratch memory."""
     return (
         device.type == "cuda"
         and arithmetic_dtype(student, temperature) == torch.float32
@@ -75,14 +75,14 @@ def scratch_rows(
     device: torch.device,
     teacher: torch.dtype | None = None,
 ) -> int:
-    """Return how many rows of logits weigh as much as what `kd_rows_` needs beside them, rounded up.
+    """Return the scratch memory of `kd_rows_` in rows of logits, rounded up.
 
     Args:
-        rows: How many there are.
-        classes: Of each.
-        logits: Their dtype.
+        rows: Number of rows.
+        classes: Classes per row.
+        logits: Dtype of the logits.
         temperature: Above 0.
-        device: Where they lie.
+        device: Device of the logits.
         teacher: Dtype of the teacher's logits; None: the student's.
 
     Example:
@@ -92,7 +92,7 @@ def scratch_rows(
     if _in_triton(device, logits, teacher or logits, temperature):
         return 0
     dtype = arithmetic_dtype(logits, temperature)
-    # four tiles, the comparison of one and the copy that leaves it
+    # four tiles, and a comparison and a copy of one
     return (_SCRATCH + 1) * tile_rows(rows, classes, dtype, device) * dtype.itemsize // logits.itemsize
 
 
@@ -110,7 +110,7 @@ def kd_rows_(
     teacher_softcap: float = 0.0,
     ruled_out: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the soft and the hard loss of each row, and put their weighted gradient in the student's place.
+    r"""Return the soft and the hard loss per row, and overwrite the student's logits with the weighted gradient.
 
     Soft: :math:`T^2 D(softmax(t/T), softmax(s/T))`. Hard: :math:`-\log softmax(s)_{label}`. Afterwards `student_logits`
     holds ``soft_weight * d soft/ds + hard_weight * d hard/ds``. Kullback-Leibler, of the teacher from the student:
@@ -119,8 +119,8 @@ def kd_rows_(
 
     Args:
         student_logits: ``(rows, classes)``, any float dtype; overwritten by the gradient.
-        teacher_logits: ``(rows, classes)``, any float dtype; kept.
-        labels: int64 ``(rows,)``, the class, or -1 where a row has none; None: no row has.
+        teacher_logits: ``(rows, classes)``, any float dtype; not changed.
+        labels: int64 ``(rows,)``, the class, or -1 for rows without label; None: no labels.
         temperature: T > 0.
         soft_weight: Factor of the soft gradient.
         hard_weight: Factor of the hard gradient.
@@ -128,10 +128,10 @@ def kd_rows_(
         beta: β of ``"jsd"``, in (0, 1).
         student_softcap: c of ``c tanh(s/c)``, applied to the logits first and differentiated through; 0: none.
         teacher_softcap: Likewise for the teacher.
-        ruled_out: Whether logits may be -inf; a class that adds nothing then adds 0, not NaN.
+        ruled_out: True if logits may be -inf. Such a class then contributes 0, not NaN.
 
     Returns:
-        Soft and hard loss, each ``(rows,)`` in `arithmetic_dtype`; the hard loss is 0 without a label.
+        Soft and hard loss, each ``(rows,)`` in `arithmetic_dtype`. The hard loss is 0 without a label.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, section 2; Agarwal et al., 2023, arXiv:2306.13649, equation 1.
 
@@ -174,9 +174,9 @@ def kd_rows(
     divergence: str = "forward_kl",
     beta: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the soft and the hard loss of each row, and their weighted gradient in `arithmetic_dtype`; logits stay.
+    """Return the soft and the hard loss per row, and their weighted gradient in `arithmetic_dtype`, not in place.
 
-    Args: As of `kd_rows_`.
+    Args: As for `kd_rows_`.
 
     Example:
         >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])
@@ -219,7 +219,7 @@ def _rows(
     if _in_triton(student_logits.device, student_logits.dtype, teacher_logits.dtype, temperature):
         from eff_kernels._triton.distillation import kd_rows_triton_
 
-        # Triton launches on the current device, which need not be that of the logits
+        # Triton launches on the current device, which may differ from that of the logits
         with torch.cuda.device(student_logits.get_device()):
             return kd_rows_triton_(student_logits, teacher_logits, labels, temperature, *options, gradient=gradient)
     return kd_rows_torch_(student_logits, teacher_logits, labels, temperature, *options, ruled_out, gradient=gradient)
@@ -239,9 +239,9 @@ def kd_rows_torch_(
     ruled_out: bool,
     gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `kd_rows_` does, by torch operations on a few rows at a time.
+    """Compute `kd_rows_` by torch operations on a few rows at a time.
 
-    Args: As of `kd_rows_`, and ``gradient``, in `arithmetic_dtype`: takes it in place of `student_logits`, which stay.
+    Args: As for `kd_rows_`, and ``gradient``, in `arithmetic_dtype`: overwritten instead of `student_logits`.
 
     Example:
         >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])
@@ -253,7 +253,7 @@ def kd_rows_torch_(
     size = tile_rows(rows, classes, dtype, student_logits.device)
     soft = student_logits.new_empty(rows, dtype=dtype)
     hard = torch.zeros_like(soft)
-    # Four (tile, classes) buffers, named a to d below; each step says which it overwrites.
+    # Four (tile, classes) buffers, named a to d below. Each step says which it overwrites.
     scratch = student_logits.new_empty(_SCRATCH, min(size, rows), classes, dtype=dtype)
     if labels is not None:
         labelled = labels >= 0
@@ -264,22 +264,22 @@ def kd_rows_torch_(
         here = slice(first, first + size)
         tiles = list(scratch[:, : rows - first])
         if gradient is not None:
-            tiles[2] = gradient[here]  # where each of them leaves the gradient
+            tiles[2] = gradient[here]  # all of them write the gradient there
         # a = student / T and b = teacher / T, after the softcap.
         a = _scaled(student_logits[here], temperature, student_softcap, tiles[0])
         b = _scaled(teacher_logits[here], temperature, teacher_softcap, tiles[1])
         divergences, grad, free = differentiate(a, b, tiles[2], tiles[3], beta, ruled_out)
-        # Both sides' gradients by a come from the divergence of one row; T² multiplies value and gradient.
+        # The gradients by a come from the divergence per row. T² multiplies value and gradient.
         soft[here, None] = divergences
         # ∂(T² D)/∂z = T² ∂D/∂a / T, since a = z / T.
         grad.mul_(soft_weight * temperature)
         if labels is not None or student_softcap:
-            # The cross-entropy is of the logits at T = 1.
+            # The cross-entropy uses the logits at T = 1.
             a.mul_(temperature)
         if labels is not None:
             hard[here] = _add_cross_entropy(a, labels[here], weights[here], grad, free)
         if student_softcap:
-            # z' = c tanh(z / c) has the derivative 1 - (z' / c)²; `a` holds z' now.
+            # z' = c tanh(z / c) has the derivative 1 - (z' / c)². `a` now holds z'.
             grad.mul_(a.div_(student_softcap).square_().neg_().add_(1.0))
         if gradient is None:
             # The logits are overwritten last, rounded once from the arithmetic dtype.
@@ -298,16 +298,16 @@ def _scaled(logits: Tensor, temperature: float, softcap: float, out: Tensor) -> 
 def _forward_kl(
     a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the divergence of rows of softened logits `a` from `b`, its gradient by `a`, a free tile; keeps `a`."""
-    # c = q, d = p; then b = log(p / q). The gradient by a is q - p. Two exponentials an element: `log_softmax` would
-    # take two more.
+    """Return the divergence per row of softened logits `a` from `b`, its gradient by `a`, a free tile; keeps `a`."""
+    # c = q, d = p; then b = log(p / q). The gradient by a is q - p. This takes two exponentials per element.
+    # `log_softmax` would take two more.
     torch.softmax(a, -1, out=c)
     torch.softmax(b, -1, out=d)
-    # z - log p is one number a row, which the likeliest class tells best.
+    # z - log p is one number per row, most accurate at the likeliest class.
     of_student, of_teacher = (z.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_() for z, p in ((a, c), (b, d)))
     b.sub_(a).add_(of_student.sub_(of_teacher))
     divergences = torch.linalg.vecdot(b, d)
-    # p = 0: log p - log q may be -inf - -inf = NaN, and its term is 0. A CPU looks first whether there is any.
+    # p = 0: log p - log q may be -inf - -inf = NaN, but its term is 0. A CPU first checks if there is any.
     if ruled_out and not (b.is_cpu and divergences.isfinite().all()):
         divergences = torch.linalg.vecdot(b.masked_fill_(d == 0, 0.0), d)
     return divergences.unsqueeze(-1), c.sub_(d), d
@@ -336,7 +336,7 @@ def _jsd(a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: boo
     # b = log m
     torch.logaddexp(c.add_(log_student), d.add_(log_teacher), out=b)
     if ruled_out:
-        # Both sides rule the class out: log m = -inf, and the differences below would be NaN.
+        # If both sides rule the class out, log m = -inf and the differences below would be NaN.
         b.masked_fill_(b == -math.inf, 0.0)
     # log p_s/m and log p_t/m, and β p_t
     c.sub_(b).sub_(log_student)
@@ -357,11 +357,11 @@ def _jsd(a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: boo
 
 
 def _add_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor, grad: Tensor, free: Tensor) -> Tensor:
-    """Return the cross-entropy of each row and add its weighted gradient to `grad`."""
+    """Return the cross-entropy per row and add its weighted gradient to `grad`."""
     torch.softmax(logits, -1, out=free)
-    # flat: in two dimensions torch knows no deterministic kernel on CUDA (torch 2.13)
+    # flat, because in two dimensions torch 2.13 has no deterministic kernel on CUDA
     places = labels + torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
-    # The probability of the likeliest class cannot underflow, that of the label can:
+    # The probability of the likeliest class cannot underflow, but that of the label can:
     # logsumexp(z) - z_y, with logsumexp(z) = max z - log p_max.
     loss = (logits.amax(-1) - logits.view(-1)[places]).sub_(free.amax(-1).log_())
     # ∂CE/∂z = p - onehot, times the weight of the row, 0 for one without a label.

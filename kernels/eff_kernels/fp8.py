@@ -1,8 +1,8 @@
 """FP8 matrices without checks of the caller's options, for hot paths: block maxima, scales, casts and products.
 
 Every matrix is (rows, contracted axis); a product is ``a @ b.t()``. Scales multiply a code back to its value:
-``value = code · scale``. A block (r, c) has one scale; 0 stands for the whole axis, so (0, 0) is one scale a tensor
-and (1, 0) one a row. Nothing here reads a value on the host.
+``value = code · scale``. A block (r, c) has one scale. 0 means the whole axis, so (0, 0) is one scale per tensor
+and (1, 0) one per row. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _KERNEL_BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
 
 
 class Scaled(NamedTuple):
-    """An FP8 matrix: codes (R, K) and scales, one a block, of shape (⌈R/r⌉, ⌈K/c⌉) in float32.
+    """An FP8 matrix: codes (R, K) and scales, one per block, of shape (⌈R/r⌉, ⌈K/c⌉) in float32.
 
-    Scales of the rounding "mx" that `quantize` makes are the bytes of `swizzled_e8m0`, as matmuls read them.
+    `quantize` with the rounding "mx" returns scales as bytes of `swizzled_e8m0`, as matmuls read them.
     """
 
     codes: Tensor
@@ -35,18 +35,18 @@ class Scaled(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """An FP8 matrix, and its transpose if that was asked for."""
+    """An FP8 matrix, and its transpose if requested."""
 
     matrix: Scaled
     transposed: Scaled | None
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Return the largest magnitude of each block in float32; NaN where the block holds one.
+    """Return the largest magnitude per block in float32, NaN for blocks with NaN.
 
     Args:
         x: (R, K) of any floating type, not empty.
-        block: Rows and columns of a block, 0 for all; a block at the edge may be smaller.
+        block: Rows and columns of a block, 0 for all. Blocks at the edge may be smaller.
 
     Example:
         >>> block_amax(torch.tensor([[1.0, -3.0], [0.5, 2.0]]), (1, 0))
@@ -67,8 +67,8 @@ def block_scale(amax: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
     """Return ``s = max(amax, 2^-126·M)/M`` with M the largest value of `dtype`, or a power of two near it.
 
     ``"power_of_two"`` takes the smallest power of two that is not below amax/M, so that nothing saturates.
-    ``"mx"`` takes ``2^(floor(log2 amax) - floor(log2 M))``, as the OCP microscaling formats do: what lies between
-    ``M·s`` and ``2^(emax + 1)·s`` saturates. NaN where `amax` is not finite: saturation would hide an overflow.
+    ``"mx"`` takes ``2^(floor(log2 amax) - floor(log2 M))``, as in the OCP microscaling formats: values between
+    ``M·s`` and ``2^(emax + 1)·s`` saturate. NaN if `amax` is not finite, because saturation would hide an overflow.
 
     Args:
         amax: Largest magnitudes, float32, any shape.
@@ -85,10 +85,10 @@ def block_scale(amax: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
     largest = torch.finfo(dtype).max
     at_least = amax.clamp_min(2.0**-126 * largest)
     if rounding == "exact":
-        # by a tensor: CUDA multiplies by 1/largest where that is a number, an ulp away from what the CPU gives
+        # divide by a tensor: for a number CUDA multiplies by 1/largest, which differs from the CPU by an ulp
         scale = at_least / at_least.new_full((), largest)
     else:
-        # exponents from the bit pattern: log2 and exp2 of vector libraries are not exact at powers of two
+        # exponents from bits: log2 and exp2 of vector libraries are not exact at powers of two
         bits, limit = at_least.view(torch.int32), math.frexp(largest)
         exponent = (bits >> 23) - 127 - (limit[1] - 1)
         if rounding == "power_of_two":
@@ -111,7 +111,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Scaled:
         tensor([[2., 2.]])
     """
     largest = torch.finfo(dtype).max
-    # clamped first: torch's own conversion saturates in some versions and overflows in others (e5m2, torch < 2.12)
+    # clamped first, because torch's conversion saturates or overflows depending on the version (e5m2, torch < 2.12)
     codes = (x.float() / _along(scale, block, x.shape)).clamp_(-largest, largest).to(dtype)
     return Scaled(codes, scale, block)
 
@@ -134,21 +134,21 @@ def quantize(
     both: bool = False,
     seen: Tensor | None = None,
 ) -> Quantized:
-    """Return `x` in FP8: `block_amax`, `block_scale` and `cast`; scales of 1x32 blocks, rounded "mx", as bytes.
+    """Return `x` in FP8 by `block_amax`, `block_scale` and `cast`. Scales of 1x32 blocks, rounded "mx", are bytes.
 
-    On CUDA in one launch, where the blocks allow it; in two with one scale a tensor, or with the transpose of a large
-    matrix and a scale for each row.
+    On CUDA this takes one launch if the blocks allow it, and two with one scale per tensor, or with the transpose of a
+    large matrix and a scale per row.
 
     Args:
         x: (R, K) of any floating type and strides, not empty.
         dtype: An FP8 type.
         block: Rows and columns of a block, 0 for all.
-        rounding: Of scales, see `block_scale`.
-        past: Largest magnitude of other steps, one value, that sets the scale of a tensor in place of its own, unless
-            it is 0 or x is not finite; only with the block (0, 0).
-        both: Whether to return the transpose too, (K, R) with zeros up to a multiple of 16 columns: the same codes
-            if one scale is that of the whole tensor, else blocks of this shape along its own rows.
-        seen: What is remembered of x, see `note_`; float32 only with the block (0, 0).
+        rounding: Rounding of scales, see `block_scale`.
+        past: Largest magnitude of other steps, one value, which sets the tensor's scale instead of its own, unless
+            it is 0 or x is not finite. Only with the block (0, 0).
+        both: Also return the transpose, (K, R) padded with zeros to a multiple of 16 columns: the same codes
+            with one scale per tensor, else blocks of this shape along its own rows.
+        seen: Tensor in which to record x's magnitude, see `note_`; float32 only with the block (0, 0).
 
     Example:
         >>> one = quantize(torch.tensor([[1.0, 448.0]]), torch.float8_e4m3fn, (0, 0), "exact", both=True)
@@ -159,13 +159,13 @@ def quantize(
 
 
 def quantize_all(sources: Sequence[Source], dtype: torch.dtype, block: Block, rounding: Rounding) -> list[Quantized]:
-    """Return `quantize` of each matrix; two of one CUDA device, with one scale a tensor, share their two launches.
+    """Return `quantize` of each matrix. Two on one CUDA device, with one scale per tensor, share their two launches.
 
     Args:
-        sources: With a past and something to remember all, or none.
-        dtype: As in `quantize`, and so are the others.
-        block: As there.
-        rounding: As there.
+        sources: Either all or none have `past` and `seen`.
+        dtype: As in `quantize`.
+        block: As in `quantize`.
+        rounding: As in `quantize`.
     """
     if not (block in _KERNEL_BLOCKS and all(on_eager_cuda(source.x) for source in sources)):
         return [_quantize(source, dtype, block, rounding) for source in sources]
@@ -183,11 +183,11 @@ def quantize_all(sources: Sequence[Source], dtype: torch.dtype, block: Block, ro
 
 
 def note_(seen: Tensor, magnitudes: Tensor) -> None:
-    """Remember magnitudes in one value, on any device, in place; no host read.
+    """Record magnitudes in one value, in place, on any device, without a host read.
 
     Args:
-        seen: float32: becomes the largest of itself and the magnitudes, NaN if there is one. int32: becomes 1 if a
-            magnitude, or whatever else is given, is not finite.
+        seen: float32: becomes the largest of itself and the magnitudes, or NaN if there is one. int32: becomes 1 if any
+            value is not finite.
         magnitudes: Any shape and floating type, not empty.
 
     Example:
@@ -214,7 +214,7 @@ def _quantize(source: Source, dtype: torch.dtype, block: Block, rounding: Roundi
     if is_swizzled(block, rounding):
         matrix = matrix._replace(scale=swizzled_e8m0(matrix.scale).view(torch.uint8))
     if both and block == (0, 0):
-        # as bytes: not every device pads float8, and the code of zero is zero
+        # as bytes, because not every device can pad float8; the code of zero is zero
         turned = F.pad(matrix.codes.view(torch.uint8), (0, 0, 0, -x.shape[0] % 16)).t().contiguous()
         other = Scaled(turned.view(dtype), matrix.scale, block)
     elif both:
@@ -225,18 +225,18 @@ def _quantize(source: Source, dtype: torch.dtype, block: Block, rounding: Roundi
 
 
 def is_swizzled(block: Block, rounding: Rounding) -> bool:
-    """Return True if `quantize` leaves scales as bytes, see `swizzled_e8m0`."""
+    """Return True if `quantize` returns scales as bytes, see `swizzled_e8m0`."""
     return block == _MX and rounding == "mx"
 
 
 def swizzled_e8m0(scale: Tensor) -> Tensor:
-    """Return power-of-two scales of 1x32 blocks, (R, C), as e8m0 in the layout that is called 32x4x4.
+    """Return power-of-two scales of 1x32 blocks, (R, C), as e8m0 in the layout named 32x4x4.
 
-    Tiles of 128 rows by 4 columns follow one another, row of tiles after row of tiles; in a tile, scale (r, c) is byte
-    ``16·(r mod 32) + 4·⌊r/32⌋ + c``. What fills the last tiles is 2^-127.
+    Tiles of 128 rows by 4 columns are stored row by row. In a tile, scale (r, c) is byte
+    ``16·(r mod 32) + 4·⌊r/32⌋ + c``. The last tiles are padded with 2^-127.
 
     Args:
-        scale: Powers of two from 2^-126 to 2^127, or NaN; float32. Bytes are those of a result.
+        scale: Powers of two from 2^-126 to 2^127, or NaN, in float32; or bytes of an earlier result.
 
     Returns:
         float8_e8m0fnu, one axis of 512·⌈R/128⌉·⌈C/4⌉.
@@ -249,7 +249,7 @@ def swizzled_e8m0(scale: Tensor) -> Tensor:
     """
     if scale.dtype == torch.uint8:
         return scale.view(torch.float8_e8m0fnu)
-    # e8m0 is float32's exponent field, its NaN too; float8 of that kind converts and copies on few devices
+    # e8m0 is float32's exponent field, also for NaN. Few devices can convert and copy float8_e8m0fnu.
     codes = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     codes = F.pad(codes, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
     tiles = codes.view(-1, 4, 32, codes.shape[1] // 4, 4)
@@ -260,7 +260,7 @@ def float_scale(matrix: Scaled) -> Tensor:
     """Return the scales in float32, (⌈R/r⌉, ⌈K/c⌉).
 
     Args:
-        matrix: As `cast` and `quantize` return it.
+        matrix: A result of `cast` or `quantize`.
 
     Example:
         >>> float_scale(quantize(torch.full((1, 33), 448.0), torch.float8_e4m3fn, (1, 32), "mx").matrix)
@@ -278,13 +278,13 @@ def dequantize(matrix: Scaled) -> Tensor:
     """Return the values of an FP8 matrix in float32.
 
     Args:
-        matrix: Codes and scales, as `cast` and `quantize` return them.
+        matrix: Codes and scales from `cast` or `quantize`.
     """
     return matrix.codes.float() * _along(float_scale(matrix), matrix.block, matrix.codes.shape)
 
 
 def check_scaled_mm_constraints(a: Scaled, b: Scaled) -> None:
-    """Refuse operands that FP8 tensor cores cannot multiply, on every device, so that CPU runs find it too.
+    """Raise an error for operands that FP8 tensor cores cannot multiply, on every device, so that CPU runs find it too.
 
     Args:
         a: (M, K).
@@ -314,9 +314,9 @@ def check_scaled_mm_constraints(a: Scaled, b: Scaled) -> None:
 
 
 def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Return ``(Â·B̂ᵀ)·(s_a·s_b)``, accumulated in float32, on hardware that does not multiply FP8.
+    """Return ``(Â·B̂ᵀ)·(s_a·s_b)``, accumulated in float32, on hardware without FP8 products.
 
-    Where scales change along K, the product is that of the dequantised values.
+    If scales change along K, the dequantised values are multiplied.
 
     Args:
         a: (M, K).
@@ -332,7 +332,7 @@ def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | Non
     with torch.autocast(a.codes.device.type, enabled=False):
         if a.block[1] == b.block[1] == 0:
             product = a.codes.float() @ b.codes.float().t()
-            # one after the other: the product of two small scales may be 0 in float32
+            # one after the other, because the product of two small scales may be 0 in float32
             product.mul_(a.scale).mul_(b.scale.t())
         else:
             product = dequantize(a) @ dequantize(b).t()
@@ -340,16 +340,16 @@ def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | Non
 
 
 def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
-    """Return what `emulated_mm` returns, by torch's scaled matmul: one scale a tensor, or one a row, in both.
+    """Compute `emulated_mm` by torch's scaled matmul, with one scale per tensor or per row in both operands.
 
-    Where the device gives products with a scale a row in 16 bits only, a float32 result is rounded to bfloat16.
+    If the device supports products with a scale per row only in 16 bits, a float32 result is rounded to bfloat16.
 
     Args:
         a: (M, K).
         b: (N, K).
         out_dtype: float32, bfloat16 or float16.
-        fast: Whether tensor cores may keep the whole sum in their own accumulator, of some 14 bits.
-        bias: As there, in `out_dtype`, which is then one of 16 bits.
+        fast: Let tensor cores keep the whole sum in their own accumulator of about 14 bits.
+        bias: As in `emulated_mm`, in `out_dtype`, which must then have 16 bits.
     """
     if a.block == (0, 0):
         scale_a, scale_b, given = a.scale.reshape(()), b.scale.reshape(()), out_dtype
@@ -371,10 +371,10 @@ def _rows_in_float32(device: torch.device) -> bool:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return True if a device has FP8 tensor cores: NVIDIA of compute capability 8.9 and later.
+    """Return True if a device has FP8 tensor cores: NVIDIA, compute capability 8.9 or later.
 
     Args:
-        device: Any; False for all but CUDA.
+        device: Any device. False for all except CUDA.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -1,7 +1,7 @@
-"""Loss scaling: count magnitudes by power of two, and unscale gradients with what the scaler asks about them.
+"""Loss scaling: count magnitudes by power of two, and unscale gradients while measuring them.
 
 On CUDA one Triton launch reads and writes each gradient once. Elsewhere torch's fused operator unscales, and a second
-pass looks for values that are not finite.
+pass finds non-finite values.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from eff_kernels._triton.launch import runs_in_one_launch
 
 NUM_BINS = 256
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
-"""Of the bits of a float32: all but the sign, and infinity."""
-# On CPU a piece and what is made of it stay in cache; on a GPU fewer launches count, and below 2**24 a float32 count
+"""Bits of a float32: all except the sign, and infinity."""
+# On a CPU a piece and its temporaries stay in cache. On a GPU fewer launches matter, and below 2**24 a float32 count
 # is exact.
 _CPU_PIECE, _DEVICE_PIECE = 1 << 16, 1 << 22
 
@@ -27,28 +27,28 @@ class Magnitudes(NamedTuple):
     """Counts of each tensor's magnitudes, on the device of the tensors."""
 
     histogram: Tensor
-    """int64 ``[n, 256]``: column k counts ``2^(k − 127) <= |x| < 2^(k − 126)``; column 0 what is smaller, zeros
-    included; column 255 Inf and NaN."""
+    """int64 ``[n, 256]``: column k counts ``2^(k − 127) <= |x| < 2^(k − 126)``, column 0 also smaller values and
+    zeros, column 255 Inf and NaN."""
     zeros: Tensor
     """int64 ``[n]``: exact zeros."""
     small: Tensor
-    """int64 ``[n]``: nonzero and smaller than the threshold."""
+    """int64 ``[n]``: nonzero values below the threshold."""
     amax: Tensor
-    """float32 ``[n]``: the largest finite magnitude, 0 for none."""
+    """float32 ``[n]``: the largest finite magnitude, or 0."""
 
 
 @torch.no_grad()
 def count_magnitudes(tensors: Sequence[Tensor], threshold: float) -> Magnitudes:
     """Return the counts of each tensor's magnitudes in one pass, without a host read on a GPU.
 
-    Bit patterns are compared instead of floats: as integers they have the same order, and the exponent is a shift away.
+    Bit patterns are compared instead of floats: as integers they have the same order, and a shift gives the exponent.
 
     Args:
-        tensors: Floating point, any shape, all on one device; what is not float32 is rounded to it.
-        threshold: What is nonzero and below it counts as small; a normal float32, > 0.
+        tensors: Floating point, any shape, all on one device. Other dtypes are rounded to float32.
+        threshold: Nonzero values below it count as small; a normal float32, > 0.
 
     Raises:
-        ValueError: If the threshold is not such a number.
+        ValueError: If the threshold is not a normal float32 above 0.
 
     Example:
         >>> counts = count_magnitudes([torch.tensor([0.0, 0.75, -3.0, 1e-6])], 2.0**-14)
@@ -71,7 +71,7 @@ def bits_of_threshold(threshold: float) -> int:
         threshold: Rounded to float32.
 
     Raises:
-        ValueError: If that is not a normal number above 0.
+        ValueError: If it is not a normal number above 0.
 
     Example:
         >>> hex(bits_of_threshold(1.0))
@@ -84,18 +84,18 @@ def bits_of_threshold(threshold: float) -> int:
 
 
 def as_magnitudes(histogram: Tensor, rest: Tensor) -> Magnitudes:
-    """Return the counts, given zeros, small ones and the bits of the largest side by side.
+    """Return `Magnitudes` from the histogram and the other counts.
 
     Args:
-        histogram: As `count_magnitudes_of` returns it.
-        rest: int64, [tensors, 3].
+        histogram: From `count_magnitudes_of`.
+        rest: int64, [tensors, 3]: zeros, small values, and the bits of the largest.
     """
     return Magnitudes(histogram, rest[:, 0], rest[:, 1], rest[:, 2].to(torch.int32).view(torch.float32))
 
 
 @torch.library.custom_op("eff_kernels::count_magnitudes", mutates_args=())
 def count_magnitudes_of(tensors: list[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Return `count_magnitudes` for the bits of the threshold as one operator: what `as_magnitudes` takes."""
+    """`count_magnitudes` for the bits of the threshold as one operator; returns the arguments of `as_magnitudes`."""
     if tensors[0].is_cuda:
         from eff_kernels._triton.loss_scaling import scan_triton_
 
@@ -115,7 +115,7 @@ def _count(tensors: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
     on_cpu = device.type == "cpu"
     count, size = (_count_on_cpu, _CPU_PIECE) if on_cpu else (_count_on_device, _DEVICE_PIECE)
     histogram = torch.zeros(len(tensors), NUM_BINS, dtype=torch.int64, device=device)
-    # zeros, small, and the bits of the largest: int32 bits in order, so a maximum of them is one of magnitudes
+    # zeros, small, and the bits of the largest: int32 bits have the order of magnitudes, so their maximum is right
     rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=device)
     for index, tensor in enumerate(tensors):
         for piece in torch.split(tensor.detach().reshape(-1), size):
@@ -132,10 +132,10 @@ def _count_on_cpu(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> 
     histogram += bins
     lowest, highest = int(bins[0]), int(bins[-1])
     zeros = bits.numel() - int(torch.count_nonzero(bits)) if lowest else 0
-    # Only a threshold inside a column needs a comparison of each number.
+    # Only a threshold inside a column requires comparing each number.
     # a power of two is the edge of a column
     below = int((bits < bound).sum()) if bound & ~INFINITY else int(bins[: bound >> 23].sum())
-    # Zeros are in column 0 and below every threshold, and are told apart.
+    # Zeros are in column 0 and below every threshold, so they are counted separately.
     rest[0] += zeros
     rest[1] += below - zeros
     if highest:
@@ -144,7 +144,7 @@ def _count_on_cpu(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> 
 
 
 def _count_on_device(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> None:
-    # histc needs no host read where its range is given; bincount does
+    # histc needs no host read if its range is given; bincount does
     histogram += torch.histc((bits >> 23).float(), NUM_BINS, 0, NUM_BINS).to(torch.int64)
     zeros = (bits == 0).sum()
     rest[0] += zeros
@@ -153,7 +153,7 @@ def _count_on_device(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) 
 
 
 class _Layout(NamedTuple):
-    """Where a binary float keeps its exponent."""
+    """Position of the exponent in a binary float."""
 
     integer: torch.dtype
     mantissa: int
@@ -170,26 +170,26 @@ _LAYOUTS = {
 
 
 class Exponents(NamedTuple):
-    """Counts of ``⌊log2|x|⌋``, subnormal numbers resolved too."""
+    """Counts of ``⌊log2|x|⌋``, including exact exponents of subnormal numbers."""
 
     lowest: int
     """log2 of the dtype's smallest subnormal number: the exponent of column 1."""
     counts: Tensor
-    """int64 ``[columns]``, on the tensor's device: exact zeros, then one column an exponent from `lowest` up, then
+    """int64 ``[columns]``, on the tensor's device: exact zeros, then one column per exponent from `lowest` up, then
     infinities, then NaN."""
 
 
 @torch.no_grad()
 def count_exponents(tensor: Tensor) -> Exponents:
-    """Return how often each power of two occurs in a tensor: one pass over its bits, without a host read on a GPU.
+    """Return how often each power of two occurs in a tensor, in one pass over its bits, without a host read on a GPU.
 
-    The exponent of a normal number is a field of its bits; that of a subnormal one is its highest bit that is set.
+    The exponent of a normal number is a field of its bits. That of a subnormal number is its highest set bit.
 
     Args:
         tensor: float16, bfloat16, float32 or float64, any shape.
 
     Raises:
-        TypeError: If the dtype is another one.
+        TypeError: If the dtype is not supported.
 
     Example:
         >>> lowest, counts = count_exponents(torch.tensor([0.0, 0.75, -3.0, 2.0**-24], dtype=torch.float16))
@@ -199,7 +199,7 @@ def count_exponents(tensor: Tensor) -> Exponents:
     layout = _LAYOUTS.get(tensor.dtype)
     if layout is None:
         raise TypeError(f"count_exponents: dtype must be one of {', '.join(map(str, _LAYOUTS))}, got {tensor.dtype}")
-    # 2^(1 - bias) is the smallest normal number; subnormal ones go `mantissa` bits below it.
+    # 2^(1 - bias) is the smallest normal number. Subnormal ones go `mantissa` bits below it.
     lowest = 1 - layout.bias - layout.mantissa
     if tensor.dtype != torch.float64 and runs_in_one_launch([tensor]):
         return Exponents(lowest, count_exponents_of(tensor.detach()))
@@ -251,7 +251,7 @@ def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
         counts[-1] += nans
     if bins[0]:
         counts[0] += bits.numel() - int(torch.count_nonzero(bits))
-        # Subnormal: the exponent is that of the highest bit set, one column for each.
+        # Subnormal: the exponent is that of the highest set bit, with one column each.
         below = bits[(bits < smallest_normal) & (bits > 0)]
         if below.numel():
             counts[1 : layout.mantissa + 1] += torch.bincount(_highest_bit(below), minlength=layout.mantissa)
@@ -259,15 +259,15 @@ def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
 
 def _exponents_on_device(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
     infinity = ((1 << layout.exponent) - 1) << layout.mantissa
-    # field + mantissa is the column of normal numbers, and of infinity; NaN, above it, is the next one.
+    # field + mantissa is the column of normal numbers and of infinity. NaN has the next one.
     normal = (bits >> layout.mantissa) + layout.mantissa + (bits > infinity)
     column = torch.where(bits >> layout.mantissa > 0, normal, torch.where(bits > 0, _highest_bit(bits) + 1, 0))
-    # histc needs no host read where its range is given; bincount does
+    # histc needs no host read if its range is given; bincount does
     counts += torch.histc(column.float(), len(counts), 0, len(counts)).to(torch.int64)
 
 
 def _highest_bit(bits: Tensor) -> Tensor:
-    """Return ``⌊log2 bits⌋``; -1 for 0. What is below 2**53 is exact in float64."""
+    """Return ``⌊log2 bits⌋``, -1 for 0. Integers below 2**53 are exact in float64."""
     return torch.frexp(bits.double()).exponent.to(torch.int64) - 1
 
 
@@ -276,11 +276,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @torch.no_grad()
 def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Tensor:
-    """Multiply gradients in place and return the largest magnitude that they had, 0 where one was not finite.
+    """Multiply gradients in place and return their previous largest magnitude, or 0 if one was not finite.
 
     Args:
-        grads: Floating point, any shapes, all on one device and of one dtype; DTensors too, whose local part counts.
-        found_inf: float32 ``[1]``, set to 1 where an element is not finite, else left.
+        grads: Floating point, any shapes, all on one device and of one dtype. Of DTensors the local part counts.
+        found_inf: float32 ``[1]``, set to 1 if an element is not finite, else not changed.
         inv_scale: float32 ``[1]``.
 
     Returns:
@@ -296,7 +296,7 @@ def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale:
         return torch.where(bits < INFINITY, bits, 0).view(torch.float32)
     local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
     norms = torch._foreach_norm([grad for grad in local if grad.numel()] or [inv_scale.new_zeros(1)], math.inf)
-    # Inf and NaN have a flag of their own; NaN in a maximum over processes would be undefined
+    # Inf and NaN have a separate flag, because NaN in a maximum over processes would be undefined
     largest = torch.stack(list(norms)).max().float().nan_to_num(nan=0.0, posinf=0.0)
     torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
     return largest
@@ -308,9 +308,9 @@ def _runs_in_one_launch(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
 
 @torch.library.custom_op("eff_kernels::unscale_and_scan_", mutates_args={"grads", "found_inf"})
 def unscale_and_scan_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Tensor:
-    """Unscale as one operator; return the bits of each tensor's largest magnitude before, those of infinity for NaN."""
+    """Unscale as one operator. Return the bits of each tensor's previous largest magnitude, of infinity for NaN."""
     if not grads[0].is_cuda:
-        # clamp: NaN's bits lie above infinity's; both say "not finite" alike.
+        # clamp, because NaN's bits are above infinity's, and both mean "not finite".
         bits = [(grad.float().view(torch.int32) & MAGNITUDE).view(-1) for grad in grads]
         largest = [each.max().clamp(max=INFINITY) if each.numel() else each.new_zeros(()) for each in bits]
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)

@@ -1,4 +1,4 @@
-"""Masks by rank in groups of neighbours, and eight to a byte: packed, unpacked and applied as they are."""
+"""Compute masks by rank in groups of neighbours, and pack and unpack masks at eight elements per byte."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from eff_kernels._triton.launch import runs_in_one_launch
 
 COMPARED = 16
-"""The largest group that is ranked by comparing each pair."""
+"""The largest group that is ranked by comparing all pairs."""
 _RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
 def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
-    """Return which scores are among the `n` largest of every `m` neighbours along an axis; ties go by lowest index.
+    """Return a mask of the `n` largest scores of every `m` neighbours along an axis. Ties go to the lowest index.
 
-    Small groups are ranked by how many of a group come before each, 6 comparisons for 2:4, several times faster than a
+    Small groups are ranked by comparing pairs, with 6 comparisons for 2:4, which is several times faster than a
     stable sort of rows of 4.
 
     Args:
         scores: Floating point, any shape; `m` divides the axis.
-        n: How many of each group stay, from 1 to `m`.
+        n: Number of scores to keep per group, from 1 to `m`.
         m: Size of a group.
-        axis: Along which the neighbours lie.
+        axis: Axis of the neighbours.
 
     Returns:
-        bool of the same shape, contiguous, True = keep; each group holds exactly `n`.
+        bool of the same shape, contiguous, True = keep. Each group keeps exactly `n`.
 
     Raises:
         ValueError: If a score is NaN.
@@ -47,14 +47,14 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
 
 @torch.no_grad()
 def ranked_n_of_m(scores: Tensor, n: int, m: int, axis: int, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `n_of_m_mask`, and a flag, bool of one element: whether a score was NaN.
+    """Return `n_of_m_mask` and a flag, bool of one element, which is True if a score was NaN.
 
     Args:
-        scores: As of `n_of_m_mask`.
-        n: As there.
-        m: As there.
-        axis: As there.
-        magnitudes: Whether scores count without their sign.
+        scores: As in `n_of_m_mask`.
+        n: As in `n_of_m_mask`.
+        m: As in `n_of_m_mask`.
+        axis: As in `n_of_m_mask`.
+        magnitudes: Rank by magnitude, without the sign.
     """
     axis %= scores.ndim
     if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
@@ -83,7 +83,7 @@ def _(scores: Tensor, n: int, m: int, axis: int, magnitudes: bool) -> tuple[Tens
 
 
 def _has_nan(scores: Tensor) -> Tensor:
-    # a maximum is NaN if there is one, and on a CPU it is found twenty times faster than by asking each (torch 2.13)
+    # the maximum is NaN if any score is; on a CPU this is twenty times faster than checking each (torch 2.13)
     return scores.amax().isnan() if scores.numel() else scores.new_zeros((), dtype=torch.bool)
 
 
@@ -92,12 +92,12 @@ def _rank_groups(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
     groups = last.reshape(-1, m)
     if m <= COMPARED:
         columns = groups.unbind(1)
-        # before[i]: how many of the group come before i. As if every later one did, then one comparison a pair
+        # before[i]: how many of the group come before i. Start as if every later one did. Then one comparison per pair
         # corrects both.
         before = [columns[0].new_full(columns[0].shape, m - 1 - i, dtype=torch.int8) for i in range(m)]
         for i in range(m):
             for j in range(i + 1, m):
-                # >= lets the earlier of two equal ones come first.
+                # >= puts the earlier of two equal ones first.
                 first = (columns[i] >= columns[j]).view(torch.int8)
                 before[j].add_(first)
                 before[i].sub_(first)
@@ -113,13 +113,13 @@ def _rank_groups(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a mask with eight elements to a byte, on its device, the first in the highest bit: `numpy.packbits`.
+    """Return a mask with eight elements per byte, on its device, the first in the highest bit, like `numpy.packbits`.
 
     Args:
         mask: bool, any shape.
 
     Returns:
-        uint8 ``[⌈numel/8⌉]``; the last byte is filled up with zeros.
+        uint8 ``[⌈numel/8⌉]``; the last byte is padded with zeros.
 
     Example:
         >>> pack_bits(torch.tensor([True, False, True]))
@@ -132,10 +132,10 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def packed_size(shape: Sequence[int]) -> int:
-    """Return how many bytes `pack_bits` makes of a mask.
+    """Return the number of bytes of `pack_bits`.
 
     Args:
-        shape: The mask's.
+        shape: Shape of the mask.
     """
     return -(-math.prod(shape) // 8)
 
@@ -161,11 +161,11 @@ def _(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what `pack_bits` packed, of this shape, on the device of the bytes.
+    """Undo `pack_bits`: return a mask of this shape on the device of the bytes.
 
     Args:
         packed: uint8 ``[⌈numel/8⌉]``.
-        shape: Of the mask.
+        shape: Shape of the mask.
 
     Example:
         >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), (3,))

@@ -1,4 +1,4 @@
-"""The hot operations of pruning: zeroing what is pruned after every step, and finding a threshold exactly."""
+"""The hot operations of pruning: zero pruned weights after every step, and find a threshold exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eff_kernels._triton.launch import compiles_for, runs_in_one_launch
 from eff_kernels.top_k import kth_smallest_key
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
+# torch converts a bool operand to a temporary of the other's type. In pieces of 2 MiB that stays in cache.
 _PIECE = 1 << 19
 _NUMPY_FROM = 1 << 16
 _NUMPY_PIECE = 1 << 15
@@ -27,10 +27,10 @@ _SAMPLE = 1 << 16
 
 @torch.no_grad()
 def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor], fill: float = 0.0) -> None:
-    """Set every element whose mask is False to exactly `fill`, in place, and leave every other bit as it is.
+    """Set every element whose mask is False to exactly `fill`, in place. All other bits stay.
 
-    The bit pattern b becomes ``(b - f)·m + f`` as an integer, with that of `fill`, which of +0.0 is 0, and m of 0 or 1:
-    unlike a floating-point product this turns NaN, infinity and negative numbers into +0.0 too, and it is several times
+    The bit pattern b becomes ``(b - f)·m + f`` as an integer, with f the bits of `fill` (0 for +0.0) and m 0 or 1.
+    Unlike a floating-point product this also turns NaN, infinity and negative numbers into +0.0, and is several times
     faster on CPU than ``masked_fill_`` or ``where``.
 
     Args:
@@ -48,7 +48,7 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor], fill: float 
         tensor([1.5000, 0.0000, 0.0000])
     """
     pairs = list(zip(tensors, masks, strict=True))
-    # of one tensor torch's product is as fast
+    # for one tensor torch's product is as fast
     if not fill and len(pairs) > 1 and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
         store_zeros_([tensor.detach() for tensor in tensors], list(masks))
     else:
@@ -57,12 +57,12 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor], fill: float 
 
 def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]], fill: float = 0.0) -> None:
     for tensor, mask in pairs:
-        # As integers: a product of floats would keep the sign of -0.0 and turn inf * 0 into NaN.
+        # As integers, because a product of floats would keep the sign of -0.0 and turn inf * 0 into NaN.
         bits = tensor.detach().view(_BITS[tensor.element_size()])
         filled = int(torch.tensor(fill, dtype=tensor.dtype).view(bits.dtype)) if fill else 0
         if _numpy_is_faster(bits, mask):
             _multiply_in_pieces_(bits.view(-1).numpy(), mask.view(-1).numpy(), filled)
-            # numpy writes behind autograd's back: a graph that saved this tensor must notice.
+            # autograd does not see numpy's writes, but a graph that saved this tensor must notice.
             torch.autograd.graph.increment_version(bits)
         elif filled:
             bits.sub_(filled).mul_(mask).add_(filled)
@@ -71,7 +71,7 @@ def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]], fill: float = 0.0) -> N
 
 
 def _multiply_in_pieces_(bits: _Array, mask: _Array, filled: int) -> None:
-    """Do so in pieces that stay in cache, of the mask too, which numpy multiplies by once it is of the bits' type."""
+    """Multiply in pieces that stay in cache, including the mask, which numpy first converts to the type of the bits."""
     wide, offset = np.empty(_NUMPY_PIECE, bits.dtype), bits.dtype.type(filled)
     for start in range(0, len(bits), _NUMPY_PIECE):
         piece = bits[start : start + _NUMPY_PIECE]
@@ -85,7 +85,7 @@ def _multiply_in_pieces_(bits: _Array, mask: _Array, filled: int) -> None:
 
 
 def _numpy_is_faster(bits: Tensor, mask: Tensor) -> bool:
-    """Return True if a product by bool is large: there torch (2.13) widens all of it into a temporary in memory."""
+    """Return True for large products by bool, for which torch (2.13) converts the whole mask to a temporary."""
     is_eager = type(bits) is Tensor and not torch.compiler.is_compiling()
     return bits.numel() > _NUMPY_FROM and is_eager and _lie_alike(bits, mask)
 
@@ -95,7 +95,7 @@ def _lie_alike(bits: Tensor, mask: Tensor) -> bool:
 
 
 def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Return True if masks can be read in the order of their tensors: all are bool and of the same strides.
+    """Return True if masks can be read in the order of their tensors: all are bool with the same strides.
 
     Example:
         >>> fit_masks([torch.ones(2, 3)], [torch.ones(3, 2, dtype=torch.bool).T])
@@ -107,7 +107,7 @@ def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
 
 @torch.library.custom_op("eff_kernels::store_zeros_", mutates_args={"tensors"})
 def store_zeros_(tensors: list[Tensor], masks: list[Tensor]) -> None:
-    """Do as `apply_mask_` as one operator, of masks that `fit_masks`."""
+    """`apply_mask_` as one operator, for masks accepted by `fit_masks`."""
     if not tensors[0].is_cuda:
         _apply_masks(zip(tensors, masks, strict=True))
         return
@@ -128,7 +128,7 @@ def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         scores: float32 or float64, any shape.
-        mask: bool of the same shape, True = leave.
+        mask: bool of the same shape, True = keep.
 
     Example:
         >>> rank_below_(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
@@ -137,11 +137,11 @@ def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
     if not scores.is_cpu:
         return torch.where(mask, scores, scores.new_full((), -math.inf), out=scores)
     apply_mask_([scores], [mask])
-    # -1 shifted past the mantissa is sign and exponent all ones: -inf, three times as fast as by masked_fill_
+    # -1 shifted past the mantissa sets sign and exponent bits: -inf, three times as fast as masked_fill_
     kind = _BITS[scores.element_size()]
     exponent = 1 << round(-math.log2(torch.finfo(scores.dtype).eps))
     for bits, kept in _pieces(scores.view(kind), mask):
-        # kept is 1 or 0, so kept - 1 is 0 or -1: added times 2^mantissa it leaves live scores, and makes zeros -inf.
+        # kept is 1 or 0, so kept - 1 is 0 or -1. Added times 2^mantissa it keeps live scores and makes zeros -inf.
         bits.add_(kept.to(kind).sub_(1), alpha=exponent)
     return scores
 
@@ -154,16 +154,16 @@ def _pieces(bits: Tensor, mask: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], num_pruned: int) -> float | None:
-    """Set each mask to where the scores are not among the `num_pruned` smallest of all; return the largest of those.
+    """Set each mask to False for the `num_pruned` smallest scores of all; return the largest of these.
 
-    A strided sample brackets the threshold; one pass in pieces that stay in cache then marks what lies above the
-    bracket and collects the few scores inside it, which are ranked exactly. Where the bracket misses, None is returned
-    and the masks are undefined: `kth_smallest` finds the threshold whatever the distribution.
+    A strided sample brackets the threshold. One pass in pieces that stay in cache then marks scores above the
+    bracket and collects the few inside it, which are ranked exactly. If the bracket misses, None is returned
+    and the masks are undefined. `kth_smallest` finds the threshold for any distribution.
 
     Args:
-        masks: bool, contiguous, on CPU, one a tensor of scores; overwritten.
+        masks: bool, contiguous, on CPU, one per tensor of scores; overwritten.
         part: ``part(i, where)`` returns a slice of tensor i's flattened scores, float32 or float64.
-        num_pruned: How many go, at least 1. Among equal scores the earlier tensor, then the lowest index is kept.
+        num_pruned: Scores to prune, at least 1. Of equal scores the earlier tensor, then the lower index stays.
 
     Raises:
         ValueError: If a score is NaN.
@@ -174,8 +174,8 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
         (1.0, tensor([ True,  True,  True, False]))
     """
     numel = sum(mask.numel() for mask in masks)
-    # Floyd and Rivest's idea: a sample tells between which two scores the threshold lies, 6 standard deviations of a
-    # binomial rank on either side. One pass then counts what is below, keeps what is above, and collects the few
+    # Floyd and Rivest's idea: a sample shows between which two scores the threshold lies, 6 standard deviations of a
+    # binomial rank on either side. One pass then counts scores below, keeps those above, and collects the few
     # between.
     stride = max(1, numel // _SAMPLE) | 1  # odd: row lengths are powers of two
     sample = np.concatenate([part(i, slice(None, None, stride)).numpy() for i in range(len(masks))])
@@ -184,9 +184,9 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
     # The threshold's rank in the sample.
     at = share * (len(sample) - 1)
     margin = 6 * math.sqrt(len(sample) * share * (1 - share)) + 2
-    # what was pruned before ranks at -inf; it lies below every bracket, so that it need not be collected
+    # already pruned scores are -inf and lie below every bracket, so they need not be collected
     low = max(sample[max(0, math.floor(at - margin))], np.finfo(sample.dtype).min)
-    # nor are many equal scores at its edge (zeros, where pruned weights may come back): they are only counted
+    # many equal scores at its edge (zeros, if pruned weights may grow back) are only counted
     num_ties = np.searchsorted(sample, low, "right") - np.searchsorted(sample, low, "left")
     above = np.greater if num_ties > max(16, margin) else np.greater_equal
     high = sample[min(len(sample) - 1, math.ceil(at + margin))]
@@ -204,7 +204,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
             np.greater(piece, high, out=kept)
             reached = above(piece, low)
             num_reached = int(np.count_nonzero(reached))
-            # NaN is not above or below anything, so it is counted as below: looked for only where something was.
+            # NaN compares as false and so counts as below. Check for it only if something was below.
             num_below += piece.size - num_reached
             if num_reached < piece.size and np.isnan(piece.min()):
                 raise ValueError(f"keep_largest_: scores must not be NaN, got one in tensor {i}")
@@ -212,11 +212,11 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
             index = np.flatnonzero(reached)
             inside.append(piece[index])
             places.append((kept, index))
-    # The threshold's rank among those collected; the selection is exact from here on.
+    # The threshold's rank among the collected scores. The selection is exact from here on.
     rank = num_pruned - num_below
     values = np.concatenate(inside)
-    # Everything between has to stay, and of those equal to `low` some too: found in a second pass, as they were not
-    # kept.
+    # All scores between stay, and some of those equal to `low`, which need a second pass, because they were not
+    # collected.
     if rank <= 0 and above is np.greater:
         for kept, index in places:
             kept[index] = True
@@ -224,7 +224,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
     if not 0 < rank <= values.size:
         return None
     threshold = np.partition(values, rank - 1)[rank - 1]
-    # Ties at the threshold go by lowest index: the first stay.
+    # Ties at the threshold go to the lowest index.
     ties_to_keep = int(np.count_nonzero(values <= threshold)) - rank
     for (kept, index), found in zip(places, inside, strict=True):
         kept[index[found > threshold]] = True
@@ -236,7 +236,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
 
 
 def _keep_first_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], score: float, number: int) -> bool:
-    """Set the masks of the first so many equal scores; return whether there are so many."""
+    """Set the masks of the first `number` equal scores; return True if there are that many."""
     for i, mask in enumerate(masks):
         flat = mask.view(-1).numpy()
         for start in range(0, flat.size if number else 0, _PIECE):
@@ -249,14 +249,14 @@ def _keep_first_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], 
 def kth_smallest(scores: Sequence[Tensor], k: int, *, dtype: torch.dtype = torch.float32) -> float:
     """Return the k-th smallest (1-based) of all scores together, exactly and without sorting.
 
-    A histogram of the order-preserving bit patterns, 16 bits a pass: a few MB of memory whatever the number of scores,
-    and the same time whatever their distribution (numpy's ``partition`` is faster on some processors and distributions
+    A histogram of the order-preserving bit patterns, 16 bits per pass. It takes a few MB for any number of scores,
+    and the same time for any distribution (numpy's ``partition`` is faster on some processors and distributions
     and ten times slower on others).
 
     Args:
         scores: Tensors without NaN. Read by index, possibly several times, so they may be computed on access.
         k: From 1 to the number of scores.
-        dtype: float32, or float64 if any of the tensors is: scores are compared in it.
+        dtype: Type for comparisons: float32, or float64 if any tensor is float64.
 
     Raises:
         ValueError: If `k` is out of range.
@@ -266,8 +266,8 @@ def kth_smallest(scores: Sequence[Tensor], k: int, *, dtype: torch.dtype = torch
         3.0
     """
     rank, prefix = k, 0
-    # Radix selection: the digit of the k-th smallest is found from the top, 16 bits a pass, by a histogram of those
-    # scores that share the digits found so far. Exact, and its memory does not grow with the number of scores.
+    # Radix selection: find the digits of the k-th smallest from the top, 16 bits per pass, by a histogram of the
+    # scores that share the digits found so far. It is exact, and its memory does not grow with the number of scores.
     for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, dtype=np.int64)
         is_first = shift + _DIGIT == 8 * dtype.itemsize
@@ -277,11 +277,11 @@ def kth_smallest(scores: Sequence[Tensor], k: int, *, dtype: torch.dtype = torch
             piece = flat
             for piece in torch.split(flat, _HISTOGRAM_PIECE):
                 counts += _histogram(piece, shift, found, dtype).cpu().numpy()
-            del flat, piece  # before the next scores are computed: never two tensors' scores at a time
+            del flat, piece  # before the next scores are computed, to hold only one tensor's scores at a time
         cumulative = counts.cumsum()
         if not 1 <= rank <= cumulative[-1]:
             raise ValueError(f"kth_smallest: k must be in [1, {cumulative[-1]}], got {k}")
-        # The first digit whose cumulative count reaches the rank; below it lie cumulative - counts scores.
+        # The first digit whose cumulative count reaches the rank. Below it are cumulative - counts scores.
         digit = int(np.searchsorted(cumulative, rank))
         rank -= int(cumulative[digit] - counts[digit])
         prefix = digit - _SIGN if is_first else (prefix << _DIGIT) | digit
@@ -290,16 +290,16 @@ def kth_smallest(scores: Sequence[Tensor], k: int, *, dtype: torch.dtype = torch
 
 def _histogram(values: Tensor, shift: int, found: tuple[int, float, float] | None, dtype: torch.dtype) -> Tensor:
     """Return how often each digit occurs `shift` bits before the end of keys."""
-    # `found`: the digits before it, and the lowest and highest number that has them. None for the first digit, which
-    # carries the sign: it is moved up by `_SIGN`, so that digits count from 0.
+    # `found`: the digits before it, and the lowest and highest number with them. None for the first digit, which
+    # has the sign: `_SIGN` is added, so that digits start at 0.
     if found and values.is_cpu and values.dtype == dtype:
-        # few share the digits found so far; numpy picks them out several times faster than torch
+        # few scores share the digits found so far; numpy selects them several times faster than torch
         array = values.numpy()
         values = torch.from_numpy(array[(array >= found[1]) & (array <= found[2])])
     kind = _BITS[dtype.itemsize]
     bits = (values.to(dtype) + 0.0).view(kind)  # + 0.0: -0.0 equals +0.0
-    # The key is an integer in the order of the floats: two's complement has positive ones so already, and negative ones
-    # reversed, of which all bits but the sign are flipped.
+    # The key is an integer in the order of the floats. Positive floats already have it. Negative ones are reversed in
+    # two's complement, so all their bits except the sign are flipped.
     key = bits ^ ((bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(kind).max)
     if found:
         key = key[(key >> (shift + _DIGIT)) == found[0]]
@@ -308,14 +308,14 @@ def _histogram(values: Tensor, shift: int, found: tuple[int, float, float] | Non
 
 
 def kth_smallest_there(scores: Sequence[Tensor], k: int) -> Tensor | None:
-    """Return what `kth_smallest` does in float32 as a tensor without axes, for which nothing waits.
+    """Return `kth_smallest` in float32 as a scalar tensor, without waiting for the device.
 
     Args:
-        scores: As there; of those computed on access an attribute ``tensors``, a list, tells the devices.
+        scores: As in `kth_smallest`. If computed on access, a list ``tensors`` as attribute shows the devices.
         k: From 1 to the number of scores, which is not checked.
 
     Returns:
-        None where the scores do not lie on one GPU.
+        None if the scores are not all on one GPU.
     """
     device = _one_gpu(getattr(scores, "tensors", scores))
     if device is None:
@@ -325,21 +325,21 @@ def kth_smallest_there(scores: Sequence[Tensor], k: int) -> Tensor | None:
 
 
 def _one_gpu(tensors: Sequence[Tensor]) -> torch.device | None:
-    """Return the GPU of tensors that are at hand, all on the same one; else None."""
+    """Return the GPU that holds all tensors, else None."""
     devices = {tensor.device for tensor in tensors} if isinstance(tensors, list | tuple) else set()
     device = devices.pop() if len(devices) == 1 else None
     return device if device is not None and device.type == "cuda" and compiles_for(device) else None
 
 
 def _from_key(key: int, dtype: torch.dtype) -> float:
-    """Return the number whose bits, as an integer in the order of the floats, are `key`."""
+    """Return the number with this key, its bits as an integer in the order of the floats."""
     kind = _BITS[dtype.itemsize]
     bits = torch.tensor(key, dtype=kind)
     return float((bits ^ ((bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(kind).max)).view(dtype))
 
 
 def _bounds(prefix: int, shift: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Return between which numbers all keys lie that start with `prefix`, `shift` bits before their end."""
+    """Return the lowest and highest number whose keys start with `prefix`, `shift` bits before their end."""
     low, high = _from_key(prefix << shift, dtype), _from_key((prefix << shift) | ((1 << shift) - 1), dtype)
     # beyond the infinities lie only NaN
     return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high

@@ -1,4 +1,4 @@
-"""The k-th smallest of scores on a GPU, and masks of the largest: nothing waits for the device."""
+"""The k-th smallest of scores on a GPU, and masks of the largest, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eff_kernels._triton.launch import runs_in_one_launch
 
 _WIDTH = 32
 _DIGITS = (8, 8, 16)
-"""Bits a pass, from the top: few scores share the first 16, so that counts of the last 16 collide seldom."""
+"""Bits per pass, from the top. Few scores share the first 16, so that counts of the last 16 rarely collide."""
 
 
 def kth_smallest_key(scores: Sequence[Tensor], k: int, device: torch.device) -> Tensor:
@@ -20,9 +20,9 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, device: torch.device) -> 
     A key is the float32's bits as an integer in the order of the floats, from 0 to 2^32 − 1.
 
     Args:
-        scores: float16, bfloat16 or float32 on the device, without NaN; read by index once a pass.
+        scores: float16, bfloat16 or float32 on the device, without NaN; read by index once per pass.
         k: From 1 to the number of scores, which is not checked.
-        device: Where the scores are.
+        device: Device of the scores.
 
     Example:
         >>> hex(kth_smallest_key([torch.tensor([4.0, -0.0, 0.0])], 2, torch.device("cpu")).item())
@@ -30,7 +30,7 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, device: torch.device) -> 
     """
     rank = torch.full((1,), k, dtype=torch.int64, device=device)
     prefix = torch.zeros_like(rank)
-    # Rank and prefix stay tensors: each pass takes the digit from the one before without a host read.
+    # Rank and prefix stay tensors, so that each pass gets the digit of the previous one without a host read.
     shift = _WIDTH
     for bits in _DIGITS:
         shift -= bits
@@ -47,13 +47,13 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, device: torch.device) -> 
 
 @torch.library.custom_op("eff_kernels::count_digits_", mutates_args={"counts"})
 def count_digits_(counts: Tensor, values: Tensor, prefix: Tensor, shift: int) -> None:
-    """Add to `counts` how often each digit occurs in the keys of values that begin with a prefix.
+    """Add to `counts` how often each digit occurs in keys that begin with a prefix.
 
     Args:
         counts: int64 ``[2^bits]``.
         values: float16, bfloat16 or float32, contiguous.
         prefix: int64 ``[1]``, the bits of the keys above ``shift + bits``.
-        shift: How many bits lie below the digit.
+        shift: Number of bits below the digit.
     """
     if values.is_cuda:
         from eff_kernels._triton.pruning import count_digits_triton_
@@ -78,11 +78,11 @@ _MARKED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def marked_largest(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], Tensor] | None:
-    """Return masks, and what `mark_largest_` tells of them, for which nothing waits; None where Triton cannot do so.
+    """Return masks and the result of `mark_largest_`, without waiting for the device; None if Triton cannot run.
 
     Args:
-        scores: At hand, any shapes.
-        num_pruned: How many of all go.
+        scores: Tensors of any shapes.
+        num_pruned: Number of scores to prune, of all.
     """
     if not 0 < num_pruned <= sum(score.numel() for score in scores) or not runs_in_one_launch(scores):
         return None
@@ -95,17 +95,17 @@ def marked_largest(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tens
 
 @torch.library.custom_op("eff_kernels::mark_largest_", mutates_args={"masks"})
 def mark_largest_(masks: list[Tensor], scores: list[Tensor], num_pruned: int) -> Tensor:
-    """Set each mask to where the scores are not among the `num_pruned` smallest of all.
+    """Set each mask to False for the `num_pruned` smallest scores of all, else True.
 
-    Among equal scores the earlier tensor, then the lowest flat index is kept.
+    Of equal scores the earlier tensor, then the lowest flat index is kept.
 
     Args:
-        masks: bool, contiguous, one a tensor of scores; overwritten.
+        masks: bool, contiguous, one per tensor of scores; overwritten.
         scores: float16, bfloat16 or float32, contiguous, on one device.
-        num_pruned: How many go, from 1 to the number of scores.
+        num_pruned: Number of scores to prune, from 1 to the number of scores.
 
     Returns:
-        int64 ``[n, 2]``: of each tensor how many are kept, and not 0 if a score is NaN; the masks are undefined then.
+        int64 ``[n, 2]``: per tensor the number of kept scores, and nonzero if a score is NaN: masks are then undefined.
     """
     if scores[0].is_cuda:
         from eff_kernels._triton.pruning import mark_largest_triton_

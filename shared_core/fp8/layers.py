@@ -609,7 +609,9 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         if reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, which bypasses FP8 products"
         if named and reason is not None:
-            raise CompatibilityError("fp8", f"include names {name}, which cannot multiply in FP8: {reason}")
+            raise CompatibilityError(
+                "fp8", f"include must name only layers that can multiply in FP8, not {name}: {reason}"
+            )
         if reason is None and place and not named:
             reason = f"the model's {place} linear layer; name it in include to use FP8"
         if reason is None:

@@ -31,7 +31,7 @@ class LossScaleConfig(TechniqueConfig):
         "tensor_parallel": "its statistics sum gradients over all processes and would count whole layers several "
         "times; train in bf16, or use DDP or FSDP2",
         "bf16": "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
-        "drop loss_scale or train in fp16. It is allowed if fp8 casts gradients to e5m2, whose range is narrower: "
+        "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
         "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2",
         "deepspeed": DEEPSPEED,
         "fsdp1": "FSDP1 has its own scaler; use FSDP2 or DDP",

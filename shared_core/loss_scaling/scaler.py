@@ -228,7 +228,7 @@ class LossScaler(GradScaler):
             raise LossScaleError(
                 "loss_scale",
                 f"gradients had Inf or NaN in {worst} steps in a row (max_skips is {self._max_skips}), and the scale "
-                f"is down to {scale.item():g}",
+                f"is now {scale.item():g}",
                 "no scale helps: check inputs and weights for NaN, lower the learning rate, or train in bf16",
             )
 

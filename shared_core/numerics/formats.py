@@ -296,5 +296,5 @@ def lookup(name: str) -> Format:
         57344.0
     """
     if name not in FORMATS:
-        raise ConfigError("numerics", f"format {name!r} is unknown{nearest(str(name), FORMATS)}")
+        raise ConfigError("numerics", f"format must be a known name, got {name!r}{nearest(str(name), FORMATS)}")
     return FORMATS[name]

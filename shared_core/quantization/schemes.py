@@ -53,7 +53,7 @@ class LayerScheme:
 
     @property
     def of_weight(self) -> tuple[str, int, int, bool]:
-        """The fields that concern the weight alone."""
+        """The fields that concern only the weight."""
         return self.weight, self.weight_bits, self.group_size, self.affine
 
     @property

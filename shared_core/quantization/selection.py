@@ -78,7 +78,9 @@ def select_layers(
         elif {found.name, own} & set(include) or (
             type(found.module).__name__ in include and reason not in (_ADAPTER, _ORIGINAL)
         ):
-            raise CompatibilityError("qat", f"include names {found.name}, which cannot be quantised: {reason}")
+            raise CompatibilityError(
+                "qat", f"include must name only layers that can be quantised, not {found.name}: {reason}"
+            )
         else:
             left_out[found.name] = reason
     if not layers:
@@ -167,7 +169,7 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
         if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
             raise ConfigError(
                 "qat.overrides",
-                f"activation_bits does not apply to {name}: inputs of stacked experts stay in float in this scheme",
+                f"activation_bits must not be given for {name}: inputs of stacked experts stay in float",
                 "give only weight_bits for it, or use int8_dynamic",
             )
     _check_shared(layers, resolved)

@@ -1,7 +1,7 @@
-"""Launching Triton kernels: whether Triton can be used, what a launch costs the host, one for a whole model's tensors.
+"""Launch Triton kernels: check that Triton works, reduce host time, and process a whole model in one launch.
 
-A launch for each parameter would make a step's element-wise work bound by the host. A `TensorTable` holds the addresses
-of many tensors; each program of one launch looks up its part of them.
+With one launch per parameter, the host would limit a step's element-wise work. A `TensorTable` holds the addresses
+of many tensors, and each program of one launch looks up its part of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @functools.cache
 def has_triton() -> bool:
-    """Return True if `triton` can be found: CUDA builds of torch bring it on Linux."""
+    """Return True if `triton` is installed, as with CUDA builds of torch on Linux."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -27,9 +27,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
-    """Return True if `x`, of up to 32 bits and not empty, and the others are plain tensors on one GPU, and not traced.
+    """Return True if `x` (not empty, up to 32 bits) and the others are plain tensors on one GPU, and not traced.
 
-    The compiler fuses torch's own operations and cannot look into an operator; ``torch.func`` cannot either.
+    The compiler fuses torch's own operations and cannot see inside an operator. ``torch.func`` cannot either.
 
     Example:
         >>> on_eager_cuda(torch.ones(2))
@@ -47,7 +47,7 @@ def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return True if a tensor is no subclass but a parameter; a subclass (a DTensor, say) has its data elsewhere.
+    """Return True for a tensor or parameter, False for other subclasses (such as DTensor), which keep data elsewhere.
 
     Example:
         >>> is_plain(nn.Parameter(torch.ones(2)))
@@ -58,20 +58,20 @@ def is_plain(x: Tensor) -> bool:
 
 @functools.cache
 def compiles_for(device: torch.device) -> bool:
-    """Return True if Triton is there, with sources to compile, and knows bfloat16 on the GPU: from Ampere on."""
-    has_sources = not __file__.endswith(".pyc")  # an install of byte code alone has none
+    """Return True if Triton and the kernel sources are installed, and the GPU supports bfloat16 (Ampere or later)."""
+    has_sources = not __file__.endswith(".pyc")  # a bytecode-only install has none
     return has_sources and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def remembering(kernel: Any) -> Any:
-    """Return a kernel of Triton that finds what it compiled for such arguments in a third of Triton's own host time.
+    """Return a Triton kernel that finds its compiled version in a third of Triton's own host time.
 
-    In every launch, Triton binds arguments by name, asks of each what its code depends on, and reads its settings from
-    the environment. What the code depends on is the key here: constants, types, whether an address or an integer is
-    divisible by 16, whether an integer is 1 or has more than 32 bits. Triton launches what is not known yet, and its
-    interpreter everything.
+    In every launch, Triton binds arguments by name, computes the properties on which its code depends, and reads its
+    settings from the environment. Here these properties are the cache key: constants, types, addresses or integers
+    divisible by 16, and integers that are 1 or have more than 32 bits. Triton itself launches unknown keys, and
+    everything in its interpreter.
     """
-    import triton  # not before: who launches nothing imports this module too
+    import triton  # only here, because this module is imported even without launches
 
     if triton.knobs.runtime.interpret:
         return kernel
@@ -100,16 +100,16 @@ def _specialised(value: Any) -> Any:
 
 
 def directly(operator: Any) -> Any:
-    """Return an operator's own function where nobody watches operators, whose dispatch takes longer; else the operator.
+    """Return an operator's function, to avoid the dispatch, or the operator itself if something traces operators.
 
     Args:
-        operator: Made by `torch.library.custom_op`; it changes none of its arguments, which take no gradient here.
+        operator: From `torch.library.custom_op`. It must not change its arguments, which need no gradient here.
     """
     return operator if torch._C._len_torch_dispatch_stack() else operator._init_fn
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many parts of a size there are, the last of which may be smaller; Triton's takes 5 us of the host.
+    """Return ``count / size``, rounded up. Triton's own version takes 5 us of host time.
 
     Example:
         >>> cdiv(9, 4)
@@ -119,7 +119,7 @@ def cdiv(count: int, size: int) -> int:
 
 
 def next_power_of_2(count: int) -> int:
-    """Return the smallest power of two that is not below a positive count; Triton's takes 5 us of the host.
+    """Return the smallest power of two not below a positive count. Triton's own version takes 5 us of host time.
 
     Example:
         >>> next_power_of_2(9), next_power_of_2(8)
@@ -132,10 +132,10 @@ _LARGEST_AXIS = 65_535  # programs on the second and on the third axis of a grid
 
 
 def grid_of_tiles(rows: int, columns: int) -> tuple[int, int, int]:
-    """Return a grid for so many tiles.
+    """Return a grid for this number of tiles.
 
-    A program's column is its place on the third axis times the second's size plus its place there; it may lie behind
-    the last.
+    A program's column is its index on the third axis times the size of the second plus its index there. It may be
+    beyond the last.
 
     Example:
         >>> grid_of_tiles(100_000, 4), grid_of_tiles(1, 65_536)
@@ -149,21 +149,21 @@ _ALIGNED = 16
 
 
 class TensorTable(NamedTuple):
-    """Rows of tensors of the same dtypes, as a kernel finds them."""
+    """Rows of tensors of the same dtypes, in the layout for a kernel."""
 
     table: Tensor
-    """int64, row by row: the address of each column's tensor, the elements of one, the row's first program, its index
+    """int64, per row: the address of each column's tensor, its number of elements, the row's first program, its index
     among all rows."""
     owners: Tensor
-    """int64, by program: its row."""
+    """int64, per program: its row."""
     like: list[Tensor]
-    """One tensor of each column: its dtype is the column's."""
+    """One tensor per column, which gives the column's dtype."""
     is_aligned: bool
     """True if addresses and sizes are multiples of 16, so that loads can be vectors."""
 
 
 def runs_in_one_launch(*columns: Sequence[Tensor]) -> bool:
-    """Return True if Triton can read these tensors by address: plain, dense, of one GPU, and not while compiling.
+    """Return True if Triton can read these tensors by address: plain, dense, on one GPU, and not while compiling.
 
     Example:
         >>> runs_in_one_launch([torch.ones(2)])
@@ -186,7 +186,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTable]:
     """Yield tables of the rows that are not empty, one for all rows of the same dtypes and alignment.
 
-    Nothing waits for the device: the table travels from pinned memory, once for tensors that stay where they are.
+    Nothing waits for the device: tables are copied from pinned memory, only once for tensors that keep their address.
 
     Args:
         chunk: Elements of one program.
@@ -196,8 +196,8 @@ def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTabl
         return
     device = columns[0][0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    # A model has hundreds of tensors, most of them small: one launch for all, each program told its tensor by a
-    # table. The caller keeps the tensors alive until the launch is queued.
+    # A model has hundreds of tensors, most of them small, so use one launch for all, with a table from program to
+    # tensor. The caller keeps the tensors alive until the launch is queued.
     addresses = tuple(tuple(tensor.data_ptr() for tensor in column) for column in columns)
     dtypes = tuple(tuple(tensor.dtype for tensor in column) for column in columns)
     sizes = tuple(tensor.numel() for tensor in columns[0])
@@ -209,7 +209,7 @@ def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTabl
 
 
 _CAPTURED: list[object] = []
-"""Tables that a CUDA graph reads, and copies anew if it captured the copy, in each replay."""
+"""Tables that a CUDA graph reads in each replay, and copies again if it captured the copy."""
 
 
 @functools.lru_cache(maxsize=8)  # weights, gradients and masks of a model or two
@@ -221,9 +221,9 @@ def _tables(
     device: torch.device,
     stream: int,
 ) -> list[tuple[Tensor, Tensor, int, bool, Tensor]]:
-    """Return of each table the rows, their programs, a row, whether all are aligned, and where it came from."""
-    # All that a table says is among the arguments, so that one of tensors that are gone does no harm. What travels on
-    # one stream is not there yet on another.
+    """Return per table the rows, their programs, a row, True if all are aligned, and its source in host memory."""
+    # The arguments determine a table's contents, so a table of freed tensors does no harm. A copy queued on
+    # one stream is not yet visible on another.
     groups: dict[tuple[bool, tuple[torch.dtype, ...]], list[int]] = {}
     places, counts = np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64)
     aligned = (places % _ALIGNED == 0).all(0) & (counts % _ALIGNED == 0)
@@ -236,10 +236,10 @@ def _tables(
         programs = -(-counts[rows] // chunk)
         table = np.vstack((places[:, rows], counts[rows], programs.cumsum() - programs, rows)).T.reshape(-1)
         owners = np.repeat(np.arange(len(rows)), programs)
-        # One copy to the device; an odd table gets a zero, so that `owners` is 16-byte aligned behind it.
+        # One copy to the device. An odd table is padded with a zero, so that `owners` after it is 16-byte aligned.
         source = packed = torch.from_numpy(np.concatenate((table, np.zeros(len(table) % 2, np.int64), owners)))
         if device.type == "cuda":
-            # Pinned and asynchronous: the host does not wait for the kernels before this one.
+            # Pinned and asynchronous, so that the host does not wait for earlier kernels.
             source = source.pin_memory()
             packed = source.to(device, non_blocking=True)
         tables.append((packed[: len(table)], packed[-len(owners) :], rows[0], is_aligned, source))

@@ -1,1 +1,1 @@
-"""Quantization: one file an operation."""
+"""Quantization, with one file per operation."""

@@ -1,7 +1,7 @@
 """Affine quantisation without checks, for hot paths: scales, codes, fake quantisation and its gradient.
 
 Nothing here reads a value on the host, so nothing waits for the device. Scales divide: ``code = x / scale``. On CUDA
-the operations are custom ops without a gradient of their own: the functions that call them have it.
+the operations are custom ops without a gradient. The functions that call them define it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
 
 def with_signature(function: _Function) -> _Function:
-    """Return an autograd function that keeps its signature: with a `setup_context`, torch inspects it in every call."""
+    """Store an autograd function's signature, which torch otherwise inspects in every call with a `setup_context`."""
     forward: Any = function.forward
     forward.__signature__ = inspect.signature(forward)
     return function
@@ -28,7 +28,7 @@ def with_signature(function: _Function) -> _Function:
 def grid_on_triton(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, noise: Tensor | None = None, grad: Tensor | None = None
 ) -> bool:
-    """Return True if `round_to_grid` takes these, or with `grad` `grid_gradients`, which has no gradient of its own.
+    """Return True if `round_to_grid` supports these, or with `grad` `grid_gradients`, which has no gradient itself.
 
     Example:
         >>> grid_on_triton(torch.zeros(2), torch.tensor(1.0), None)
@@ -44,12 +44,12 @@ def grid_on_triton(
 
 
 def _grid(x: Tensor, scale: Tensor) -> tuple[int, int]:
-    """Return rows and columns of `x` such that a row has one scale; (0, 0) if the kernels have no such view."""
-    # One scale: any view will do, so one long row.
+    """Return rows and columns of `x` with one scale per row; (0, 0) if there is no such view for the kernels."""
+    # One scale: any view works, so use one long row.
     if scale.numel() == 1 and scale.dim() <= x.dim():
         return 1, x.numel()
     axes = [dim for dim, size in enumerate(scale.shape) if size != 1]
-    # One axis with scales: rows are everything before it times the axis, columns what lies behind it.
+    # One axis with scales: rows are all axes up to it, columns those after it.
     if scale.dim() != x.dim() or len(axes) != 1 or scale.shape[axes[0]] != x.shape[axes[0]]:
         return 0, 0
     columns = math.prod(x.shape[axes[0] + 1 :])
@@ -59,13 +59,13 @@ def _grid(x: Tensor, scale: Tensor) -> tuple[int, int]:
 
 
 def _dense(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x` without gaps, which under a single scale may lie in any order."""
+    """Return `x` without gaps in memory, in any order for a single scale."""
     lies_dense = scale.numel() == 1 and x.is_contiguous(memory_format=torch.channels_last)
     return x if lies_dense else x.contiguous()
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
-    """Return `values` in memory as `x` is."""
+    """Return `values` in the memory layout of `x`."""
     return values if values.stride() == x.stride() else torch.empty_like(x, dtype=values.dtype).copy_(values)
 
 
@@ -83,12 +83,12 @@ def round_to_grid(
     qmax: int,
     smallest: float = 0.0,
 ) -> Tensor:
-    """Return ``s·(clamp(ne(x/s) + z, qmin, qmax) − z)`` in the type of `x`, at 2 reads or writes an element.
+    """Return ``s·(clamp(ne(x/s) + z, qmin, qmax) − z)`` in the type of `x`, at 2 reads or writes per element.
 
     Args:
         x: Any shape with elements; float32, bfloat16 or float16.
-        scale: Of one element, or of the axes of `x` and along one of them; float32.
-        zero_point: Of the shape of `scale` or (), rounded and clamped to the codes; None: 0.
+        scale: One element, or shaped like `x` with size above 1 along one axis only; float32.
+        zero_point: Shape of `scale` or (), rounded and clamped to the codes; None: 0.
         noise: As in `eff_kernels.quantization.affine.round_codes`, of the shape of `x`, float32.
         qmin: Smallest code, of at most 17 bits.
         qmax: Largest code, likewise.
@@ -99,7 +99,7 @@ def round_to_grid(
     x = _dense(x, scale)
     noise = None if noise is None else _like(noise, x)
     operands = x, *_qparams(scale, zero_point), noise, _grid(x, scale)
-    # Triton launches on the current device, which need not be that of the values
+    # Triton launches on the current device, which may differ from that of the values
     with torch.cuda.device(x.get_device()):
         return grid_forward_triton(*operands, qmin, qmax, smallest)
 
@@ -131,14 +131,14 @@ def grid_gradients(
     grad_scale: float = 1.0,
     smallest: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `x` and the sums that are those of what is learned; 3 reads or writes an element.
+    """Return the gradient of `x` and the sums for the learned parameters, at 3 reads or writes per element.
 
     Args:
-        grad: That of the result, of the shape and type of `x`.
-        x: As in `round_to_grid`, and so are the other operands.
+        grad: Gradient of the result, with the shape and type of `x`.
+        x: As in `round_to_grid`, like the other operands.
         scale: For ``"pact"`` its α.
         zero_point: For ``"pact"`` None, for ``"range"`` given.
-        noise: Used where the gate asks for the rounded code.
+        noise: Used if the gate depends on the rounded code.
         qmin: Smallest code.
         qmax: Largest code.
         rounded_gate: Gate on the rounded code.
@@ -148,7 +148,7 @@ def grid_gradients(
         smallest: A smaller scale, or α, counts as this one.
 
     Returns:
-        Like `x`, and (sums, scales) in float32, added up in an order that does not vary.
+        A tensor like `x`, and (sums, scales) in float32, summed in a fixed order.
     """
     from eff_kernels._triton.quantization import grid_backward_triton
 
@@ -179,7 +179,7 @@ def _(
 
 @torch.library.custom_op("eff_kernels::round_rows", mutates_args=())
 def round_rows(x: Tensor, noise: Tensor | None, columns: int, qmin: int, qmax: int, symmetric: bool) -> Tensor:
-    """Return `x` rounded to codes under a range for each `columns` neighbours; 2 reads or writes up to 16384 of them.
+    """Return `x` fake-quantised with a range per `columns` neighbours, at 2 reads or writes for up to 16384 of them.
 
     Args:
         x: Any shape with elements; float32, bfloat16 or float16.
@@ -212,15 +212,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def symmetric_scale(weight: Tensor, axis: int | None, qmax: int) -> Tensor:
-    """Return ``max|w| / qmax``, 1 where all is zero, never so small that ``max|w| / scale`` exceeds `qmax`.
+    """Return ``max|w| / qmax``, 1 for zeros, never so small that ``max|w| / scale`` exceeds `qmax`.
 
     Args:
         weight: Any shape and floating type.
-        axis: Channels along this axis have a scale each; None: one scale.
+        axis: One scale per channel along this axis; None: one scale.
         qmax: Largest code, at least 1.
 
     Returns:
-        Of shape (channels,), or () without an axis, in `compute_dtype`. NaN where the channel holds a NaN.
+        Scales of shape (channels,), or () without an axis, in `compute_dtype`. NaN for channels with NaN.
 
     Example:
         >>> symmetric_scale(torch.tensor([[2.54, -1.0], [0.0, 0.0]]), 0, 127)
@@ -229,7 +229,7 @@ def symmetric_scale(weight: Tensor, axis: int | None, qmax: int) -> Tensor:
     if axis is None:
         low, high = torch.aminmax(weight)
     else:
-        # two reductions: aminmax along a dimension is not vectorised on CPU (torch 2.13: 18 times slower)
+        # two reductions, because aminmax along a dimension is not vectorised on CPU (torch 2.13: 18 times slower)
         dims = [dim for dim in range(weight.dim()) if dim != axis % weight.dim()]
         low, high = (weight.amin(dims), weight.amax(dims)) if dims else (weight, weight)
     return scale_of_largest(torch.maximum(high, -low).to(compute_dtype(weight.dtype)), qmax)
@@ -246,12 +246,12 @@ def scale_of_largest(amax: Tensor, qmax: int) -> Tensor:
         >>> scale_of_largest(torch.tensor([2.54, 0.0]), 127)
         tensor([0.0200, 1.0000])
     """
-    # by a tensor: CUDA multiplies by 1/qmax where that is a number, an ulp away from what the CPU gives
+    # divide by a tensor: for a number CUDA multiplies by 1/qmax, which differs from the CPU by an ulp
     scale = amax / amax.new_full((), qmax)
-    # a quotient rounded down would push the largest weight an ulp outside, and the gate would take its
+    # a quotient rounded down would push the largest weight an ulp outside, and the gate would remove its
     # gradient
     scale = torch.where(amax / scale > qmax, torch.nextafter(scale, scale.new_full((), math.inf)), scale)
-    # All zeros: scale 0 becomes 1, without a branch that a GPU would have to wait for.
+    # All zeros: scale 0 becomes 1, without a branch that would make a GPU wait.
     return scale + (amax == 0)
 
 
@@ -263,7 +263,7 @@ def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int | Tensor, qmax: i
     Args:
         minimum: Smallest values, any shape.
         maximum: Largest values, the same shape.
-        qmin: Smallest code; of each range, if a float64 tensor.
+        qmin: Smallest code, or a float64 tensor with one per range.
         qmax: Largest code, above `qmin`; likewise.
 
     Returns:
@@ -280,10 +280,10 @@ def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int | Tensor, qmax: i
     high = maximum.to(wide).clamp(min=0)
     scale = ((high - low) / (qmax - qmin)).to(dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    codes: tuple[Any, Any] = (qmin, qmax)  # torch's annotations know no mixture of numbers and tensors
-    # qmin - low/s is whole only by chance; rounded, 0 is exactly a code, which padding and ReLU rely on.
+    codes: tuple[Any, Any] = (qmin, qmax)  # torch's annotations do not allow a mixture of numbers and tensors
+    # qmin - low/s is rarely an integer. After rounding, 0 is exactly a code, which padding and ReLU need.
     zero_point = torch.round(qmin - low / scale.to(wide)).clamp(*codes)
-    # An infinite or NaN range makes the quotient NaN, which as an integer would be undefined.
+    # An infinite or NaN range makes the quotient NaN, which is undefined as an integer.
     return scale, zero_point.nan_to_num(0.0).to(torch.int32)
 
 
@@ -301,12 +301,12 @@ def round_codes(values: Tensor, noise: Tensor | None = None) -> Tensor:
     if noise is None:
         return values.round_()
     low = values.floor()
-    # floor(v + u) would round v + u first, and at large v that is a bias
+    # floor(v + u) would round v + u first, which is biased for large v
     return low + (noise < values - low)
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, noise: Tensor | None = None) -> Tensor:
-    """Return ``clamp(ne(x/s) + z, qmin, qmax) - z``: whole numbers in `compute_dtype`, NaN for NaN.
+    """Return ``clamp(ne(x/s) + z, qmin, qmax) - z``: integers in `compute_dtype`, NaN for NaN.
 
     Args:
         x: Any shape and floating type.
@@ -320,8 +320,8 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int,
         >>> quantize(torch.tensor([0.5, 1.2, 9.0]), torch.tensor(1.0), torch.tensor(2), -8, 7)
         tensor([0., 1., 5.])
     """
-    # Widened first: bfloat16 divided by a float32 scalar tensor would be bfloat16. A true division by a
-    # tensor: CUDA multiplies by 1/s where s is a number, which moves ties, and ONNX divides.
+    # Widened first, because bfloat16 divided by a float32 scalar tensor is bfloat16. Divide by a
+    # tensor like ONNX: for a number CUDA multiplies by 1/s, which changes ties.
     codes = round_codes(x.to(compute_dtype(x.dtype)) / scale, noise)
     # clamp with two tensor bounds is not vectorised on CPU (torch 2.13: 7 times slower than with one)
     # Clamped to [qmin - z, qmax - z], which is clamp(codes + z) - z without adding z to every element and back.
@@ -330,10 +330,10 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int,
 
 
 def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``codes · scale`` in a type, in the memory of the codes where that is of use.
+    """Return ``codes · scale`` in a type, in the memory of the codes if that helps.
 
     Args:
-        codes: Floating; not used again.
+        codes: Floating; may be overwritten.
         scale: Broadcasts to the shape of the codes.
         dtype: Floating.
 
@@ -341,15 +341,15 @@ def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         >>> values_of(torch.tensor([3.0, -1.0]), torch.tensor(0.5), torch.float32)
         tensor([ 1.5000, -0.5000])
     """
-    # inductor decides on memory itself
+    # inductor manages memory itself
     return in_type(codes * scale if torch.compiler.is_compiling() else codes.mul_(scale), dtype)
 
 
 def in_type(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``values.to(dtype)``, as an autograd.Function may return it.
+    """Return ``values.to(dtype)`` as a new tensor, which is safe to return from an autograd.Function.
 
-    Under torch.compile one whose last operation gives back the tensor that it was given, in place or as `Tensor.to`
-    does, has a gradient of zero (torch 2.11, not 2.13).
+    Under torch.compile (2.11, not 2.13) a function whose last operation returns its input, in place or by `Tensor.to`,
+    has a gradient of zero.
 
     Args:
         values: Any shape, floating.
@@ -359,13 +359,13 @@ def in_type(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _outside(bound: int, up: bool, dtype: torch.dtype) -> float:
-    # A subnormal step could be flushed to 0, which would shut the gate at a code of 0.
+    # A subnormal step could be flushed to 0, which would close the gate at a code of 0.
     if bound == 0:
         step = 2.0**-126
     else:
         mantissa, exponent = math.frexp(bound)
         step = 2.0 ** (exponent - (53 if dtype == torch.float64 else 24))
-        # towards zero from a power of two the numbers lie twice as dense
+        # below a power of two floats are twice as dense
         if mantissa == (-0.5 if up else 0.5):
             step /= 2
     return bound + step if up else bound - step
@@ -383,7 +383,7 @@ def _(grad: Tensor, codes: Tensor, low: float, high: float) -> Tensor:
 
 
 def pass_inside(grad: Tensor, codes: Tensor, qmin: int, qmax: int) -> Tensor:
-    """Return `grad` where ``qmin <= codes <= qmax`` and zero elsewhere, at a NaN either; both of one type.
+    """Return `grad` where ``qmin <= codes <= qmax`` and zero elsewhere (either for NaN). Both have one type.
 
     Args:
         grad: Any shape, floating.
@@ -395,11 +395,11 @@ def pass_inside(grad: Tensor, codes: Tensor, qmin: int, qmax: int) -> Tensor:
         >>> pass_inside(torch.ones(3), torch.tensor([-8.0, 7.0, 7.1]), -8, 7)
         tensor([1., 1., 0.])
     """
-    # One fused pass where a mask takes four; it opens strictly between its bounds: take the next numbers. At NaN it
-    # opens on CUDA and shuts in whole vectors on CPU (torch 2.13).
+    # One fused pass, while a mask takes four. It is open strictly between its bounds, so use the next numbers. For NaN
+    # it is open on CUDA and closed in whole vectors on CPU (torch 2.13).
     low, high = _outside(qmin, False, codes.dtype), _outside(qmax, True, codes.dtype)
     if torch.compiler.is_compiling() and grad.device.type == "cpu":
-        # inductor would keep the gate as bools, whose store on CPU takes twenty times as long (torch 2.13)
+        # inductor would store the gate as bools, which takes twenty times as long on CPU (torch 2.13)
         inside: Tensor = _pass_between(grad, codes, low, high)
         return inside
     passed: Tensor = torch.ops.aten.hardtanh_backward(grad, codes, low, high)
@@ -421,7 +421,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        # The noise decides which codes are inside only if the gate looks at rounded codes; else it is not kept.
+        # The noise is kept only if the gate depends on rounded codes.
         x, scale, zero_point, *ctx.rest, noise = inputs
         ctx.save_for_backward(x, scale, zero_point, noise if ctx.rest[2] else None)
 
@@ -432,7 +432,7 @@ class _FakeQuantize(torch.autograd.Function):
         if grid_on_triton(x, scale, zero_point, noise, grads[0]):
             grad, _ = directly(grid_gradients)(grads[0], x, scale, zero_point, noise, qmin, qmax, rounded_gate)
             return grad, None, None, None, None, None, None
-        # Computed again from x: codes in float32 would hold twice the memory of a half-precision activation.
+        # Recomputed from x, because float32 codes would take twice the memory of a half-precision activation.
         codes = x.to(compute_dtype(x.dtype)) / scale
         codes = (round_codes(codes, noise) if rounded_gate else codes) + zero_point
         grad = pass_inside(grads[0].to(codes.dtype), codes, qmin, qmax)
@@ -450,8 +450,8 @@ def fake_quantize(
 ) -> Tensor:
     """Return ``s * (clamp(ne(x/s) + z, qmin, qmax) - z)`` in the type of `x`.
 
-    The gradient passes where ``qmin <= x/s + z <= qmax`` and is zero elsewhere; scale and zero point get
-    none.
+    The gradient passes where ``qmin <= x/s + z <= qmax`` and is zero elsewhere. Scale and zero point get
+    no gradient.
 
     Args:
         x: Any shape and floating type.
@@ -480,7 +480,7 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
             y: Tensor = directly(round_rows)(weight, None, weight.numel() // weight.shape[0], -qmax, qmax, True)
             return y
         scale = along(symmetric_scale(weight, axis, qmax), weight.dim(), axis)
-        # No clamp: `symmetric_scale` makes no code larger than qmax.
+        # No clamp, because with `symmetric_scale` no code exceeds qmax.
         return values_of((weight.to(scale.dtype) / scale).round_(), scale, weight.dtype)
 
     @staticmethod
@@ -493,10 +493,10 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
 
 
 def fake_quantize_symmetric(weight: Tensor, axis: int, qmax: int) -> Tensor:
-    """Return `weight` fake-quantised per channel by the scale that its own largest magnitude gives.
+    """Return `weight` fake-quantised per channel with the scale of its largest magnitude.
 
-    Equal to `fake_quantize` with `symmetric_scale` and zero point 0. No weight lies outside such a range, so
-    there is nothing to clamp and the gradient passes everywhere.
+    Equal to `fake_quantize` with `symmetric_scale` and zero point 0. No weight lies outside this range, so
+    nothing is clamped and the gradient passes everywhere.
 
     Args:
         weight: Any shape and floating type.
@@ -516,7 +516,7 @@ def along(values: Tensor, dims: int, axis: int) -> Tensor:
 
     Args:
         values: 1-d.
-        dims: How many the tensor has.
-        axis: Of its channels; negative counts from the end.
+        dims: Number of dimensions of the tensor.
+        axis: Axis of the channels; negative counts from the end.
     """
     return values.reshape([-1 if dim == axis % dims else 1 for dim in range(dims)])

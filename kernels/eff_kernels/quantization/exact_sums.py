@@ -1,7 +1,7 @@
-"""Test if this process's integer kernels sum products of 8-bit codes exactly: one product shows it, no flag does.
+"""Test by one product if this process's integer kernels sum products of 8-bit codes exactly. No flag shows it.
 
-Without VNNI or AMX, x86 adds pairs of products in 16 bits, where ``255·127·2`` saturates. Which instructions a kernel
-takes is its own matter: oneDNN obeys ONEDNN_MAX_CPU_ISA, torch asks the processor, and some shapes widen first.
+Without VNNI or AMX, x86 adds pairs of products in 16 bits, where ``255·127·2`` saturates. Kernels choose their
+instructions: oneDNN obeys ONEDNN_MAX_CPU_ISA, torch asks the processor, and some shapes widen first.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from eff_kernels.quantization.integer_linear import integer_linear, pack
 
 _Kernel = Literal["linear", "convolution", "matmul"]
 
-# Long enough for a kernel to take its wide instructions, small enough to cost nothing.
+# Long enough for a kernel to use its wide instructions, small enough to cost nothing.
 _INPUTS, _OUTPUTS = 64, 32
-_ROWS = (1, 17)  # kernels for one row are others
+_ROWS = (1, 17)  # there are separate kernels for one row
 
 
 @cache
 def sums_exactly(kernel: _Kernel) -> bool:
-    """Return True if a kernel's sums are exact for all 8-bit codes; otherwise weights must lie within ±64.
+    """Return True if a kernel's sums are exact for all 8-bit codes. Otherwise weights must lie within ±64.
 
-    Found by one saturating product when it is first asked in a process, then remembered. A kernel that this torch
-    lacks gets nothing wrong, one that fails is not exact.
+    Tested with one saturating product on the first call in a process, then cached. A kernel that this torch
+    lacks counts as exact, one that fails does not.
 
     Args:
         kernel: ``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, or ``torch._int_mm`` on
@@ -73,7 +73,7 @@ def _convolution() -> bool:
 
 
 def _matmul() -> bool:
-    # signed by signed: a kernel adds 128 to one factor, halves the other or moves its sign, which 127 or -128 shows
+    # signed by signed: a kernel adds 128 to one factor, halves the other or moves its sign; 127 or -128 reveals this
     return all(
         bool((torch._int_mm(_filled(code, rows, _INPUTS), _filled(code, _INPUTS, _OUTPUTS)) == code**2 * _INPUTS).all())
         for code in (127, -128)

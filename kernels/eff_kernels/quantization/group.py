@@ -1,7 +1,7 @@
-"""Fake quantisation by scales taken from the values themselves, without checks: groups, tokens, and FP8.
+"""Fake quantisation with scales computed from the values, without checks: groups, tokens, and FP8.
 
-No value lies outside a range taken from the values, but for half a step where a zero point was rounded: the gradient
-passes everywhere and nothing is kept for it. Nothing here reads a value on the host.
+No value lies outside its range by more than half a step (from rounding a zero point), so the gradient
+passes everywhere and needs no saved tensors. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
 
     Args:
         bits: At least 2.
-        symmetric: Whether the zero point is 0.
+        symmetric: True if the zero point is 0.
 
     Example:
         >>> code_range(4, True), code_range(4, False)
@@ -40,7 +40,7 @@ def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
 
 
 def group_qparams(x: Tensor, group_size: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return (scale, zero point) of each group of consecutive values along the last axis.
+    """Return (scale, zero point) per group of consecutive values along the last axis.
 
     Args:
         x: (..., K) of any floating type.
@@ -49,14 +49,14 @@ def group_qparams(x: Tensor, group_size: int, bits: int, symmetric: bool) -> tup
         symmetric: ``max|x|`` on the largest code and zero point 0, else the range widened to contain 0.
 
     Returns:
-        Both (..., K / group_size): `compute_dtype` and int32. A scale is not finite where a value of its group is not.
+        Both (..., K / group_size): `compute_dtype` and int32. A group with a non-finite value has a non-finite scale.
 
     Example:
         >>> group_qparams(torch.tensor([[7.0, 1.0, 0.0, 1.5]]), 2, 4, False)
         (tensor([[0.4667, 0.1000]]), tensor([[-8, -8]], dtype=torch.int32))
     """
-    # widened first, which changes no value: in bfloat16 reductions of short rows take ten times as long on CPU; and two
-    # of them: aminmax along a dimension is not vectorised there (torch 2.13: 18 times slower)
+    # widened first (exact), because bfloat16 reductions of short rows take ten times as long on CPU; two reductions,
+    # because aminmax along a dimension is not vectorised there (torch 2.13: 18 times slower)
     groups = _groups(x, group_size).to(compute_dtype(x.dtype))
     low, high = groups.amin(-1), groups.amax(-1)
     qmin, qmax = code_range(bits, symmetric)
@@ -69,12 +69,12 @@ def group_qparams(x: Tensor, group_size: int, bits: int, symmetric: bool) -> tup
 def group_codes(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, bits: int, noise: Tensor | None = None
 ) -> Tensor:
-    """Return the codes of `x`, whole numbers in `compute_dtype`, as (..., K / group_size, group_size).
+    """Return the codes of `x`, integers in `compute_dtype`, as (..., K / group_size, group_size).
 
     Args:
         x: (..., K) of any floating type.
         scale: (..., K / group_size) in ``compute_dtype(x.dtype)``.
-        zero_point: (..., K / group_size); None: 0, and symmetric codes, which need no clamp.
+        zero_point: (..., K / group_size); None: 0 with symmetric codes, which need no clamp.
         group_size: Divides K.
         bits: Width of a code.
         noise: As in `round_codes`, of the shape of `x`.
@@ -110,18 +110,18 @@ class _FakeQuantizeGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # The scale comes from x itself, so that nothing is clipped: straight-through everywhere.
+        # The scale comes from x itself, so nothing is clipped and the gradient passes everywhere.
         return grads[0], None, None, None, None
 
 
 def fake_quantize_groups(
     x: Tensor, group_size: int, bits: int, symmetric: bool = False, noise: Tensor | None = None
 ) -> Tensor:
-    """Return `x` fake-quantised in groups along the last axis, each by a range of its own; gradient 1.
+    """Return `x` fake-quantised in groups along the last axis, each with its own range; gradient 1.
 
     Args:
         x: (..., K) of any floating type.
-        group_size: Divides K; K itself gives one scale a row or token.
+        group_size: Divides K. K itself gives one scale per row or token.
         bits: Width of a code, from 2.
         symmetric: As in `group_qparams`.
         noise: As in `round_codes`, of the shape of `x`.
@@ -156,7 +156,7 @@ class _FakeQuantizeFp8(torch.autograd.Function):
         amax = x.abs().amax(dims, keepdim=True).float() if dims else x.abs().float()
         scale = block_scale(amax, dtype, "exact")
         largest = torch.finfo(dtype).max
-        # clamped first: torch's own conversion saturates in some versions and overflows in others (e5m2, torch < 2.12)
+        # clamped first, because torch's conversion saturates or overflows depending on the version (e5m2, torch < 2.12)
         codes = (x.float() / scale).clamp(-largest, largest).to(dtype)
         return values_of(codes.float(), scale, x.dtype)
 
@@ -170,15 +170,15 @@ class _FakeQuantizeFp8(torch.autograd.Function):
 
 
 def fake_quantize_fp8(x: Tensor, dtype: torch.dtype, axis: int | None = None) -> Tensor:
-    """Return `x` rounded to FP8 under a scale that puts the largest magnitude on the largest value; gradient 1.
+    """Return `x` rounded to FP8 with a scale that maps the largest magnitude to the largest value; gradient 1.
 
     Args:
         x: Any shape and floating type, not empty; computed in float32.
         dtype: An FP8 type.
-        axis: Channels along this axis have a scale each; None: one scale.
+        axis: One scale per channel along this axis; None: one scale.
 
     Returns:
-        Of the type of `x`; NaN where a value under the same scale is not finite.
+        A tensor of the type of `x`, NaN where a value with the same scale is not finite.
 
     Example:
         >>> fake_quantize_fp8(torch.tensor([448.0, 17.0, 1.0]), torch.float8_e4m3fn)

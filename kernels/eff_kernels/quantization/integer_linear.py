@@ -1,4 +1,4 @@
-"""The product of int8 codes on a CPU's own instructions, by oneDNN."""
+"""The product of int8 codes with a CPU's integer instructions, by oneDNN."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def integer_linear(
 ) -> Tensor:
     """Return ``s_x·s_w·Σ(q_x − z)·q_w + b`` in float32, the sums exact 32-bit integers.
 
-    x86 without VNNI or AMX adds pairs of products in 16 bits: there q_w must lie within ±64.
+    x86 without VNNI or AMX adds pairs of products in 16 bits, so q_w must lie within ±64 there.
 
     Args:
         codes: uint8, (..., inputs), on a CPU.
-        scale: s_x, or a factor of it beside `row_scale`.
-        zero_point: z, of the unsigned codes.
-        packed: q_w, by `pack`.
+        scale: s_x, or with `row_scale` a factor of it.
+        zero_point: z, for unsigned codes.
+        packed: q_w, from `pack`.
         weight_scale: s_w, float32, (outputs,).
         bias: b, float32, (outputs,), or None.
         row_scale: A factor of s_x for each row, float32, (..., 1).
@@ -44,11 +44,11 @@ def integer_linear(
         tensor([[0.5500]])
     """
     if torch.compiler.is_compiling():
-        # inductor's lowering of oneDNN's operator takes weights that are constants of the graph alone (torch 2.13)
+        # inductor's lowering of oneDNN's operator only supports weights that are constants of the graph (torch 2.13)
         opaque: Tensor = _opaque(codes, scale, zero_point, packed, weight_scale, bias, row_scale)
         return opaque
     zero_points = torch.zeros(len(weight_scale), dtype=torch.int32)
-    # bias is added after the rows are scaled, so not by the kernel where rows have scales.
+    # bias is added after scaling the rows, so not by the kernel if rows have scales.
     added = bias if row_scale is None else None
     y: Tensor = torch.ops.onednn.qlinear_pointwise(
         codes, scale, zero_point, packed, weight_scale, zero_points, added, 1.0, 0, torch.float32, "none", [], ""

@@ -1,7 +1,7 @@
-"""Fake quantisation whose grid is learned, without checks, for hot paths: LSQ, LSQ+, learned ranges and PACT.
+"""Fake quantisation with a learned grid, without checks, for hot paths: LSQ, LSQ+, learned ranges and PACT.
 
-What is learned is kept where it has a meaning inside the function, so that no optimizer step can make a result
-invalid; its gradient is that at the bound, which leads back. Nothing here reads a value on the host.
+Learned values are clamped to valid ones inside the function, so that no optimizer step can make a result
+invalid. Beyond the bound the gradient is that at the bound, which leads back. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sum_like(values: Tensor, like: Tensor) -> Tensor:
 
     Args:
         values: Any shape that `like` broadcasts to.
-        like: Its shape is that of the result.
+        like: Gives the shape of the result.
 
     Example:
         >>> sum_like(torch.ones(4, 2, 3), torch.zeros(2, 1))
@@ -55,7 +55,7 @@ class _LsqFakeQuantize(torch.autograd.Function):
         if grid_on_triton(x, scale, zero_point):
             y: Tensor = directly(round_to_grid)(x, scale, zero_point, None, qmin, qmax, SMALLEST_SCALE)
             return y
-        # An optimizer can carry a learned scale to 0 or below it; the value is clamped, the parameter is left alone.
+        # An optimizer can move a learned scale to 0 or below. The value is clamped, the parameter is not changed.
         scale = scale.clamp_min(SMALLEST_SCALE)
         codes = (x.to(scale.dtype) / scale).round_()
         if zero_point is None:
@@ -86,11 +86,11 @@ class _LsqFakeQuantize(torch.autograd.Function):
         zero = None if zero_point is None else zero_point.round().clamp(qmin, qmax)
         codes = exact.round() if zero is None else exact.round() + zero
         shifted = exact if zero is None or rounded_gate else exact + zero
-        # LSQ (Esser et al. 2020, arXiv:1902.08153): the gradient of x passes inside the range only.
+        # LSQ (Esser et al. 2020, arXiv:1902.08153): the gradient of x passes only inside the range.
         inside = pass_inside(grad, codes if rounded_gate else shifted, qmin, qmax)
-        # ne(v) − v inside and the clamped code outside, in one form: outside no gradient is left to multiply v with,
-        # which is bounded because 0 · inf would be NaN. In place, as a CPU waits for memory, but not where a second
-        # derivative will ask for what the gate saw.
+        # ne(v) − v inside and the clamped code outside, in one formula. Outside, v is multiplied by a zero gradient,
+        # so it is bounded, because 0 · inf would be NaN. In place, because CPUs are limited by memory, but not if a
+        # second derivative needs the values of the gate.
         clamp = torch.clamp if torch.is_grad_enabled() else torch.clamp_
         clamped = clamp(codes, qmin, qmax) if zero is None else clamp(codes, qmin, qmax) - zero
         scale_grad = (grad * clamped).addcmul_(inside, clamp(exact, qmin - qmax - 1, qmax - qmin + 1), value=-1)
@@ -169,9 +169,9 @@ class _LearnedRange(torch.autograd.Function):
         codes = x.to(scale.dtype) / scale
         codes = (codes.round_() if rounded_gate else codes).add_(zero_point)
         inside = pass_inside(grad, codes, qmin, qmax)
-        # a code outside cannot be NaN, so one comparison splits what is left
+        # a code outside cannot be NaN, so one comparison separates the two sides
         outside = grad - inside
-        # What is clipped below sits at the minimum, what is clipped above at the maximum: each bound gets that
+        # Values clipped below equal the minimum, those clipped above the maximum, so each bound gets their
         # gradient.
         below = torch.where(codes < qmin, outside, 0.0)
         return inside.to(x.dtype), sum_like(below, minimum), sum_like(outside.sub_(below), maximum), None, None, None
@@ -182,7 +182,7 @@ def range_fake_quantize(
 ) -> Tensor:
     """Return `x` fake-quantised over [minimum, maximum], widened to contain 0; both bounds get a gradient.
 
-    The grid is that of `affine_qparams`. What lies below it passes its gradient to `minimum`, what lies above to
+    The grid is that of `affine_qparams`. Values below it pass their gradient to `minimum`, values above to
     `maximum`, and the rest to `x`.
 
     Args:
@@ -209,7 +209,7 @@ class _Pact(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, levels: int) -> Tensor:
-        # α below the smallest scale would make s a subnormal number, or 0.
+        # α below the smallest scale would make s subnormal or 0.
         scale = alpha.clamp_min(levels * SMALLEST_SCALE) / levels
         if grid_on_triton(x, scale, None):
             y: Tensor = directly(round_to_grid)(x, scale, None, None, 0, levels)

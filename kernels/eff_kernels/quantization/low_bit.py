@@ -1,4 +1,4 @@
-"""Weights of two and three values without checks, for hot paths. Nothing here reads a value on the host."""
+"""Binary and ternary weights without checks, for hot paths. Nothing here reads a value on the host."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from eff_kernels.quantization.affine import compute_dtype, pass_inside, values_o
 
 
 def ternary_values(weight: Tensor, axis: int | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return codes −1, 0 and 1, and the scale: ``|w| > threshold·E|w|`` survive, the scale is their mean magnitude.
+    """Return codes −1, 0 and 1, and the scale: weights with ``|w| > threshold·E|w|`` stay, and their mean is the scale.
 
     Args:
         weight: Any shape and floating type, not empty.
-        axis: Channels along this axis have a threshold and a scale each; None: one for all.
+        axis: One threshold and scale per channel along this axis; None: one for all.
         threshold: In units of the mean magnitude.
 
     Returns:
-        Codes in `compute_dtype`, and the scale, which broadcasts with them: 0 where all is zero, NaN where a value
+        Codes in `compute_dtype`, and the scale, which broadcasts with them: 0 if all weights are zero, NaN if one
         is not finite.
 
     Example:
@@ -32,12 +32,12 @@ def ternary_values(weight: Tensor, axis: int | None, threshold: float) -> tuple[
     # normal, 0.75.
     mean = _mean(magnitude, axis)
     survives = magnitude > threshold * mean
-    # a mean of survivors as the quotient of two means; only where all is zero does nothing survive
+    # the mean of the kept weights as a quotient of two means; none is kept only if all are zero
     share = _mean(survives.to(exact.dtype), axis)
-    # E[|w| of survivors] = E[|w| 1_survives] / P(survives); in this form each axis may have another number of
-    # survivors.
+    # E[|w| of kept] = E[|w| 1_kept] / P(kept), in which each channel may have a different number of
+    # kept weights.
     scale = _mean(torch.where(survives, magnitude, 0.0), axis) / torch.where(share == 0, 1.0, share)
-    # nothing is larger than an infinite or NaN mean, so all of it would look like zeros: mean − mean is 0 or NaN
+    # no weight exceeds an infinite or NaN mean, so all would look like zeros; add mean − mean, which is 0 or NaN
     return exact.sign() * survives, scale + (mean - mean)
 
 
@@ -46,7 +46,7 @@ def binary_values(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: Any shape and floating type, not empty.
-        axis: Channels along this axis have a scale each; None: one for all.
+        axis: One scale per channel along this axis; None: one for all.
 
     Returns:
         Codes in `compute_dtype`, NaN for NaN, and the scale, which broadcasts with them.
@@ -60,7 +60,7 @@ def binary_values(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 
 
 def signs(x: Tensor) -> Tensor:
-    """Return −1 where `x` is negative, NaN where it is NaN, and 1 elsewhere, zeros of both signs included.
+    """Return −1 where `x` is negative, NaN where it is NaN, and 1 elsewhere, including zeros of both signs.
 
     Args:
         x: Any shape, floating.
@@ -96,7 +96,7 @@ def ternarize(weight: Tensor, axis: int | None, threshold: float = 0.7) -> Tenso
     Args:
         weight: Floating, any shape.
         axis: Of its channels, each with a scale; None: one scale for all.
-        threshold: In means of the magnitude, below which a weight becomes 0.
+        threshold: In units of the mean magnitude. Smaller weights become 0.
 
     Example:
         >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]), 0)
@@ -123,7 +123,7 @@ class _Binarize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors  # read once: activation checkpointing computes again what is read twice
+        (x,) = ctx.saved_tensors  # read once, because activation checkpointing recomputes on each read
         exact = x.to(compute_dtype(x.dtype))
         return pass_inside(grads[0].to(exact.dtype), exact, -1, 1).to(grads[0].dtype), None, None
 
@@ -134,7 +134,7 @@ def binarize(x: Tensor, axis: int | None, scaled: bool) -> Tensor:
     Args:
         x: Floating, any shape.
         axis: Of its channels, each with a scale; None: one scale for all.
-        scaled: Whether signs are multiplied by the mean magnitude.
+        scaled: Multiply signs by the mean magnitude.
 
     Example:
         >>> binarize(torch.tensor([[1.0, -3.0, 0.5]]), 0, True)
@@ -146,5 +146,5 @@ def binarize(x: Tensor, axis: int | None, scaled: bool) -> Tensor:
 
 def _mean(magnitude: Tensor, axis: int | None) -> Tensor:
     dims = [dim for dim in range(magnitude.dim()) if axis is None or dim != axis % magnitude.dim()]
-    # no axes would mean all of them
+    # torch takes no axes as all axes
     return magnitude.mean(dims, keepdim=True) if dims or axis is None else magnitude

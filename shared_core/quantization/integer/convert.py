@@ -158,7 +158,7 @@ _GROUPS = (32, 64, 128)  # group sizes of aten::_weight_int4pack_mm_for_cpu that
 def wants_kernels(backend: str) -> bool:
     """Return True if the backend uses more than the reference layers."""
     if backend not in _BACKENDS:
-        raise ConfigError("convert", f"backend {backend!r} is unknown{nearest(backend, _BACKENDS)}")
+        raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
     if backend == "torchao" and not _has_torchao():
         raise MissingExtraError(WHERE, "torchao", "torchao")
     return backend != "reference"

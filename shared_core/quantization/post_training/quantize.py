@@ -126,7 +126,7 @@ def quantize_with_report(
 
     Args:
         model: Trained, in float.
-        config: What is quantised how.
+        config: A scheme, options or a `QatConfig`.
         calibration: Batches of inputs.
         num_batches: Largest number of batches to run.
         fuse: Fuse each batch norm into the layer before it, which removes its keys. By default only done
@@ -160,11 +160,11 @@ def quantize_with_report(
         check_kv_cache(model, kv_cache, WHERE)
     batches = None if calibration is None else list(itertools.islice(calibration, num_batches))
     if batches is not None and not batches:
-        raise ConfigError(WHERE, "calibration has no batches")
+        raise ConfigError(WHERE, "calibration must hold batches, got none")
     solver = GptqConfig.from_dict(gptq) if isinstance(gptq, Mapping) else gptq
     if (correct_bias or solver or kv_cache) and batches is None:
         what = "gptq" if solver else "kv_cache" if kv_cache else "correct_bias"
-        raise ConfigError(WHERE, f"{what} needs calibration batches, got none")
+        raise ConfigError(WHERE, f"calibration must be given for {what}, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
     # Equalisation and bias correction need fused batch norms, because a following batch norm would undo either.
@@ -265,7 +265,7 @@ def _calibrate(
     if batches is None:
         raise ConfigError(
             WHERE,
-            "ranges of activations need calibration batches",
+            "calibration must be given for ranges of activations, got none",
             "pass some batches of inputs, or use a scheme without ranges, such as int8_weight or int8_dynamic",
         )
     bank.move_(next(model.parameters()).device)

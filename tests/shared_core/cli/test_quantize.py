@@ -181,7 +181,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["quantize_task:nobody", "--out", "out"], ConfigError, "must name a function of quantize_task"),
     (["no_such_module:f", "--out", "out"], ConfigError, "must name an importable module"),
     (["quantize_task:nothing", "--out", "out"], ConfigError, "must return a model"),
-    (["quantize_task:model", "--out", "out"], ConfigError, "calibration"),
+    (["quantize_task:model", "--out", "out"], ConfigError, "calibration must be given"),
     (["quantize_task:model", "--out", "out", "--latency"], ConfigError, "for --latency, got a model alone"),
     (["quantize_task:model", "--out", "out", "--scheme", "int7"], ConfigError, "scheme must be one of"),
     (["quantize_task:model", "--out", "out", "--set", "range"], ConfigError, "--set must be NAME=VALUE"),

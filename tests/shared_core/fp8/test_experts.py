@@ -82,7 +82,7 @@ def test_what_is_left_is_told():
     odd = {"intermediate_size": 20}
     with pytest.raises(MatchError, match=r"(?s)at least .*sizes must be multiples of 16 for FP8 tensor cores, got 40"):
         Session({"fp8": {"recipe": "tensorwise"}}).attach(mixture("mixtral", **odd))
-    with pytest.raises(CompatibilityError, match=r"include names .* multiples of 16 for FP8 .*, got 40"):
+    with pytest.raises(CompatibilityError, match=r"include must name .* multiples of 16 for FP8 .*, got 40"):
         convert_to_fp8(mixture("mixtral", **odd), Fp8Config(recipe="tensorwise", include=(EXPERTS,)))
 
 

@@ -239,7 +239,9 @@ def test_the_filter_leaves_the_ends_and_odd_sizes_and_refuses_them_by_name():
     assert swapped(include=["[0-9]"]) == [3]
     assert swapped(include=["0", "3"]) == [0, 3]
     assert swapped(include=["last"]) == [4]
-    with pytest.raises(CompatibilityError, match=r"include names 1,.* out_features must be a multiple of 16 .* got 24"):
+    with pytest.raises(
+        CompatibilityError, match=r"include must name .* 1: out_features must be a multiple of 16 .* got 24"
+    ):
         swapped(include=["1"])
     with pytest.raises(MatchError, match=r"0: the model's first linear layer.*1: out_features.*2: in_features"):
         swapped(skip=["3"])

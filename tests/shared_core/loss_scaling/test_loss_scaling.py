@@ -78,7 +78,7 @@ class TestFloor:
         one_step(model, optimizer, scaler)  # a good one in between starts the count again
         for _ in range(49):
             one_step(model, optimizer, scaler, INF)
-        with pytest.raises(LossScaleError, match=r"50 steps \(max_skips\), got Inf or NaN in 50 steps in a row"):
+        with pytest.raises(LossScaleError, match=r"50 steps in a row .*max_skips"):
             one_step(model, optimizer, scaler, INF)
         assert isinstance(LossScaleError(""), TrainingError)
         assert torch.isfinite(model.weight).all()
@@ -282,14 +282,14 @@ class TestTechnique:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         context.step = 1
-        with pytest.raises(TrainingError, match="the scaler must step the optimizer"):
+        with pytest.raises(TrainingError, match="stepped without the scaler"):
             technique.after_step(context, True)
 
     @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
     def test_a_missing_device_is_an_error_and_not_training_without_scaling(self, monkeypatch):
         monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
         technique = LossScaling(LossScaleConfig(kind="dynamic"))
-        with pytest.raises(CompatibilityError, match="got 'cuda'"):
+        with pytest.raises(CompatibilityError, match="device 'cuda'"):
             technique.make_scaler("cuda")
         assert technique.make_scaler("cpu") is technique.scaler
         assert math.isclose(technique.scaler.get_scale(), 65536.0)

@@ -243,9 +243,9 @@ def test_the_table_names_every_format_once():
 
 
 def test_refusals_name_the_nearest():
-    with pytest.raises(ConfigError, match=r"got 'fp8_e4m'; did you mean 'fp8_e4m3'\?"):
+    with pytest.raises(ConfigError, match=r"'fp8_e4m'; did you mean 'fp8_e4m3'\?"):
         lookup("fp8_e4m")
-    with pytest.raises(ConfigError, match=r"format .* is unknown"):
+    with pytest.raises(ConfigError, match=r"format must be"):
         encode(torch.zeros(1), "float8")
     with pytest.raises(ConfigError, match="codes must be integers"):
         decode(torch.zeros(1), "fp16")

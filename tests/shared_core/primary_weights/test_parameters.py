@@ -139,8 +139,14 @@ NARROW = {"kind": "kahan", "state_dtype": "bfloat16"}
         (nn.Linear(2, 2), torch.optim.SGD, "fp32_copy", MatchError, "must have .*16.*got float32; load it"),
         (nn.Linear(2, 2).half().requires_grad_(False), torch.optim.SGD, "kahan", MatchError, "none that are trainable"),
         (nn.Linear(2, 2).half(), torch.optim.LBFGS, "fp32_copy", CompatibilityError, "LBFGS"),
-        (nn.Linear(2, 2).bfloat16(), Own, NARROW, CompatibilityError, "one optimizer .* got Own; take state_dtype"),
-        (nn.Linear(2, 2).half(), torch.optim.AdamW, NARROW, MatchError, "weights in bfloat16, got float16"),
+        (
+            nn.Linear(2, 2).bfloat16(),
+            Own,
+            NARROW,
+            CompatibilityError,
+            "state_dtype bfloat16 .* got Own; use state_dtype",
+        ),
+        (nn.Linear(2, 2).half(), torch.optim.AdamW, NARROW, MatchError, "bfloat16 weights, got float16"),
     ],
 )
 def test_models_and_optimizers_that_cannot_be_are_refused(model, make, options, error, words):

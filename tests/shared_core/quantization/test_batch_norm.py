@@ -114,7 +114,7 @@ def test_only_what_may_be_fused_is_fused(observed):
     ]
     assert "residual" in report.refused["second_norm"]
     assert "add" in report.refused["second_norm"]
-    assert "shared module, called 2 times" in report.refused["shared_norm"]
+    assert "called 2 times" in report.refused["shared_norm"]
     torch.testing.assert_close(net(x), expected)
 
 
@@ -142,7 +142,7 @@ def test_a_model_that_fx_cannot_trace_needs_inputs():
     net = NeedsValues().eval()
     with pytest.raises(CompatibilityError, match=r"NeedsValues.*example_inputs"):
         fuse_batch_norm(net)
-    with pytest.raises(CompatibilityError, match=r"must run on example_inputs.*RuntimeError"):
+    with pytest.raises(CompatibilityError, match=r"example_inputs.*RuntimeError"):
         fuse_batch_norm(net, torch.randn(2, 9))
     with torch.no_grad():
         net.layer.bias.fill_(20.0)

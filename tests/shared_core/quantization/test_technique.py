@@ -340,7 +340,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
 @pytest.mark.parametrize("pattern", ["odd", "head", "Doubled"])
 def test_asking_for_what_cannot_be_is_an_error(pattern):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", include=(pattern, "body")))
-    with pytest.raises(CompatibilityError, match=r"include names .* cannot be quantised"):
+    with pytest.raises(CompatibilityError, match=r"include must name .* can be quantised"):
         technique.attach(Context(model=Tied()))
 
 

@@ -176,10 +176,10 @@ def test_keeping_quantisers_is_for_training_and_changes_nothing_here():
 @pytest.mark.parametrize(
     ("config", "calibration", "options", "error", "message"),
     [
-        ("int8", None, {}, ConfigError, "ranges .* calibration"),
-        ("int8", "empty", {}, ConfigError, "calibration .* no batches"),
+        ("int8", None, {}, ConfigError, "calibration must be given for ranges"),
+        ("int8", "empty", {}, ConfigError, "calibration must hold batches"),
         ("int8", "loader", {}, ConfigError, "calibration must hold what the model takes.*without labels$"),
-        ("int8_weight", None, {"correct_bias": True}, ConfigError, "correct_bias needs calibration"),
+        ("int8_weight", None, {"correct_bias": True}, ConfigError, "calibration must be given for correct_bias"),
         ("int8", "good", {"num_batches": 0}, ConfigError, r"num_batches must be in \[1, inf\), got 0"),
         ("int8", "good", {"num_batches": True}, ConfigError, "num_batches must be a whole number"),
         ({"scheme": "int8", "range": "lsq"}, "good", {}, ConfigError, "range .*'lsq'"),
