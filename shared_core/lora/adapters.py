@@ -223,7 +223,7 @@ def select_layers(
         elif reason is None and kept & {*found.name.split(".")}:
             reason = f"{type(model).__name__} wants it in float32; base none adapts it"
         elif reason is None and id(module) in readers:
-            reason = f"{readers[id(module)]}, past any adapter"
+            reason = f"{readers[id(module)]}, bypassing any adapter"
         if reason is None:
             layers[name] = module
         elif not {*found.names}.isdisjoint(config.include):
