@@ -14,7 +14,7 @@ def test_the_page_has_every_cell_and_none_fails():
     expected = {f"{script} x {technique}" for script in scripts.SCRIPTS for technique in scripts.TECHNIQUES}
     assert set(results) == expected, "run `make scripts`"
     assert {result["status"] for result in results.values()} == {"works", "refused"}
-    assert scripts.PAGE.read_text(encoding="utf-8") == scripts.page_text(results), "run `make scripts`"
+    assert scripts.page_text(results) in scripts.PAGE.read_text(encoding="utf-8"), "run `make scripts`"
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
 
 def test_layers_that_a_class_wants_in_float32_keep_it(make, tmp_path):
     config = T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    callback = Lora(rank=2)
+    callback = Lora(rank=2, base="nf4")
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
     make.trainer(
         tmp_path, model=T5ForConditionalGeneration(config), data=data, callbacks=[callback], max_steps=1
@@ -123,7 +123,7 @@ def test_dense_layers_beside_experts_are_adapted_under_their_own_names(make, tmp
     model = DeepseekV3ForCausalLM(config)
     names = list(model.state_dict())
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
-    callback = Lora(rank=2, base="none")
+    callback = Lora(rank=2, save="merged")
     make.trainer(tmp_path, model=model, data=data, callbacks=[callback], max_steps=2).train()
     adapted = {
         layer["name"]: layer["adapter_size"] for layer in callback.session.receipt()["techniques"]["lora"]["per_layer"]

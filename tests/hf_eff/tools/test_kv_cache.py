@@ -165,7 +165,7 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
     assert values["kv_cache"]["rounded_loss"] != values["kv_cache"]["loss"]
     export = ["--format", "compressed-tensors", "--out"]
     told = eff("export", "small", *export, "served").stdout
-    assert "keys and values of 2 attention layers have scales" in told
+    assert "2 attention layers with cache scales" in told
     assert "model.layers.1.self_attn.v_scale" in load_file("served/model.safetensors")
     told = eff("export", "small", "--format", "torchao", "--out", "ao").stdout
     assert "left out: scales of the cache of 2 attention layers, which only compressed-tensors holds" in told

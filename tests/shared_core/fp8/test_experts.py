@@ -86,7 +86,7 @@ def test_what_is_left_is_told():
         convert_to_fp8(mixture("mixtral", **odd), Fp8Config(recipe="tensorwise", include=(EXPERTS,)))
 
 
-@pytest.mark.parametrize("recipe", [{"fp8": {"recipe": "tensorwise"}}, {"lora": {"rank": 2, "base": "none"}}])
+@pytest.mark.parametrize("recipe", [{"fp8": {"recipe": "tensorwise"}}, {"lora": {"rank": 2, "save": "merged"}}])
 def test_sharded_stacks_are_refused_before_the_first_step(recipe, monkeypatch):
     (key,) = recipe
     session = Session(recipe)

@@ -160,7 +160,7 @@ def test_a_dead_unit_that_is_not_zero_in_its_weights_stays():
         model[0].bias[0] = -100.0  # zero on every example here, not for every input
     result = shrink(model, inputs)
     assert result.removed == {}
-    assert str(result).startswith("nothing was removed")
+    assert str(result).startswith("Nothing was removed")
 
 
 def test_half_of_a_gate_is_enough():
