@@ -202,7 +202,7 @@ def test_what_cannot_work_is_refused(make, tmp_path):
         def forward(self, input_ids=None, attention_mask=None, labels=None):
             return {"logits": self.net(input_ids)}
 
-    with pytest.raises(TrainingError, match=r"must have labels where the student's class does not tell"):
+    with pytest.raises(TrainingError, match=r"must have labels.*unlabelled_field"):
         train(tmp_path, 2, 4, data=nothing, model=Tokens(), options={"teacher": Tokens(), "unlabelled_field": None})
 
 

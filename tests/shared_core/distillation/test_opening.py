@@ -208,7 +208,7 @@ def test_a_cached_teacher(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "vocab_size", "message"),
     [
-        ((9, 12), None, r"the student's 9 classes, got 12; .* set distill.vocab_size .* different tokenizers take"),
+        ((9, 12), None, r"the student's 9 classes, got 12; .* set distill.vocab_size .* tokenizers"),
         ((9, 12), 10, r"vocab_size must be at most 9, the smaller of the student's 9 and the teacher's 12"),
         ((9, 6), 7, r"vocab_size must be at most 6"),
     ],

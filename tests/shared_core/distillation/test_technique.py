@@ -163,7 +163,7 @@ class TestTeacher:
             student.append(teacher)
         else:
             teacher[3].bias = student[3].bias
-        with pytest.raises(CompatibilityError, match="teacher must share no weights with the model"):
+        with pytest.raises(CompatibilityError, match="share.* weights with the model"):
             attached(student, teacher)
         assert all(parameter.requires_grad for parameter in student.parameters())
 
@@ -347,7 +347,7 @@ LATE = {
     "a hidden layer that does not run": (calls, {"hidden": ["third=first"]}, "module third of the student must run"),
     "hidden layers of other shapes": (calls, {"hidden": ["first=twice"]}, "must have the teacher's shape"),
     "attention that does not run": (calls, {"attention": ["third=first"]}, "module third of the student must run"),
-    "examples that are not told": (calls, {"unlabelled_field": "new"}, "must be told of every micro-batch"),
+    "examples that are not told": (calls, {"unlabelled_field": "new"}, "unlabelled_field 'new' must be"),
     "examples that are not cached": (calls, {"teacher": cached_elsewhere}, "every example of a batch must be in"),
 }
 
