@@ -220,7 +220,7 @@ class TestRedraw:
     def test_a_weight_that_nothing_draws_is_an_error(self):
         net = Net()
         net.token = nn.Parameter(torch.zeros(3))
-        with pytest.raises(MatchError, match="token; .*reset_parameters"):
+        with pytest.raises(MatchError, match=r"token; .*reset_parameters"):
             Run(model=net)
 
     def test_transformers_models_draw_by_their_own_rule(self):
@@ -324,7 +324,7 @@ def test_what_cannot_be_right_is_refused():
     net = Net()
     with pytest.raises(MatchError, match="student must name a submodule, got 'boddy'; did you mean"):
         Run({"student": "boddy"})
-    with pytest.raises(CompatibilityError, match="share.* weights"):
+    with pytest.raises(CompatibilityError, match=r"share.* weights"):
         Run({"peers": [net]}, model=net)
     for key, options in (("lora", {"rank": 2}), ("primary_weights", {"kind": "fp32_copy"})):
         with pytest.raises(EffError, match=f"mutual cannot be combined with {key}"):

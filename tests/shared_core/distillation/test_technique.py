@@ -163,7 +163,7 @@ class TestTeacher:
             student.append(teacher)
         else:
             teacher[3].bias = student[3].bias
-        with pytest.raises(CompatibilityError, match="share.* weights with the model"):
+        with pytest.raises(CompatibilityError, match=r"share.* weights with the model"):
             attached(student, teacher)
         assert all(parameter.requires_grad for parameter in student.parameters())
 

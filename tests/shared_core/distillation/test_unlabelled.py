@@ -117,15 +117,15 @@ def test_a_loop_that_does_not_tell_is_refused_and_one_that_sees_none_is_told(cap
     session.loss(model(**session.techniques["distill"].prepare_batch(given))["loss"])
     session.finish()
     assert "new marked no example as unlabelled" in capsys.readouterr().out
-    assert session.receipt()["techniques"]["distill"]["unlabelled_field"] == "new called not one example unlabelled"
+    assert session.receipt()["techniques"]["distill"]["unlabelled_field"] == "new marked no example as unlabelled"
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"x": torch.zeros(2), "labels": torch.zeros(2).long()}, "must be a key of every batch, got x, labels"),
-        ({"labels": torch.zeros(2).long(), FIELD: torch.tensor([0.0, 1.0])}, "a bool for each of 2 .*float32"),
-        ({"labels": torch.zeros(2).long(), FIELD: torch.tensor([0, 1, 1])}, r"a bool for each of 2 .*\(3,\)"),
+        ({"labels": torch.zeros(2).long(), FIELD: torch.tensor([0.0, 1.0])}, "bool for each of 2 .*float32"),
+        ({"labels": torch.zeros(2).long(), FIELD: torch.tensor([0, 1, 1])}, r"bool for each of 2 .*\(3,\)"),
         ({"labels": torch.zeros(2).long(), FIELD: [0, 2]}, r"bools, or 0 and 1, got \[0, 2\]"),
         ({"labels": torch.zeros(2).bool(), FIELD: [0, 1]}, r"signed integers or floats.*got torch\.bool"),
         ((torch.zeros(2), torch.zeros(2)), "must be a key of every batch, got a tuple; .*dicts"),
