@@ -22,7 +22,7 @@ from shared_core.printing import counted, listed, size_text
 
 
 class ActivationCheckpointing(Technique):
-    """Recompute activations in backward instead of keeping them. Gradients stay bit-equal.
+    """Recomputes activations in backward instead of keeping them. Gradients stay bit-equal.
 
     Example:
         >>> from shared_core import Recipe, Session

@@ -315,29 +315,29 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Memory:
-    """Memory that autograd saved, once for all who saved it: as it is, in another form, or on the host."""
+    """Memory that autograd saved, shared by all its users: unchanged, in another form, or on the host."""
 
     __slots__ = ("__weakref__", "form", "moved", "shared", "sign_only", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # without its graph: a result that its own node holds would never be freed
+        # Detached: a result held by its own node would never be freed.
         self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version
         self.storage: Any = None
-        """Held weakly, so that its address stands for no other one while this object lives."""
+        """A weak reference, so that its address is not reused while this object exists."""
         self.form: Form | None = None
         self.moved: Moved | None = None
         self.sign_only = self.shared = False
 
     def flat(self) -> Tensor | None:
-        """Return the values in one row, from wherever they are; None: the tensor itself is there."""
+        """Return the values in one row, from wherever they are; None if the tensor itself was kept."""
         if self.form is None:
             return None
         return self.form.rebuild(self.form.parts if self.moved is None else self.moved.parts())
 
 
 class Handle:
-    """The object that autograd keeps in a tensor's place: the memory, and how the tensor lay in it."""
+    """The object that autograd keeps instead of a tensor: the memory, and the tensor's layout in it."""
 
     __slots__ = ("dense", "memory", "size", "stride")
 
@@ -349,7 +349,8 @@ class Handle:
 class Ledger:
     """Packs and unpacks for `torch.autograd.graph.saved_tensors_hooks` around one forward; adds to `counts`.
 
-    A `mover` takes packed memory to the host. The `generator` of a device draws int8's rounding, else torch's own.
+    A `mover` moves packed memory to the host. `generator` returns a device's generator for int8's rounding; default:
+    torch's own.
     """
 
     def __init__(
@@ -358,29 +359,29 @@ class Ledger:
     ) -> None:  # fmt: skip
         self._config, self._counts, self._held = config, counts, held
         self._mover, self._generator = mover, generator
-        # weakly: what autograd releases during the forward is freed
+        # Weak references, so that memory released by autograd during the forward is freed.
         self._memories: dict[Any, weakref.ref[Memory]] = {}
         self._undecided: tuple[Any, Memory] | None = None
         self._latest: tuple[Memory, Tensor, int] | None = None
         counts.forwards += 1
 
     def pack(self, tensor: Tensor) -> Memory | Handle:
-        """Return what autograd keeps in a tensor's place."""
+        """Return the object that autograd keeps instead of a tensor."""
         if (why := self._why_not(tensor)) is not None:
             self._counts.leave(why, tensor.nbytes if tensor.layout is torch.strided else 0)
             return Memory(tensor)
         rounds, dense = self._may_round(tensor), _is_dense(tensor)
         storage = tensor.untyped_storage()
-        # a region's input must stay exact, also where someone else has it rounded
+        # A region's input must stay exact, even if another user stores it rounded.
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, rounds)
-        # One key, one memory. Dense tensors count by their extent, so that x and x.t() are stored once.
+        # One memory per key. Dense tensors are keyed by their extent, so that x and x.t() are stored once.
         key = place if dense else (*place, tensor.size(), tensor.stride())
-        # A ReLU's result is decided when the next tensor is saved, which often is the same one.
+        # How to store a ReLU's result is decided when the next tensor is saved, which often is the same one.
         self._decide(key)
-        # A handle refers weakly: memory that autograd has let go is not found again.
+        # Handles are held weakly, so memory that autograd has released is not found again.
         known = self._memories.get(key)
         memory = known() if known is not None else None
-        # With signs alone the values are gone: who needs them stores them anew.
+        # If only signs were kept, another user of the values stores them again.
         if memory is not None and not memory.sign_only:
             self._counts.shared += 1
             memory.shared = True

@@ -18,7 +18,7 @@ from shared_core.printing import counted, share_text, size_text
 
 
 class ActivationCompression(Technique):
-    """Pack the tensors that a training forward saves for backward, with autograd's own hooks.
+    """Packs the tensors that a training forward saves for backward, with autograd's own hooks.
 
     The model does not change. With ``pack: exact`` gradients stay bit-equal.
 

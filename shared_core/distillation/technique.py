@@ -48,7 +48,7 @@ _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDi
 
 
 class Distillation(Technique):
-    """Add the soft term to the task loss: ``L = alpha * task + (1 - alpha) * T² * KL(teacher || student)``.
+    """Adds the soft term to the task loss: ``L = alpha * task + (1 - alpha) * T² * KL(teacher || student)``.
 
     The teacher never becomes part of the model: it is in no state dict or optimizer, stays in eval mode, and its
     parameters are set to ``requires_grad=False``. It runs once per micro-batch, under the autocast that is active when

@@ -18,7 +18,7 @@ from shared_core.matmul_precision.switches import restore, switches, why_inactiv
 
 
 class MatmulPrecision(Technique):
-    """Set torch's ``float32_matmul_precision`` for one run, measure its effect, and restore it at the end.
+    """Sets torch's ``float32_matmul_precision`` for one run, measures its effect, and restores it at the end.
 
     Args:
         config: The options.

@@ -31,7 +31,7 @@ _SAMPLING = "poisson"
 
 
 class DifferentialPrivacy(Technique):
-    """Replace each step's gradient by ``(Σᵢ clip(gᵢ, C) + N(0, σ²C²)) / B``, and track the epsilon spent.
+    """Replaces each step's gradient by ``(Σᵢ clip(gᵢ, C) + N(0, σ²C²)) / B``, and tracks the epsilon spent.
 
     The sum runs over a Poisson sample of the data with B expected examples, over all micro-batches and processes. Noise
     is added once. Batches must come from `loader`; the front ends take care of this.

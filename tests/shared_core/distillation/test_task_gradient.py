@@ -135,7 +135,7 @@ def test_a_second_backward_needs_the_graph():
     first = student.grad.clone()
     total.backward()
     assert torch.equal(student.grad, 2 * first)
-    with pytest.raises(TrainingError, match="backward must run once"):
+    with pytest.raises(TrainingError, match="backward must run only once"):
         total.backward()
 
 
