@@ -109,7 +109,7 @@ def test_a_teacher_of_another_tokenizer(make, tmp_path):
         )
         attach(trainer, {"distill": {"teacher": str(folder)}})
 
-    with pytest.raises(ConfigError, match=r"22 of 24 numbers mean other tokens, such as 1: 'w1' and 'w23'"):
+    with pytest.raises(ConfigError, match=r"22 of 24 .*mean other tokens, such as 1: 'w1' and 'w23'"):
         run(tokenizer(words))
     run(None)
     tokenizer(words[:20]).save_pretrained(folder)

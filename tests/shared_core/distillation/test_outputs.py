@@ -198,7 +198,7 @@ class TestEmbeddings:
         technique, context = started(student, Composed(1, self.key), begin=begin)
         for student.width in (3, 2):
             student.train()(texts(0))
-        with pytest.raises(TrainingError, match=r"must have one width, got 3, 2.*MatryoshkaLoss"):
+        with pytest.raises(TrainingError, match=r"width, got 3, 2.*MatryoshkaLoss"):
             technique.loss(torch.zeros((), requires_grad=True), context)
 
     def test_no_text_is_counted_in_two_losses(self):
@@ -246,7 +246,7 @@ class TestRefused:
         from transformers import BertForSequenceClassification
 
         classifier = BertForSequenceClassification(BertConfig(hidden_size=8, **SIZES))
-        with pytest.raises(ConfigError, match="teacher must return what the student does, spans, got logits"):
+        with pytest.raises(ConfigError, match=r"teacher must return .*spans.* got logits"):
             started(reader(0), classifier)
 
     def test_another_output_in_the_place_of_the_one_that_the_user_names(self):

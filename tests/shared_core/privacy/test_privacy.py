@@ -445,7 +445,7 @@ def test_the_reason_of_many_layers_is_told_once_in_one_line():
     told = str(refused.value)
     assert told.count("GroupNorm") == 1
     assert "\n" not in told
-    assert told.endswith("(so too 1 (BatchNorm1d), 2 (BatchNorm1d), 3 (BatchNorm1d) and 4 more)")
+    assert told.endswith("(also 1 (BatchNorm1d), 2 (BatchNorm1d), 3 (BatchNorm1d) and 4 more)")
 
 
 def one_batch_too_many(run):
@@ -536,7 +536,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
     assert whole.technique.report()["steps"] == 4
     saved = {**state["techniques"]["dp"], "processes": 2}
-    with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
+    with pytest.raises(EffError, match="between two steps to resume with 1 processes"):
         again.technique.restore(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
         again.technique.restore({"draws": 1})
