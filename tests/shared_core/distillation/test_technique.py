@@ -151,7 +151,7 @@ class TestTeacher:
 
     def test_a_saved_recipe_asks_for_the_module_again(self):
         saved = DistillConfig(teacher=mlp()).to_dict()["teacher"]
-        with pytest.raises(ConfigError, match="teacher must be given again, got '<Sequential>'"):
+        with pytest.raises(ConfigError, match=r"teacher must be .* again, got '<Sequential>'"):
             attached(mlp(), saved)
 
     @pytest.mark.parametrize("share", ["itself", "part", "weights"])
