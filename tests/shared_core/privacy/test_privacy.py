@@ -366,7 +366,7 @@ class Routed(nn.Sequential):
 def test_a_layer_without_a_rule_that_gives_several_tensors_is_refused_by_name():
     model = Routed(nn.Linear(4, 2), Router())
     per_sample = PerSample(model, False)
-    with pytest.raises(TrainingError, match=r"1\.weight must be of a layer with one tensor as output, got 2"):
+    with pytest.raises(TrainingError, match=r"1\.weight must .* one tensor as output, got 2"):
         model(torch.ones(3, 4)).sum().backward()
     per_sample.remove()
 
@@ -461,13 +461,13 @@ def one_batch_too_few(run):
 @pytest.mark.parametrize(
     ("model", "act", "words"),
     [
-        (Loose, lambda run: run.step(0), r"layer\.weight must get its gradient through the forward of its own module"),
+        (Loose, lambda run: run.step(0), r"layer\.weight must get its gradient through .* own module"),
         (
             lambda: nn.Linear(3, 2),
             lambda run: run.session.loss(run.loss(run.x, run.y)).backward(),
             "must get a gradient from each of the",
         ),
-        (lambda: nn.Linear(3, 2), one_batch_too_few, "must have the 2 micro-batches"),
+        (lambda: nn.Linear(3, 2), one_batch_too_few, "must have .*2 micro-batches"),
         (lambda: nn.Linear(3, 2), one_batch_too_many, "got more"),
     ],
     ids=["past its module", "other rows", "too few", "too many"],
@@ -596,7 +596,7 @@ def test_no_noise_is_told_as_no_privacy():
 def test_a_loss_that_is_no_mean_over_examples_is_refused():
     run = Run(nn.Linear(3, 2), noise_multiplier=1.0)
     run.technique.check_loss(2.0, [(3, 1.0), (1, 5.0)])
-    with pytest.raises(CompatibilityError, match="mean over the examples"):
+    with pytest.raises(CompatibilityError, match="loss must be the mean"):
         run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
 
 
