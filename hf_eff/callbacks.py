@@ -188,7 +188,7 @@ class TechniqueCallback(OneTechnique, EffCallback):
 
 
 class ActivationCheckpointing(TechniqueCallback):
-    """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit."""
+    """Recomputes activations in backward instead of keeping them. Gradients stay bit-equal."""
 
 
 class Distillation(TechniqueCallback):

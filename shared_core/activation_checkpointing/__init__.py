@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations are kept, and which are computed again in backward."""
+"""Activation checkpointing: keep some activations and recompute the others in backward."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -1,4 +1,4 @@
-"""Which blocks to checkpoint together and which to leave alone, from what each costs: numbers in, numbers out."""
+"""Choose which blocks to checkpoint, and in which segments, from the cost of each block. Works on numbers only."""
 
 from __future__ import annotations
 
@@ -11,78 +11,79 @@ from numpy.typing import NDArray
 
 from shared_core.errors import ConfigError
 
-# Recomputation time is counted in this many units at least: the programme's second dimension.
+# Recomputation time is counted in at least this many units, the second dimension of the dynamic programme.
 _UNITS = 1024
-_HALVINGS = 7  # the peak of a plan is within 2^-7 of the way to the least one of the plans that take its time
+_HALVINGS = 7  # bisection steps for the lowest peak of the plans with the same time
 _MIB = float(1 << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """Time and memory of one block of a chain in a step of training."""
+    """Time and memory of one block of a chain in a training step."""
 
     name: str
     input: int
-    """Bytes of its input: what a segment that begins with it holds."""
+    """Bytes of its input, which a segment that begins with it keeps."""
     saved: int
     """Bytes that autograd saves inside it for the backward pass, without its input."""
     seconds: float
     """Time of its forward."""
     tail: float = 0.0
-    """Time of its forward after the last tensor saved: a recomputation that ends with this block stops before."""
+    """Time of its forward after the last saved tensor, which a recomputation that ends with this block skips."""
     inner: int = 0
-    """The most bytes that the step holds while it runs, forward or backward, beside `input` and `saved` of it and of
-    the blocks before: its output, gradients of activations, intermediate results, what is saved around the blocks."""
+    """Peak bytes during its forward or backward, besides `input` and `saved` of it and the blocks before: its output,
+    gradients of activations, intermediate results, and tensors saved outside the blocks."""
     follows: bool = True
-    """True if its input is the output of the block before, so that one segment can hold both."""
+    """True if its input is the previous block's output, so that one segment can hold both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Time and memory of a step of training: its chain of blocks, in the order of their forward, and the rest."""
+    """Time and memory of a training step: its chain of blocks in forward order, and the rest."""
 
     blocks: tuple[BlockCost, ...]
     head: int = 0
-    """The most bytes beside the blocks' that the step holds between the last block's forward and its backward: logits,
-    the loss, what is saved around the blocks."""
+    """Peak bytes outside the blocks between the last block's forward and its backward: logits, the loss, and tensors
+    saved outside the blocks."""
 
     @property
     def forward_seconds(self) -> float:
-        """Time of all blocks' forward."""
+        """Forward time of all blocks."""
         return sum(block.seconds for block in self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentPlan:
-    """The chosen segments, and what they are predicted to cost."""
+    """The chosen segments and their predicted cost."""
 
     segments: tuple[tuple[str, ...], ...]
-    """Names of blocks that are checkpointed together; blocks that are in none are left alone."""
+    """Names of blocks that are checkpointed together. Blocks in no segment are not checkpointed."""
     peak: int
-    """Bytes of activations that the step holds at most."""
+    """Peak bytes of activations in a step."""
     full_peak: int
-    """The same with nothing checkpointed."""
+    """The peak without checkpointing."""
     least_peak: int
-    """The same of the segments that hold the least."""
+    """The lowest peak that any segments can reach."""
     seconds: float
     """Time of the recomputation."""
     share: float
-    """The same as a part of the blocks' forward time."""
+    """The recomputation as a fraction of the blocks' forward time."""
 
 
 def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
-    """Return the bytes of activations that a step holds at most when these segments are checkpointed.
+    """Return the peak bytes of activations in a step if these segments are checkpointed.
 
-    The backward pass goes from the last block to the first and releases what is behind it. When it recomputes segment
-    ``j``, there are: what is around, the inputs of segments and all of the blocks left alone up to ``j``, and what is
-    saved within ``j``. So an early segment may be larger than a late one, and for ``N`` like blocks that hold ``k``
-    times their input each, with it, the least peak is near ``√(2kN)`` inputs where equal segments take ``2√(kN)``.
+    The backward pass runs from the last block to the first and frees memory as it goes. While it recomputes segment
+    ``j``, memory holds: tensors outside the blocks, up to ``j`` the inputs of segments and everything saved by blocks
+    that are not checkpointed, and what ``j`` itself saves. So early segments can be larger than late ones. For ``N``
+    equal blocks that each hold ``k`` times their input (including it), the lowest peak is about ``√(2kN)`` inputs;
+    equal segments need ``2√(kN)``.
 
     Source: Chen et al., 2016, arXiv:1604.06174, for the segments.
     """
     chain = _Chain(cost)
-    # `held` grows along the chain: forward reaches the last block holding all inputs and what was kept. The peak
-    # inside a block comes on top; backward releases in reverse, so no later moment holds more.
+    # `held` grows along the chain: at the last block, forward holds all inputs and kept tensors. The peak inside a
+    # block is added; backward frees in reverse, so no later moment needs more.
     peak = held = 0
     for first, last, recomputed in chain.items(segments):
         if recomputed:
@@ -95,18 +96,18 @@ def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
 
 
 def recompute_seconds(cost: StepCost, segments: Sequence[Sequence[str]]) -> float:
-    """Return the time that recomputing these segments takes: their blocks' forward but for the tail of the last."""
+    """Return the time to recompute these segments: their blocks' forward without the tail of each last block."""
     blocks = {block.name: block for block in cost.blocks}
     return sum(sum(blocks[name].seconds for name in segment) - blocks[segment[-1]].tail for segment in segments)
 
 
 def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
-    """Return the segments with the least time of recomputation whose peak keeps within a budget.
+    """Return the segments with the shortest recomputation time whose peak fits into a budget.
 
-    An exact dynamic programme over the blocks: for each block and each time of recomputation, in units of about a
-    thousandth of the chain's forward, the least bytes held by the blocks up to it. Fewer bytes held are never worse
-    for what follows. Among the plans of that time, the peak is within 1 % of the least. Without a budget in bytes, the
-    peak is the least there is.
+    An exact dynamic programme over the blocks. For each block and each recomputation time, in units of about 1/1000 of
+    the chain's forward, it stores the fewest bytes held by the blocks up to it. Fewer bytes are never worse for later
+    blocks. Among the plans with the shortest time, the peak is within 1 % of the lowest. A budget of None asks for the
+    lowest possible peak.
     """
     chain = _Chain(cost)
     least, full = chain.least_peak(), peak_bytes(cost, ())
@@ -116,12 +117,12 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
         raise ConfigError(
             "checkpointing",
             f"budget must be at least {least} bytes ({least / _MIB:.1f} MiB, "
-            f"{math.ceil(1e4 * least / max(full, 1)) / 1e4:.4f} of what the step holds without checkpointing), for no "
-            f"segments hold less, got {budget / _MIB:.1f} MiB",
-            "raise it, or make the batch smaller",
+            f"{math.ceil(1e4 * least / max(full, 1)) / 1e4:.4f} of the peak without checkpointing), the lowest "
+            f"possible peak, got {budget / _MIB:.1f} MiB",
+            "raise it, or use a smaller batch",
         )
     low, peak = float(least), peak_bytes(cost, segments)
-    # The cheapest plan may hold more than it must: halve down to the lowest peak at the same time.
+    # The cheapest plan may use more memory than needed: bisect for the lowest peak with the same time.
     units = chain.units_of(segments)
     for _ in range(_HALVINGS if segments else 0):
         if peak <= low * 1.01:
@@ -144,7 +145,7 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
 
 
 class _Chain:
-    """A step's costs as arrays over its blocks, and the programmes over them."""
+    """A step's costs as arrays over its blocks, and the dynamic programmes over them."""
 
     def __init__(self, cost: StepCost) -> None:
         blocks = cost.blocks
@@ -153,28 +154,28 @@ class _Chain:
         self.kept = self.inputs + [block.saved for block in blocks]
         self.inner = np.array([block.inner for block in blocks], dtype=np.float64)
         self._sums = np.concatenate([[0.0], np.cumsum(self.kept)])
-        # a multiple of the number of blocks, so that like blocks take the same number of units
+        # A multiple of the number of blocks, so that equal blocks take equally many units.
         self._units = len(blocks) * math.ceil(_UNITS / max(len(blocks), 1))
         scale = self._units / (cost.forward_seconds or 1.0)
-        # Times are rounded to units as prefix sums, so that the units of a segment do not depend on how it is cut.
+        # Prefix sums of times are rounded to units, so that a segment's units do not depend on how it is split.
         times = np.cumsum([0.0] + [block.seconds for block in blocks])
         self._ticks = np.rint(times * scale).astype(np.int64)
         tails = np.rint([block.tail * scale for block in blocks]).astype(np.int64)
         self._tails = np.clip(tails, 0, np.diff(self._ticks))
-        # A segment cannot pass a block whose input is not the output of the one before.
+        # A segment cannot continue at a block whose input is not the previous block's output.
         breaks = [i for i, block in enumerate(blocks) if not block.follows] + [len(blocks)]
         self._stops = [min(stop for stop in breaks if stop > i) for i in range(len(blocks))]
 
     def recomputed(self, first: int) -> NDArray[np.float64]:
-        """Return the bytes that recomputing adds to a segment's input, for one from `first` on, by its last block."""
+        """Return the bytes that recomputing a segment from `first` on adds to its input, for each last block."""
         stop = self._stops[first]
-        # All that the segment's blocks save, without the input, which is counted as held, and the worst block inside.
+        # Everything its blocks save, except the input (already counted as held), and the worst block's peak.
         within = self._sums[first + 1 : stop + 1] - self._sums[first] - self.inputs[first]
         total: NDArray[np.float64] = within + np.maximum.accumulate(self.inner[first:stop])
         return total
 
     def items(self, segments: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, bool]]:
-        """Yield first and last block of every segment and of every block left alone, in order, and which it is."""
+        """Yield (first block, last block, True if a segment) of all segments and single kept blocks, in order."""
         number = {name: i for i, name in enumerate(self._names)}
         ends = {number[segment[0]]: number[segment[-1]] for segment in segments}
         first = 0
@@ -184,18 +185,18 @@ class _Chain:
             first = last + 1
 
     def units_of(self, segments: Sequence[Sequence[str]]) -> int:
-        """Return the time that recomputing these segments takes, in units."""
+        """Return the time to recompute these segments, in units."""
         return sum(int(self._time(a)[b - a]) for a, b, recomputed in self.items(segments) if recomputed)
 
     def _time(self, first: int) -> NDArray[np.int64]:
-        """Return the time of recomputation in units, for a segment of blocks from `first` on, by its last block."""
+        """Return the recomputation time in units of a segment from `first` on, for each last block."""
         stop = self._stops[first]
         units: NDArray[np.int64] = self._ticks[first + 1 : stop + 1] - self._ticks[first] - self._tails[first:stop]
         return units
 
     def least_peak(self) -> int:
-        """Return the least bytes that a step can hold at most, whatever the time."""
-        # Peaks are whole bytes: bisection ends at the exact least one.
+        """Return the lowest possible peak of a step, regardless of time."""
+        # Peaks are whole bytes, so bisection finds the exact minimum.
         low, high = -1, peak_bytes(self._cost, ())
         while high - low > 1:
             middle = (low + high) // 2
@@ -203,7 +204,7 @@ class _Chain:
         return high
 
     def _can_keep(self, budget: float) -> bool:
-        """Return True if any segments keep within a budget: the programme of `cheapest` without the time."""
+        """Return True if any segments fit into a budget: the programme of `cheapest` without time."""
         held = np.full(len(self._names) + 1, np.inf)
         held[0] = 0.0
         for a, stop in enumerate(self._stops):
@@ -217,14 +218,14 @@ class _Chain:
         return bool(held[-1] + self._cost.head <= budget)
 
     def cheapest(self, budget: float, most: int | None = None) -> tuple[tuple[str, ...], ...] | None:
-        """Return the segments within a budget that take the least units, at most `most`; None if there are none."""
-        # held[b, t]: the least bytes held by the blocks before b, of those plans that keep within the budget and take
-        # t units of recomputation. Block a alone, or a segment a .. b - 1, which holds its input alone:
+        """Return the segments within a budget that take the fewest units, at most `most`; None if there are none."""
+        # held[b, t]: the fewest bytes held by the blocks before b over all plans within the budget that take t units
+        # of recomputation. Either block a is kept, or a segment a .. b - 1 keeps only its input:
         #   held[a + 1, t] = held[a, t] + kept(a)                      if that + inner(a) <= budget
         #   held[b, t + time(a, b)] = held[a, t] + input(a)            if that + recomputed(a, b) <= budget
         count, width = len(self._names), (self._units if most is None else most) + 1
         held = np.full((count + 1, width), np.inf)
-        begun = np.full((count + 1, width), -1, dtype=np.int16)  # where the last segment began; -1: a block left alone
+        begun = np.full((count + 1, width), -1, dtype=np.int16)  # start of the last segment; -1: a kept block
         held[0, 0] = 0.0
         for a in range(count):
             alone = held[a] + self.kept[a]
@@ -232,10 +233,10 @@ class _Chain:
             held[a + 1][better], begun[a + 1][better] = alone[better], -1
             with_input = held[a] + self.inputs[a]
             times, room = self._time(a), budget - self.recomputed(a)
-            # Only ends that some state can afford. Times rise with the end, so few are tried for small budgets.
+            # Only ends that some state can afford. Times grow with the end, so small budgets need few tries.
             for i in np.flatnonzero((room >= with_input.min()) & (times < width)):
                 units = int(times[i])
-                # One row of the table shifted by the segment's time: all t at once.
+                # One row of the table, shifted by the segment's time: all t at once.
                 candidate, there = with_input[: width - units], held[a + 1 + i, units:]
                 better = (candidate < there) & (candidate <= room[i])
                 there[better], begun[a + 1 + i, units:][better] = candidate[better], a
@@ -244,7 +245,7 @@ class _Chain:
         return self._segments(begun, int(reachable[0])) if len(reachable) else None
 
     def _segments(self, begun: NDArray[np.int16], units: int) -> tuple[tuple[str, ...], ...]:
-        """Follow the choices back from the last block."""
+        """Trace the choices back from the last block."""
         segments, end = [], len(self._names)
         while end:
             first = int(begun[end, units])

@@ -1,4 +1,4 @@
-"""The options of activation checkpointing, the names of its policies, and how a memory budget is written."""
+"""The options of activation checkpointing, the names of its policies, and the syntax of memory budgets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from shared_core.activation_checkpointing.budget_planner import SegmentPlan, StepCost
 
 BUDGET = "budget:"
-"""Before the memory that a plan keeps within."""
+"""Prefix of a policy with a memory budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig(TechniqueConfig):
-    """Recomputes activations in the backward pass instead of storing them.
+    """Options for recomputing activations in the backward pass instead of storing them.
 
     Example:
         >>> CheckpointingConfig(policy="every_k", k=3).k
@@ -54,22 +54,22 @@ class CheckpointingConfig(TechniqueConfig):
 
     @property
     def has_budget(self) -> bool:
-        """True if a plan is made from the first micro-batches."""
+        """True if the segments are planned from the first micro-batches."""
         return self.policy.startswith(BUDGET)
 
     @property
     def budget(self) -> tuple[float, str]:
-        """The number that a budget names, and of what: fraction, bytes, least."""
+        """The number in a budget and its unit: fraction, bytes or least."""
         parsed = parse_budget(self.policy)
         return parsed.value, parsed.unit
 
     def validate(self) -> None:
-        """Refuse a policy that does not exist."""
+        """Check that the policy exists."""
         if self.has_budget:
             parse_budget(self.policy)
         elif self.policy not in POLICIES:
             known = nearest(self.policy, (*POLICIES, "budget:0.5"))
-            raise ConfigError("checkpointing", f"policy must be one that exists, got {self.policy!r}{known}")
+            raise ConfigError("checkpointing", f"policy must be a known one, got {self.policy!r}{known}")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
@@ -77,7 +77,7 @@ class CheckpointingConfig(TechniqueConfig):
             if way in environment and self.has_budget:
                 yield (
                     f"checkpointing with a budget cannot be combined with {RUN_ENVIRONMENTS[way]}: the profile would "
-                    "count gathered or parallel weights as activations; take policy block, or plan on one "
+                    "count gathered or parallel weights as activations; use policy block, or plan on one "
                     "device and name the blocks in include"
                 )
 
@@ -87,28 +87,28 @@ _SUFFIXES = {"GiB": 1 << 30, "MiB": 1 << 20}
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that the activations of a step may take: `value` in units of `unit`."""
+    """The memory that a step's activations may take: `value` in units of `unit`."""
 
     value: float
     unit: Literal["fraction", "bytes", "least"]
 
     def plan(self, cost: StepCost) -> SegmentPlan:
-        """Return the segments that keep within the budget in a step of this cost."""
-        # not above: whoever only lists the options must not wait for torch
+        """Return the segments that fit into the budget for a step of this cost."""
+        # Imported late, so that listing the options does not wait for torch.
         from shared_core.activation_checkpointing.budget_planner import choose_segments, peak_bytes
 
         return choose_segments(cost, self.num_bytes(peak_bytes(cost, ())))
 
     def num_bytes(self, full_peak: int) -> float | None:
-        """Return what it comes to in a step that holds so much without checkpointing; None for the least."""
+        """Return the budget in bytes, given the peak without checkpointing; None for the lowest possible."""
         return None if self.unit == "least" else self.value * (full_peak if self.unit == "fraction" else 1)
 
 
 def parse_budget(policy: str) -> Budget:
-    """Return the budget that a policy names.
+    """Return the budget in a policy.
 
-    ``budget:`` and a number below 1 is a fraction of what the step holds without checkpointing, a number from 1 on are
-    GiB. With ``GiB`` or ``MiB`` behind it, it is that. ``budget:least`` is the least there is.
+    ``budget:0.5``, or another number below 1, is a fraction of the peak without checkpointing. A number from 1 on is in
+    GiB. The suffixes ``GiB`` and ``MiB`` set the unit. ``budget:least`` asks for the lowest possible peak.
     """
     kind, _, text = policy.partition(":")
     if (kind, text) == ("budget", "least"):
@@ -122,7 +122,7 @@ def parse_budget(policy: str) -> Budget:
             "checkpointing.policy",
             "a budget must be budget:<fraction below 1>, budget:<GiB>, budget:<number>MiB or budget:least, got "
             f"{policy!r}",
-            "write for example budget:0.5 for half of what a step holds now",
+            "for example budget:0.5 for half of the peak without checkpointing",
         )
     if value < 1 and not suffix:
         return Budget(value, "fraction")
@@ -130,4 +130,4 @@ def parse_budget(policy: str) -> Budget:
 
 
 POLICIES = ("block", "sublayer", "sqrt", "stage", "every_k", "selective")
-"""Names that `apply_policy` takes, beside ``budget:…``."""
+"""Names that `apply_policy` accepts besides ``budget:…``."""

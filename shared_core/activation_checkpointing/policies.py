@@ -1,6 +1,6 @@
-"""Which blocks a model has, and which segments of them a named policy or a budget of memory checkpoints.
+"""Find a model's blocks, and the segments of them that a named policy or a memory budget checkpoints.
 
-A budget is planned from a profile: of example inputs, or of the first micro-batches of the user's own training.
+A budget is planned from a profile of example inputs or of the first micro-batches in training.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _Group = list[tuple[str, nn.Module]]
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Return the names of a model's repeated blocks, in the order of its forward as far as modules tell it.
+    """Return the names of a model's repeated blocks, in forward order as far as modules show it.
 
-    Blocks are children of one class, made of several modules, in a ``ModuleList`` or ``Sequential``: layers of a
-    transformer, residual blocks of every stage of a CNN. Where lists hold stages, which differ in shape and hold blocks
-    themselves, the blocks inside are meant. Without such lists: attributes of one class, then the parts of the longest
-    plain ``Sequential``.
+    Blocks are children of one class in a ``ModuleList`` or ``Sequential`` that consist of several modules: layers of a
+    transformer, or residual blocks in each stage of a CNN. If a list holds stages (of different shapes, with blocks
+    inside), the blocks inside are returned. Without such lists, these are attributes of one class, or else the parts of
+    the longest plain ``Sequential``.
 
     Args:
         model: Any module.
 
     Returns:
-        Names as in ``named_modules()``, without what wrappers insert.
+        Names as in ``named_modules()``, without the parts that wrappers insert.
 
     Raises:
-        MatchError: If nothing repeats.
+        MatchError: If no blocks repeat.
 
     Example:
         >>> def block():
@@ -55,12 +55,12 @@ def find_blocks(model: nn.Module) -> list[str]:
         ['1.0', '1.1', '1.2']
     """
     groups = list(_groups(model, "", in_lists=True))
-    # Classes, not instances: another technique may have swapped them (`own_class` sees through).
+    # Compare original classes, since another technique may have swapped them (`own_class` returns the original).
     kinds = [own_class(group[0][1]) for group in groups]
     repeated = [g for g, kind in zip(groups, kinds, strict=True) if len(g) > 1 or kinds.count(kind) > 1]
-    classes = {own_class(group[0][1]) for group in repeated} - {nn.Sequential}  # its lists of such are such themselves
+    classes = {own_class(group[0][1]) for group in repeated} - {nn.Sequential}  # a list of Sequentials is one itself
     found = list(_repeated(model, "", {name for group in repeated for name, _ in group}, classes))
-    found = found or [name for group in groups for name, _ in group]  # one layer that is called many times
+    found = found or [name for group in groups for name, _ in group]  # one layer, called many times
     found = found or [name for group in _groups(model, "", in_lists=False) for name, _ in group]
     if not found:
         plain = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
@@ -71,14 +71,14 @@ def find_blocks(model: nn.Module) -> list[str]:
         raise MatchError(
             "checkpointing",
             f"{type(model).__name__} must have repeated blocks, got no list of modules of one class",
-            "name the modules to recompute with include, or give apply_segments their names",
+            "name the modules to recompute in include, or pass their names to apply_segments",
         )
     return [plain_name(name) for name in found]
 
 
 def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = False) -> Iterator[_Group]:
     """Yield the outermost groups of blocks: children of a list, or of any module, that share a class."""
-    # Stages do not lie inside each other: what differs in shape inside one are blocks, whatever lists these hold.
+    # Stages are not nested: modules of different shapes inside a stage are blocks, even if they hold lists.
     children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     compound = [(name, child) for name, child in children if _is_compound(child)]
@@ -88,7 +88,7 @@ def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = 
     taken: set[str] = set()
     stages: set[str] = set()
     for group in by_class.values():
-        # In lists: all compound children of one class. Elsewhere: several of one class beside each other.
+        # In lists: all compound children of one class. Elsewhere: several siblings of one class.
         if is_list and len(by_class) == 1 if in_lists else len(group) > 1:
             if in_stage or not _are_stages(group):
                 taken |= {name for name, _ in group}
@@ -101,7 +101,7 @@ def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = 
 
 
 def _repeated(module: nn.Module, prefix: str, names: set[str], classes: set[type[nn.Module]]) -> Iterator[str]:
-    """Yield the outermost named blocks, and those of their classes that stand alone in a list: a stage of one."""
+    """Yield the outermost named blocks, and blocks of their classes that are alone in a list (a stage of one)."""
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     for name, child in module.named_children():
         if f"{prefix}{name}" in names or (is_list and own_class(child) in classes):
@@ -111,25 +111,25 @@ def _repeated(module: nn.Module, prefix: str, names: set[str], classes: set[type
 
 
 def _is_compound(module: nn.Module) -> bool:
-    """True if a module is made of several, and no mere list of them without a forward."""
+    """Return True if a module consists of several modules and has a forward."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return not is_list and next(module.parameters(), None) is not None and next(module.children(), None) is not None
 
 
 def _are_stages(group: _Group) -> bool:
-    """True if modules hold the blocks rather than are them: no two of one shape, and lists of blocks inside."""
-    # Stages of a CNN have other shapes each and hold lists of blocks; equal shapes are blocks themselves.
+    """Return True if modules contain the blocks: they all differ in shape and hold lists of blocks."""
+    # Stages of a CNN all differ in shape and hold lists of blocks; modules of equal shape are blocks themselves.
     shapes = [tuple((n, tuple(p.shape)) for n, p in module.named_parameters()) for _, module in group]
     if len(set(shapes)) < len(shapes):
         return False
     return any(next(_groups(module, "", in_lists=True), None) is not None for _, module in group)
 
 
-PROFILED_STEPS = 2  # the first one of a process is slow: kernels are chosen, memory is taken
+PROFILED_STEPS = 2  # the first step of a process is slow: it selects kernels and allocates memory
 
 
 def plan_segments(model: nn.Module, budget: str, *profiled: Any, **options: Any) -> SegmentPlan:
-    """Return the segments to checkpoint in a model within a budget of activations, by `profile_blocks`."""
+    """Return the segments to checkpoint within a budget, using `profile_blocks`."""
     parsed = parse_budget(budget)
     return parsed.plan(profile_blocks(model, *profiled, **options))
 
@@ -140,17 +140,17 @@ def profile_blocks(
     step: Callable[[], object] | None = None,
     names: Sequence[str] | None = None,
 ) -> StepCost:
-    """Return what the blocks of a model cost in a step of training, of which two are run that leave no trace.
+    """Return the cost of a model's blocks in a training step. Runs two steps that leave the model unchanged.
 
-    `example_inputs` are a tensor, a sequence or mapping of arguments, or ``(args, kwargs)``; the loss is the one that
-    the model returns, or the sum of what it returns. Instead, `step` runs one forward and backward of the model.
+    `example_inputs` are a tensor, a sequence or mapping of arguments, or ``(args, kwargs)``. The loss is the one that
+    the model returns, or the sum of its outputs. Alternatively, `step` runs one forward and backward of the model.
     """
     if (example_inputs is None) == (step is None):
         raise ConfigError(
             "checkpointing",
-            "a budget must have example_inputs or a step to profile, and not both, got "
+            "a budget must have either example_inputs or a step to profile, got "
             f"{'neither' if step is None else 'both'}",
-            "pass what the model's forward takes",
+            "pass the arguments of the model's forward",
         )
     profile = StepProfile(model, find_blocks(model) if names is None else names)
     with _without_trace(model):
@@ -183,19 +183,19 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
         raise TrainingError(
             "checkpointing",
             f"{type(model).__name__} must return a tensor with a gradient, got none",
-            "train some of its parameters, or give a step instead of inputs",
+            "make some of its parameters trainable, or pass a step instead of inputs",
         )
     return torch.stack(values).sum()
 
 
 @contextlib.contextmanager
 def _without_trace(model: nn.Module) -> Iterator[None]:
-    # Profiling runs real steps: gradients, buffers, modes and random state are put back.
+    # Profiling runs real steps, so gradients, buffers, modes and random state are restored.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     try:
         with modes_restored(model), buffers_restored(model), torch.random.fork_rng(devices):
-            if not model.training:  # as it comes from from_pretrained
+            if not model.training:  # from_pretrained returns models in eval mode
                 model.train()
             yield
     finally:
@@ -207,11 +207,11 @@ _COLUMNS = {"input": int, "saved": int, "inner": int, "seconds": float, "tail": 
 
 
 class LazyBudget:
-    """Profiles the first two micro-batches that it is shown, plans, applies, and measures the one after.
+    """Profiles the first two micro-batches, plans and applies segments, then measures the next micro-batch.
 
-    Both verbs around every micro-batch, or `after_backward` once for a window of accumulation: then its last one
-    counts. Every process decides by the most bytes and times of all, and so alike. A resumed run applies the saved plan
-    at once, unless it has another budget or other blocks.
+    Call `before_forward` and `after_backward` around each micro-batch, or `after_backward` once per accumulation
+    window: then its last micro-batch counts. All processes use the largest bytes and times of any process, so they
+    choose the same plan. A resumed run applies the saved plan at once if budget and blocks are the same.
     """
 
     def __init__(
@@ -223,32 +223,32 @@ class LazyBudget:
         self._measuring: tuple[ExitStack, PeakBytes] | None = None
         self._looking = False
         self.plan: SegmentPlan | None = None
-        """The plan that was chosen, None until then."""
+        """The chosen plan, None until then."""
         self.measured_peak: int | None = None
-        """The most bytes of activations that a micro-batch under the plan held on any process, None until then."""
+        """Peak bytes of activations of a micro-batch under the plan on any process, None until measured."""
 
     @property
     def is_done(self) -> bool:
-        """True if there is nothing more to see: the verbs need not be called any more."""
+        """True if planning and measuring are finished, so that no further calls are needed."""
         return self.measured_peak is not None
 
     @property
     def remark(self) -> str | None:
-        """The warning about the measured peak, if there is one."""
+        """A note about the measured peak, or None."""
         if self.plan is None or self.measured_peak is None:
             return None
         if not self.plan.segments:
-            return f"nothing is recomputed: {self._asked['budget']} holds without, at {_mib(self.plan.peak)}"
+            return f"nothing is recomputed: {self._asked['budget']} is kept anyway, at {_mib(self.plan.peak)}"
         bound = self._budget.num_bytes(self.plan.full_peak)
         if bound is None or self.measured_peak <= bound:
             return None
         return (
             f"the measured peak of {_mib(self.measured_peak)} exceeds {self._asked['budget']}, {_mib(bound)}, where "
-            f"{_mib(self.plan.peak)} were predicted; take a lower budget if memory is short"
+            f"{_mib(self.plan.peak)} were predicted; use a lower budget if memory is short"
         )
 
     def before_forward(self) -> None:
-        """A micro-batch of training begins; one whose backward never came is forgotten."""
+        """Start a training micro-batch; forget an earlier one without backward."""
         self.cancel()
         if self.is_done:
             return
@@ -260,7 +260,7 @@ class LazyBudget:
             self._measuring = stack, stack.enter_context(measure_peak(self._model))
 
     def cancel(self) -> None:
-        """Forget the micro-batch that was begun, if any: it failed, or was none of training."""
+        """Forget the current micro-batch, if any, because it failed or was not for training."""
         self._looking = False
         self._profile.cancel()
         if self._measuring is not None:
@@ -268,7 +268,7 @@ class LazyBudget:
             self._measuring = None
 
     def after_backward(self) -> None:
-        """A micro-batch's backward is over. With several processes, all of them call it as often."""
+        """End a micro-batch after its backward. All processes must call it equally often."""
         if not self._looking:
             return
         self._looking = False
@@ -276,9 +276,9 @@ class LazyBudget:
             stack, peak = self._measuring
             self._measuring = None
             stack.close()
-            # The slowest or largest process decides: all must follow one plan, as DDP and FSDP2 expect equal steps.
+            # The slowest or largest process decides, because DDP and FSDP2 need the same plan everywhere.
             most = all_reduce_(torch.tensor(peak.activations, device=device_of(self._model)), "max")
-            self.measured_peak = int(most.item()) or None  # nothing was made: the script left this micro-batch out
+            self.measured_peak = int(most.item()) or None  # no activations: the script skipped this micro-batch
             return
         self._profile.stop()
         if self._profile.num_steps == PROFILED_STEPS:
@@ -286,7 +286,7 @@ class LazyBudget:
             self._apply(self.plan.segments)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan and what was measured, as plain values; nothing before there is a plan."""
+        """Return the plan and the measurements as plain values; empty before there is a plan."""
         if self.plan is None:
             return {}
         plan = asdict(self.plan) | {"segments": [list(segment) for segment in self.plan.segments]}
@@ -295,7 +295,7 @@ class LazyBudget:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Apply the saved plan, if it was made for this budget and these blocks and none is applied already."""
+        """Apply the saved plan if it fits this budget and these blocks, and none is applied yet."""
         if self.plan is None and "plan" in state and state.get("asked") == self._asked:
             segments = tuple(tuple(segment) for segment in state["plan"]["segments"])
             self.plan = SegmentPlan(**{**state["plan"], "segments": segments})
@@ -303,7 +303,7 @@ class LazyBudget:
             self._apply(segments)
 
     def report(self) -> dict[str, Any]:
-        """Return predicted and measured peak in bytes, and what the recomputation takes, for the receipt."""
+        """Return predicted and measured peak in bytes and the recomputation time, for the receipt."""
         if self.plan is None:
             return {"planned": False}
         return {
@@ -318,8 +318,8 @@ class LazyBudget:
 
 
 def _most_of_all_processes(cost: StepCost, device: torch.device) -> StepCost:
-    """Return the most of every figure over all processes; every process must call it."""
-    # `not follows` as 0 or 1: the maximum is then "breaks on any process".
+    """Return the maximum of each figure over all processes. Every process must call it."""
+    # `not follows` as 0 or 1, so the maximum means "broken on any process".
     rows = [[*(float(getattr(block, name)) for name in _COLUMNS), float(not block.follows)] for block in cost.blocks]
     figures = torch.tensor([[cost.head] + [0] * len(_COLUMNS), *rows], dtype=torch.float64)
     (head, *_), *rows = all_reduce_(figures.to(device), "max").tolist()
@@ -337,35 +337,34 @@ def _mib(num_bytes: float) -> str:
 def apply_policy(
     model: nn.Module, policy: str, example_inputs: Any = None, *, k: int = 2, include: Iterable[str] = ()
 ) -> Handle:
-    """Return the handle of a model that recomputes activations in backward, chosen by name.
+    """Make a model recompute activations in backward by a named policy; return a handle to undo it.
 
-    Gradients are bit-equal to those without; see `apply_segments`. Call it before ``fully_shard``, DDP and
-    ``torch.compile``. With N blocks:
+    Gradients stay bit-equal; see `apply_segments`. Call it before ``fully_shard``, DDP and ``torch.compile``. With N
+    blocks:
 
-    - ``block``: each is recomputed from its input.
-    - ``sublayer``: of each only attention, whose memory grows fastest; its largest part where it has none.
-    - ``sqrt``: √N segments of consecutive blocks are recomputed from their inputs (Chen et al. 2016, arXiv:1604.06174).
-    - ``stage``: a segment for each resolution of a CNN; it begins at the block that down-samples.
-    - ``every_k``: every k-th block, the first one included, as ``every_n_layers`` of transformers.
-    - ``selective``: each block, but outputs of its matrix products are kept (Korthikanti et al. 2022,
-      arXiv:2205.05198).
-    - ``budget:...``: planned from a profile of one step on `example_inputs`, see `parse_budget`.
+    - ``block``: recompute each block from its input.
+    - ``sublayer``: only each block's attention, whose memory grows fastest, or its largest part if it has none.
+    - ``sqrt``: recompute √N segments of consecutive blocks from their inputs (Chen et al. 2016, arXiv:1604.06174).
+    - ``stage``: one segment per resolution of a CNN, which begins at the block that down-samples.
+    - ``every_k``: every k-th block including the first, like ``every_n_layers`` of transformers.
+    - ``selective``: each block, but outputs of matrix products are kept (Korthikanti et al. 2022, arXiv:2205.05198).
+    - ``budget:...``: planned from a profile of one step on `example_inputs`; see `parse_budget`.
 
     Args:
-        model: Changed in place: its blocks get a forward of their own; parameters, buffers and classes stay.
-        policy: A name of `POLICIES`, or ``budget:...``.
-        example_inputs: One micro-batch, ``(args, kwargs)``; for a budget alone.
-        k: Of ``every_k``, at least 1.
-        include: Names or classes of the blocks, with wildcards, in place of those that `find_blocks` finds. Of modules
-            inside each other the outermost are meant.
+        model: Changed in place: its blocks get a new forward. Parameters, buffers and classes do not change.
+        policy: A name in `POLICIES`, or ``budget:...``.
+        example_inputs: One micro-batch, ``(args, kwargs)``; only for a budget.
+        k: For ``every_k``, at least 1.
+        include: Names or classes of the blocks, with wildcards, instead of those from `find_blocks`. Of nested modules
+            the outermost are used.
 
     Returns:
-        What was wrapped, what ran since, and ``remove()``.
+        A handle with the wrapped blocks, counts of what ran, and ``remove()``.
 
     Raises:
-        ConfigError: If there is no such policy, or a budget has no example.
-        MatchError: If it matches nothing.
-        CompatibilityError: If the model is checkpointed already.
+        ConfigError: If the policy does not exist, or a budget has no example.
+        MatchError: If no block matches.
+        CompatibilityError: If the model is already checkpointed.
 
     Example:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(9)))
@@ -385,7 +384,7 @@ def apply_policy(
 
 
 def chosen_blocks(model: nn.Module, include: Iterable[str] = ()) -> list[str]:
-    """Return the names of the blocks that are meant: those of `include`, or those that `find_blocks` finds."""
+    """Return the names of the blocks matching `include`, or those from `find_blocks`."""
     return _included(model, tuple(include)) if include else find_blocks(model)
 
 
@@ -404,7 +403,7 @@ def _segments(model: nn.Module, policy: str, blocks: Sequence[str], k: int) -> l
 
 
 def _sublayers(name: str, block: nn.Module) -> list[str]:
-    """Return the outermost attention layers of a block, or else its part with most parameters."""
+    """Return the outermost attention layers of a block, or else its part with the most parameters."""
     found: list[str] = []
     for part, module in block.named_modules():
         is_attention = part and "attention" in type(module).__name__.lower().replace("attn", "attention")
@@ -425,16 +424,16 @@ def _sublayers(name: str, block: nn.Module) -> list[str]:
 
 
 def _runs(module: nn.Module) -> bool:
-    """Return True if a module has a forward: lists and dicts of modules, LoRA's among them, have none."""
-    # static: a scripted module's class computes its attributes
+    """Return True if a module has a forward. Lists and dicts of modules (also LoRA's) have none."""
+    # Looked up statically, because a scripted module's class computes its attributes.
     return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
-    """Return the blocks by resolution: a list of the model, or a stride, begins a new one."""
+    """Return the blocks grouped by resolution. A new list in the model, or a stride, starts a new group."""
     segments: list[list[str]] = []
     for name in blocks:
-        # A new resolution has activations of another size: a segment of one size holds only its first input.
+        # Activation sizes change with the resolution; a segment of one size keeps only its first input.
         is_next = not segments or segments[-1][-1].rpartition(".")[0] != name.rpartition(".")[0]
         if is_next or _down_samples(model.get_submodule(name)):
             segments.append([])
@@ -442,7 +441,7 @@ def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     if len(segments) == 1:
         raise MatchError(
             "checkpointing",
-            "stage: blocks must change the resolution somewhere, got one stage with all of them",
+            "stage: the resolution must change between some blocks, got one stage with all of them",
             "take sqrt",
         )
     return segments
@@ -469,7 +468,7 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
             raise MatchError("checkpointing", f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     chosen: list[str] = []
     lists: list[str] = []
-    for name in modules:  # a module before what it is made of: the outermost are meant
+    for name in modules:  # parents come before children, so the outermost match
         is_named = any(hits(name, pattern) for pattern in patterns) or name.rpartition(".")[0] in lists
         if is_named and not any(name.startswith(f"{o}.") for o in chosen):
             (chosen if _runs(modules[name]) else lists).append(name)

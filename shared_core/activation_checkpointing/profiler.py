@@ -1,4 +1,4 @@
-"""What each block of a model costs in a step of training, seen while the step runs on any device: bytes and time."""
+"""Measure the bytes and time of each block while a training step runs, on any device."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from shared_core.errors import TrainingError
 from shared_core.modules.matching import own_class, plain_name
 
 MOST_EMPTY = 10
-"""Steps in a row that a script may leave out, before it counts as one whose blocks do not run."""
+"""Consecutive steps without a forward that are allowed before this counts as an error."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operations make while it is entered, and when they are released.
+    """Records the storages that operations allocate while it is active, and when they are freed.
 
-    Each storage of a device type counts once, whole, however many tensors see it. What a kernel takes for the moment
-    does not count.
+    Each storage on this device type counts once with its full size, even if many tensors share it. Temporary memory
+    inside kernels does not count.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self.events: list[tuple[int, int]] = []
-        """Bytes made, negative when released, and the number of the storage, in order."""
+        """Allocated bytes (negative when freed) and the number of the storage, in order."""
         self.sizes: list[int] = []
         """Bytes of each storage, by number."""
         self._numbers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note what it made."""
+        """Run the operation and record what it allocated."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # sharded, quantised: comes again for the plain tensors inside
+            return NotImplemented  # sharded or quantised: called again for the plain tensors inside
         output = func(*args, **(kwargs or {}))
         given = {_address(value) for value in _plain_tensors((args, kwargs))}
         for value in _plain_tensors(output):
-            # a view, or what was written in place, is no new memory
+            # Views and in-place results are not new memory.
             if _address(value) not in given:
                 self._note(value)
         return output
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        # `_cdata` is the storage's address in C++: the same for all views of it.
+        # `_cdata` is the storage's address in C++, the same for all its views.
         if storage._cdata in self._numbers or tensor.device.type != self._device_type or not storage.nbytes():
             return
         number = len(self.sizes)
         self._numbers[storage._cdata] = number
         self.sizes.append(storage.nbytes())
         self.events.append((storage.nbytes(), number))
-        # By the storage, which all views share. atexit False: at the end of the process nobody asks.
+        # By the storage, which all views share. With atexit False nothing runs at the end of the process.
         weakref.finalize(storage, self._released, storage._cdata).atexit = False
 
     def _released(self, address: int) -> None:
@@ -74,24 +74,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append((-self.sizes[number], number))
 
     def number(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor's storage, None if it was there before or nothing is known of it."""
+        """Return the number of a tensor's storage, None if it existed before or is unknown."""
         return self._numbers.get(_address(local_part(tensor)))
 
     def numbers(self, tensors: Iterable[Any]) -> set[int]:
-        """Return the numbers of those tensors' storages that were made here."""
+        """Return the numbers of these tensors' storages that were allocated here."""
         found = (self.number(tensor) for tensor in _plain_tensors([*tensors]))
         return {number for number in found if number is not None}
 
     def lasting(self) -> dict[int, int]:
-        """Return the number of every storage that is still there, with the number of events before it was made."""
+        """Return the number of each storage that still exists, and the number of events before its allocation."""
         there = set(self._numbers.values())
         return {number: i for i, (size, number) in enumerate(self.events) if size > 0 and number in there}
 
     def held(self, without: Collection[int] = ()) -> list[int]:
-        """Return the bytes held after each event, each storage from its first to its last, some left out."""
+        """Return the bytes held after each event, without the given storages."""
         last = {number: i for i, (_, number) in enumerate(self.events)}
         changes, released = [0] * (len(self.events) + 1), set()
-        # An address may be used again, so storages have numbers; the last event may be `keep_until_now`.
+        # Addresses may be reused, so storages have numbers. The last event may be `keep_until_now`.
         for i, (size, number) in enumerate(self.events):
             if number in without:
                 continue
@@ -103,17 +103,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return list(accumulate(changes))
 
     def keep_until_now(self, number: int) -> None:
-        """Count a storage as held until now, though it may have been released before: its values were elsewhere."""
+        """Count a storage as held until now, even if it was freed because its values were moved to the CPU."""
         self.events.append((0, number))
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model's first parameter is."""
+    """Return the device of a model's first parameter."""
     return next(model.parameters()).device
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Run what is compiled eagerly: what torch.compile meets under `LiveBytes` stays eager for good (torch 2.13)."""
+    """Run compiled code eagerly, since torch.compile never compiles what it first sees under `LiveBytes` (2.13)."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
 
@@ -122,21 +122,21 @@ class PeakBytes:
     """The result of `measure_peak`."""
 
     activations = 0
-    """Bytes that the step held at most, parameters and their gradients left out."""
+    """Peak bytes of the step without parameters and their gradients."""
 
 
 @contextlib.contextmanager
 def measure_peak(model: nn.Module) -> Iterator[PeakBytes]:
-    """Measure the peak of what is made while a step of training runs: activations, masks, gradients of activations.
+    """Measure the peak memory allocated in a training step: activations, masks, gradients of activations.
 
-    Nothing of the allocator is asked or reset, so it is the same on every device and disturbs nobody else's figures;
-    what kernels take for the moment is not in it.
+    It does not read or reset the allocator, so it works the same on all devices and does not affect other statistics.
+    Temporary memory inside kernels is not included.
 
     Args:
-        model: Whose parameters' gradients do not count.
+        model: The gradients of its parameters do not count.
 
     Returns:
-        A context that gives the peak, in bytes; it is filled in when the context ends.
+        A context whose value holds the peak in bytes after the context ends.
 
     Example:
         >>> net = nn.Linear(256, 256)
@@ -163,12 +163,11 @@ Mark = float | torch.cuda.Event
 
 
 class StepProfile:
-    """Sees one or several steps of training, forward and backward, and tells what the blocks cost.
+    """Records one or more training steps, forward and backward, and returns the cost of the blocks.
 
-    Of the tensors that autograd saves inside a block each storage counts once; weights, and what was there before the
-    step, do not count. On CUDA what is saved is kept in the memory of the CPU meanwhile, as by
-    `torch.autograd.graph.save_on_cpu`, so that a model fits that would not without checkpointing: such a step is slow.
-    The step computes what it always does, to the bit.
+    Each storage that autograd saves inside a block counts once. Weights, and tensors from before the step, do not
+    count. On CUDA, saved tensors are kept in CPU memory, as with `torch.autograd.graph.save_on_cpu`, so that models fit
+    that otherwise need checkpointing. Such a step is slow. Its results stay bit-equal.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -182,11 +181,11 @@ class StepProfile:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that it saw."""
+        """Number of recorded steps."""
         return len(self._costs)
 
     def start(self) -> None:
-        """Look on from here; before the model's forward."""
+        """Start recording, before the model's forward."""
         self.cancel()
         self._step, self._open = _Step(LiveBytes(self._device_type)), ExitStack()
         for name, module in self._modules.items():
@@ -198,13 +197,13 @@ class StepProfile:
         self._open.enter_context(self._step.live)
 
     def cancel(self) -> None:
-        """Stop looking on and forget the step that was begun, if any."""
+        """Stop recording and forget the current step, if any."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
     def stop(self) -> None:
-        """The step's backward is over. A step without one, or without a forward, is forgotten."""
+        """End the step after its backward. A step without forward or backward is forgotten."""
         self.cancel()
         step = self._step
         if not step.calls and self._empty < MOST_EMPTY:
@@ -213,29 +212,29 @@ class StepProfile:
         self._empty = 0
         remedy = "leave it out, or use a policy without a budget"
         if missing := [name for name in self._modules if name not in step.calls]:
-            rule = f"every block must run in a step of training, got none of {missing[0]}"
+            rule = f"every block must run in a training step, but {missing[0]} did not"
         elif step.again is not None:
-            rule = f"{step.again} must run once in a step to keep a budget, got a second call"
+            rule = f"{step.again} must run only once per step with a budget, got a second call"
         elif not any(call.saved for call in step.calls.values()):
             rule = "blocks must save something for backward, got nothing: they are frozen, or checkpointed elsewhere"
-            remedy = "name others with include, or drop it"
+            remedy = "name other blocks in include, or leave checkpointing out"
         elif self._costs and [block.name for block in self._costs[0].blocks] != list(step.calls):
-            rule = "blocks must run in one order in every step to keep a budget, got another"
+            rule = "with a budget, blocks must run in the same order in every step, got another order"
         else:
             rule = ""
         if rule:
             raise TrainingError("checkpointing", rule, remedy)
         if all(call.backward is None for call in step.calls.values()):
             return
-        # Parameter gradients are there with and without checkpointing.
+        # Parameter gradients exist with and without checkpointing.
         gradients = step.live.numbers(parameter.grad for parameter in self._model.parameters())
         self._costs.append(step.cost(gradients))
 
     def cost(self) -> StepCost:
-        """Return the most bytes and the least times of all the steps seen.
+        """Return the largest bytes and the shortest times of all recorded steps.
 
-        Blocks of one class that hold the same bytes have the same times, the median of theirs: the first block that
-        runs in a process is slow, and no plan should hang on it.
+        Blocks of the same class and bytes all get the median of their times, because the first block that runs in a
+        process is slow and should not affect the plan.
         """
         merged = _merged(self._costs)
         alike: dict[Hashable, list[BlockCost]] = {}
@@ -243,7 +242,7 @@ class StepProfile:
         def kind(block: BlockCost) -> Hashable:
             return own_class(self._modules[block.name]), block.saved
 
-        # Blocks of one class that save as much do the same work: the median is steadier than one block's own clock.
+        # Blocks of one class that save equally much do the same work, and the median is more stable than single times.
         for block in merged.blocks:
             alike.setdefault(kind(block), []).append(block)
         blocks = (
@@ -258,7 +257,7 @@ class StepProfile:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         step = self._step
-        # A second call of one block has no place in a chain.
+        # A second call of a block does not fit into a chain.
         if name in step.calls:
             step.again = name
             return
@@ -283,7 +282,7 @@ class StepProfile:
         tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         call.output = None if tensor is None else step.live.number(tensor)
         call.trains = tensor is None or tensor.requires_grad
-        # no segment can begin before the gradients do: it would hold its input for nothing
+        # Segments start where gradients do. Before that, keeping an input would be useless.
         step.last_output = (lambda: None) if tensor is None or not call.trains else weakref.ref(tensor)
         step.last_event = len(step.live.events)
 
@@ -292,12 +291,12 @@ class StepProfile:
         call.marks.append(self._mark())
         number = self._step.live.number(tensor)
         made_here = number is not None and number not in call.weights
-        # A saved tensor goes to the CPU while profiling: the profile of a model that does not fit must run in little
-        # memory.
+        # While profiling, saved tensors go to the CPU, because the model may not fit into memory without
+        # checkpointing.
         packed = _Packed(self._away(tensor) if made_here else tensor, tensor.device, tensor.stride(), call)
         if number is not None and made_here:
             call.saved.add(number)
-            # Its values are away, but without the profile it would be held until backward: counted so.
+            # Its values are on the CPU, but without the profile it would be held until backward, so count it.
             weakref.finalize(packed, self._step.live.keep_until_now, number).atexit = False
         call.marks.append(self._mark())
         return packed
@@ -307,7 +306,7 @@ class StepProfile:
         if packed.call.backward is None:
             packed.call.backward = len(live.events)
         tensor = packed.back()
-        # What comes back for backward is no activation of the step.
+        # Tensors copied back for backward are not activations of the step.
         if tensor is not packed.tensor:
             self._step.copies |= live.numbers([tensor])
         return tensor
@@ -326,7 +325,7 @@ class StepProfile:
 
 @dataclass
 class _Call:
-    """A block's forward: numbers of storages, and the clock."""
+    """A block's forward: numbers of storages, and times."""
 
     input: int | None
     arguments: set[int]
@@ -337,20 +336,20 @@ class _Call:
     """Events before it."""
     output: int | None = None
     trains: bool = True
-    """True if gradients come back to it: not to frozen layers at the beginning."""
+    """True if gradients reach it, unlike frozen layers at the beginning."""
     backward: int | None = None
     """Events before its backward."""
     saved: set[Any] = field(default_factory=set)
     marks: list[Mark] = field(default_factory=list)
 
     def times(self) -> list[float]:
-        """Return the seconds from one tensor saved to the next, the first from the start, the last to the end."""
+        """Return the seconds between saved tensors, the first from the start, the last to the end."""
         return [_seconds(start, end) for start, end in zip(self.marks[::2], self.marks[1::2], strict=True)]
 
 
 @dataclass(eq=False)
 class _Packed:
-    """The entry of the graph in the place of a tensor."""
+    """The graph's entry instead of a tensor."""
 
     tensor: Tensor
     device: torch.device
@@ -358,7 +357,7 @@ class _Packed:
     call: _Call
 
     def back(self) -> Tensor:
-        """Return the tensor on its device, in its own layout: another one could take another kernel, which rounds."""
+        """Return the tensor on its device in its original layout. Another layout could use a kernel that rounds."""
         if self.tensor.device == self.device or 0 in self.strides:
             return self.tensor.to(self.device)
         back = torch.empty_strided(self.tensor.shape, self.strides, dtype=self.tensor.dtype, device=self.device)
@@ -386,10 +385,10 @@ class _Step:
     """Storages that were copied back from the CPU."""
 
     def cost(self, gradients: set[int]) -> StepCost:
-        """Return what the step cost; a storage belongs to the block whose input it is, else that first saves it."""
+        """Return the step's cost. A storage belongs to the block whose input it is, or else that first saves it."""
         calls = list(self.calls.items())
         uses = Counter(number for _, call in calls for number in call.arguments)
-        # masks and position embeddings are there for all blocks, checkpointed or not; an output is for what follows
+        # Masks and position embeddings are held for all blocks in any case; an output belongs to what follows.
         counted = {number for number, count in uses.items() if count > 1}
         counted |= {number for _, call in calls for number in (call.input, call.output) if number is not None}
         blocks = []
@@ -412,19 +411,19 @@ class _Step:
         return StepCost(blocks=tuple(inner), head=head)
 
     def _held_beside(self, calls: Sequence[_Call], kept: Sequence[int], without: set[int]) -> tuple[list[int], int]:
-        """Return the most bytes beside those `kept` up to each block while it runs, and between the chain's passes."""
-        # inner(i) = max(held(e) - kept(i)) over the events e of its forward and of its backward, which goes on until
-        # that of the block before begins. The chain's backward begins with the first block that unpacks anything.
+        """Return the peak bytes besides those `kept` while each block runs, and between forward and backward."""
+        # inner(i) = max(held(e) - kept(i)) over the events e of block i's forward and of its backward, which ends when
+        # the previous block's begins. The chain's backward begins with the first block that unpacks anything.
         backward = min(call.backward for call in calls if call.backward is not None)
-        # what a step leaves behind is no activation: buckets of DDP, tables that are kept; but for the output
+        # Memory that outlives the step is not an activation (DDP's buckets, cached tables), except the output.
         lasting = self.live.lasting().items()
         without = without | {number for number, made in lasting if not calls[0].begun <= made < backward}
         held = self.live.held(without)
         ends = [*(call.begun for call in calls[1:]), self.last_event]
-        # Beside what the chain holds by then: the block's own intermediate results.
+        # Besides what the chain holds by then: the block's own intermediate results.
         inner = [max(held[call.begun : end + 1]) - own for call, end, own in zip(calls, ends, kept, strict=True)]
         end = len(held)
-        # Backward runs the blocks in reverse; each one's part ends where the one before it began.
+        # Backward runs the blocks in reverse. Each one's part ends where the previous block's begins.
         for i, call in enumerate(calls):
             if call.backward is not None:
                 inner[i], end = max(inner[i], max(held[call.backward : end + 1]) - kept[i]), call.backward
@@ -435,8 +434,8 @@ class _Step:
 
 
 def _merged(costs: Sequence[StepCost]) -> StepCost:
-    """Return the most bytes and the least times of several steps."""
-    # Times: the least of several steps, as the first is slowed by what happens once. Bytes: the most.
+    """Return the largest bytes and the shortest times of several steps."""
+    # The shortest times, since one-time work slows the first step, but the largest bytes.
     blocks = tuple(
         BlockCost(
             name=same[0].name,

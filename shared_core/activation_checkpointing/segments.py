@@ -1,8 +1,8 @@
-"""Segments of blocks whose activations are computed again in backward, in a model whose forward stays as it is.
+"""Segments of blocks whose activations are recomputed in backward, without changes to the model's forward.
 
-A region is a run of block calls that drop their saved tensors in forward. The first tensor that backward asks for makes
-all calls of the region run again, under the random state, autocast and running statistics that they had in forward. The
-selective policy keeps the outputs of matrix products and computes the rest again.
+A region is a sequence of block calls that drop their saved tensors in forward. When backward needs the first of them,
+all calls of the region run again with the random state, autocast and running statistics of their forward. The selective
+policy keeps the outputs of matrix products and recomputes the rest.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shared_core.errors import CompatibilityError, MatchError, TrainingError, ne
 from shared_core.modules.matching import plain_name
 
 Buffer = tuple[nn.Module, str]
-_UNCOUNTED = ("running_mean", "running_var")  # the kernels of norms write them without telling autograd
+_UNCOUNTED = ("running_mean", "running_var")  # norm kernels write them without autograd's knowledge
 
 
 class Snapshot:
-    """The buffers that a block is about to change, as they are now.
+    """Copies of the buffers that a block is about to change.
 
-    Those that it was seen to change are copied, all of them if it never ran. One that begins to move later is kept from
-    moving twice, but not rewound.
+    Buffers that changed in an earlier forward are copied, or all if the block has not run yet. One that first changes
+    later is not changed twice, but cannot be rewound.
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
-        # Without a record of what moves, every buffer is copied; after the first forward only those that did.
+        # The first forward copies every buffer, later ones only those that changed before.
         self._now = {
             (module, name): (
                 buffer,
@@ -50,25 +50,25 @@ class Snapshot:
             if buffer is not None
         }
         self.before: dict[Buffer, Tensor | None] = {}
-        """State that moved, with its value before, None if unknown; filled by `close`."""
+        """Buffers that changed, with their earlier value (None if unknown); filled by `close`."""
 
     def close(self) -> None:
-        """The forward is over: keep what it moved."""
+        """Record the changed buffers after the forward."""
         self.before = {
             (module, name): clone
             for (module, name), (buffer, version, clone) in self._now.items()
-            # Moved: replaced, written in place (version), or written behind autograd's back by a norm's kernel.
+            # Changed means replaced, written in place (version), or written by a norm's kernel without autograd.
             if name in _UNCOUNTED or module._buffers.get(name) is not buffer or buffer._version != version
         }
         self._now = {}
 
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
-        """Run a forward again on copies of the buffers as they were before; afterwards they are what they are now."""
+        """Run a forward again on copies of the earlier buffers, then restore the current ones."""
         now = {(module, name): module._buffers[name] for module, name in self.before}
         try:
             for (module, name), before in self.before.items():
-                # None: it moved for the first time; a copy of the present value is run on.
+                # None: it changed for the first time, so run on a copy of the current value.
                 source = now[module, name] if before is None else before
                 module._buffers[name] = None if source is None else source.clone()
             yield
@@ -87,13 +87,13 @@ SAVED_OPS = [getattr(torch.ops.aten, name).default for name in _NAMES if hasattr
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return what a forward and its recomputation run in, for ``context_fn`` of `torch.utils.checkpoint.checkpoint`."""
+    """Return the contexts of a forward and its recomputation, as ``context_fn`` of torch's `checkpoint` does."""
     forward, recompute = create_selective_checkpoint_contexts(SAVED_OPS)  # type: ignore[no-untyped-call]
     return forward, recompute
 
 
 class KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that `selective_contexts` keeps of one forward, from outside of them."""
+    """Counts the bytes that `selective_contexts` keeps of one forward. Enter it outside of them."""
 
     num_bytes = 0
 
@@ -109,7 +109,7 @@ class ForwardState:
     """The random state and the autocast settings of a forward."""
 
     def __init__(self, values: list[Any]) -> None:
-        # Random state and autocast must be those of the forward, or dropout masks and dtypes differ in the
+        # Without the forward's random state and autocast, dropout masks and dtypes would differ in the
         # recomputation.
         devices = {value.device for value in values if isinstance(value, Tensor)}
         self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
@@ -124,7 +124,7 @@ class ForwardState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Run something in them, and leave the present ones as they are."""
+        """Set the saved state inside the context, then restore the current one."""
         with contextlib.ExitStack() as stack:
             kind = self._devices[0].type if self._devices else "cuda"
             stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
@@ -138,28 +138,28 @@ class ForwardState:
 
 @dataclass
 class Tally:
-    """Counts of what ran, taken where it happens, for the receipt."""
+    """Counts of recomputations for the receipt."""
 
     recomputations: int = 0
-    """Times that backward ran a region again."""
+    """Number of times that backward ran a region again."""
     blocks: Counter[str] = field(default_factory=Counter)
-    """Times that each block was run again."""
+    """Number of times that each block ran again."""
     saved_bytes: int = 0
-    """Bytes that the first backward found dropped: what autograd would have held, less what was held instead. What a
-    region hands on is not counted: whatever runs next may hold it."""
+    """Bytes freed, as seen by the first backward: what autograd would have held, minus what was held instead. Outputs
+    of a region are not counted, because later code may hold them."""
     reached: bool = False
     """True if a block ran with gradients on, in train mode or not."""
     compiled: bool = False
-    """True if a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
+    """True if torch.compile traced a block; it recomputes in its own backward, which is not counted."""
     uncompiled: bool = False
-    """True if torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
+    """True if torch.compile met a segment of several blocks. It cannot trace these, so they run eagerly."""
     notes: list[str] = field(default_factory=list)
-    """Messages for the user, each once."""
+    """Messages for the user, without duplicates."""
     first_backward: int | None = None
     """The backward whose bytes were counted."""
 
     def note(self, text: str) -> None:
-        """Keep a line, once."""
+        """Add a message, once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -167,7 +167,7 @@ class Tally:
         """Count one recomputation of a region."""
         self.recomputations += 1
         self.blocks.update(names)
-        # Inside one backward the id is the same: bytes are counted for the first backward only.
+        # The id is the same within one backward. Bytes are counted only for the first backward.
         backward = torch._C._current_graph_task_id()
         if self.first_backward is None:
             self.first_backward = backward
@@ -176,15 +176,15 @@ class Tally:
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Returns what the forward and its recomputation run in, as `create_selective_checkpoint_contexts` does."""
+"""Returns contexts for the forward and its recomputation, like `create_selective_checkpoint_contexts`."""
 
 
 class _Done(BaseException):
-    """Everything that backward needs was computed; no `except Exception` of a model may catch it."""
+    """Raised once all tensors for backward are computed. A BaseException, so that no model's `except` catches it."""
 
 
 class _Slot:
-    """Stands in the graph for a tensor that was dropped."""
+    """The graph's placeholder for a dropped tensor."""
 
     __slots__ = ("__weakref__", "value", "version")
 
@@ -194,10 +194,10 @@ class _Slot:
 
 
 class _Input:
-    """A tensor from outside the region. Detached: with its graph it would keep itself alive through the region."""
+    """A tensor from outside the region, detached because its graph would keep it alive through the region."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # requires_grad is kept apart: the detached tensor has lost it, and the recomputed graph needs it.
+        # Stored separately: the detached tensor has lost requires_grad, but the recomputed graph needs it.
         self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, version_of(tensor)
 
     def is_changed(self) -> bool:
@@ -214,7 +214,7 @@ class _Output:
 
 @dataclass
 class _Call:
-    """One block's forward, as it must be run again."""
+    """One block's forward, with everything needed to run it again."""
 
     name: str
     block: nn.Module
@@ -228,10 +228,10 @@ class _Call:
 
 
 class Region:
-    """Calls that feed each other, run again together by the first of their saved tensors that backward asks for.
+    """Connected calls that run again together when backward needs the first of their saved tensors.
 
-    What non-reentrant `torch.utils.checkpoint` does for one function, for several calls made by somebody else's loop:
-    hooks are active inside the calls only, so what the loop itself does in between is kept as ever.
+    It works like non-reentrant `torch.utils.checkpoint`, but for several calls in the model's own loop. Hooks are
+    active only inside the calls, so tensors that the loop saves in between are kept as usual.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -241,14 +241,14 @@ class Region:
         self._outputs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last = _Output(-1, -1)
         self._kept_elsewhere = 0
-        # by weak references, as an address can be that of another tensor soon
+        # Weak references, because addresses are reused.
         self._packed: list[StorageWeakRef] | None = None if tally.first_backward is not None else []
         self._handed_on: set[int] = set()
 
-    # A tensor counts as this region's own output only if neither its memory nor its version has changed since.
+    # A tensor counts as this region's output only if its memory and version have not changed since.
     def _source(self, value: Tensor) -> _Output | None:
-        """Return where in this region a tensor was computed, None if elsewhere or if it was changed since."""
-        # By its memory, as FSDP2 hands a block another tensor over the same.
+        """Return where in this region a tensor was computed; None if elsewhere or if it has changed since."""
+        # By memory, because FSDP2 passes blocks another tensor on the same memory.
         reference, version, output = self._outputs.get(_place(value), (None, 0, None))
         computed = reference() if reference is not None else None
         same = computed is not None and computed.requires_grad == value.requires_grad and version == version_of(value)
@@ -268,18 +268,18 @@ class Region:
         snapshot: Snapshot,
         contexts: Contexts | None = None,
     ) -> Any:
-        """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
-        # Arguments as a flat list: tensors become references (inputs of the region, or outputs of an earlier call of
-        # it).
+        """Return ``run(*args, **kwargs)``, the forward of `block`, and store what is needed to run it again."""
+        # Arguments as a flat list. Tensors become references to inputs of the region or outputs of its earlier
+        # calls.
         values, spec = tree_flatten((args, kwargs))
-        inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
+        inputs: dict[int, _Input] = {}  # one per tensor: attention checks whether query `is` key
         computed: dict[_Output, Tensor] = {}
 
         def leaf_of(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             source = self._source(value)
-            # `is` matters: two arguments that are the same tensor must be the same one again.
+            # Two arguments that are the same tensor must be the same object again.
             if source is not None and computed.setdefault(source, value) is value:
                 return source
             return inputs.setdefault(id(value), _Input(value))
@@ -290,19 +290,19 @@ class Region:
             name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), ForwardState(values)
         )
         kept = KeptBytes() if contexts else None  # type: ignore[no-untyped-call]
-        # Every tensor that autograd would save becomes an empty slot in the graph: this is what frees the memory.
+        # Every tensor that autograd would save becomes an empty slot in the graph, which frees the memory.
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with hooks, kept or contextlib.nullcontext(), forward_context:
             output = run(*args, **kwargs)
         snapshot.close()
         self._kept_elsewhere += kept.num_bytes if kept else 0
-        # A changed input would give other values in backward; refused now, where the block's name is known.
+        # A changed input would give other values in backward. Raise now, while the block's name is known.
         changed = any(kept_input.is_changed() for kept_input in inputs.values())
-        _refuse_change(changed, name, "its input must not be changed in place inside it", "inplace=False helps, or ")
+        _refuse_change(changed, name, "its input must not be changed in place inside it", "try inplace=False, or ")
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
-        # Outputs live on in what follows: they are not memory that checkpointing saved.
+        # Later code keeps outputs alive, so checkpointing does not free them.
         self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
@@ -317,7 +317,7 @@ class Region:
 
     def _unpack(self, slot: _Slot) -> Tensor:
         if slot.value is None:
-            # The first tensor that backward asks for runs the whole region again and fills all slots.
+            # The first tensor that backward needs runs the whole region again and fills all slots.
             self._recompute()
         value, slot.value = slot.value, None  # a second backward over a retained graph recomputes again
         changed = value is None or version_of(value) != slot.version
@@ -327,7 +327,7 @@ class Region:
     def _recompute(self) -> None:
         for call in self.calls:
             if isinstance(call.block, FSDPModule):
-                call.block.unshard()  # backward gathers the last block's weights alone
+                call.block.unshard()  # backward gathers only the last block's weights
             changed = any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves)
             rule = "its input must not be changed in place before backward"
             _refuse_change(changed, call.name, rule, "copy it first, or ")
@@ -335,30 +335,30 @@ class Region:
             _refuse_change(_weights_version(call.block) != call.weights, call.name, rule, "step afterwards, or ")
         kept: list[Tensor] = []
 
-        # The n-th tensor saved now is the n-th of the forward.
+        # The n-th tensor saved now corresponds to the n-th of the forward.
         def keep(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             reference, looks = self._slots[len(kept)]
             if looks != _looks(tensor):
-                raise _differs(self.calls[0].name, f"{_looks(tensor)} in place of {looks}")
-            # A slot nobody holds any more belongs to a part of the graph that is gone: nothing to keep.
+                raise _differs(self.calls[0].name, f"{_looks(tensor)} instead of {looks}")
+            # A slot without references belongs to a deleted part of the graph and needs no value.
             if (slot := reference()) is not None:
                 slot.value, slot.version = tensor, version_of(tensor)
             kept.append(tensor)
-            # What the forward computes after its last saved tensor is not needed.
+            # Computation after the forward's last saved tensor is not needed.
             if len(kept) == len(self._slots):
                 raise _Done
             return tensor
 
         names = []
         try:
-            # The inner hooks see tensors being saved; what the recomputed graph itself holds is dropped with it.
+            # The inner hooks see the saved tensors. Tensors that only the recomputed graph holds are freed with it.
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
                 outputs: list[list[Any]] = []
                 for call in self.calls:
                     names.append(call.name)
                     outputs.append(_again(call, outputs))
-            raise _differs(self.calls[0].name, f"{len(kept)} saved tensors in place of {len(self._slots)}")
+            raise _differs(self.calls[0].name, f"{len(kept)} saved tensors instead of {len(self._slots)}")
         except _Done:
             self.tally.recomputed(names, self._dropped_bytes(kept))
             self._packed = None
@@ -366,7 +366,7 @@ class Region:
     def _dropped_bytes(self, recomputed: list[Tensor]) -> int:
         if self._packed is None:
             return 0
-        # The recomputed storages, without weights and outputs that live on, less the inputs held instead.
+        # The recomputed storages without weights and living outputs, minus the inputs held instead.
         inputs = [leaf.tensor for call in self.calls for leaf in call.leaves if isinstance(leaf, _Input)]
         held = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         elsewhere = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
@@ -381,7 +381,7 @@ class Region:
 
 
 def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
-    """Return the values that a call returned, computed again as it ran in forward."""
+    """Return a call's outputs, recomputed under its forward's state."""
     inputs: dict[int, Tensor] = {}
 
     def value(leaf: Any) -> Any:
@@ -396,26 +396,26 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         with call.state.restored(), call.buffers.rewound(), call.recompute_context:
             return tree_flatten(call.run(*args, **kwargs))[0]
     except RuntimeError as error:
-        # torch's words (2.13)
+        # messages of torch 2.13
         if "Trying to backward an extra time" in str(error):
-            rule = "with selective, backward must run once and a Function must read ctx.saved_tensors once"
+            rule = "with selective, backward must run only once and a Function must read ctx.saved_tensors only once"
             found = "a second time (retain_graph?)"
         elif "selective activation checkpoint has been mutated" in str(error):
-            rule, found = "what selective keeps, outputs of layers, must not be changed in place", "a change"
+            rule, found = "with selective, outputs of layers must not be changed in place", "a change"
         else:
             raise
-        raise TrainingError("checkpointing", f"{call.name}: {rule}, got {found}", "take block") from error
+        raise TrainingError("checkpointing", f"{call.name}: {rule}, got {found}", "use policy block") from error
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 where autograd does not count."""
+    """Return how often a tensor was changed in place; 0 if autograd does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _weights_version(block: nn.Module) -> int:
-    # Sharded weights are swapped on every gather: versions would tell changes that are none.
+    # Sharded weights are replaced at each gather, so their versions would show false changes.
     if any(hasattr(module, "unshard") for module in block.modules()):
-        return 0  # FSDP2 puts gathered weights in place of sharded ones and back, whose versions are their own
+        return 0  # gathered and sharded weights of FSDP2 have separate versions
     return sum(version_of(parameter) for parameter in block.parameters())
 
 
@@ -423,7 +423,7 @@ def _looks(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-# Address alone is not enough: a view, or another tensor at freed memory, must not be taken for the output.
+# The address alone is not enough: a view, or another tensor at freed memory, is not the output.
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
 
@@ -434,20 +434,20 @@ def _storage(tensor: Tensor) -> int:
 
 def _refuse_change(is_changed: bool, name: str, rule: str, remedy: str = "") -> None:
     if is_changed:
-        told = f"{name}: {rule}, got a change; recomputed values would be others"
+        told = f"{name}: {rule}, got a change; recomputed values would differ"
         raise TrainingError("checkpointing", told, f"{remedy}leave the block out")
 
 
 def _differs(name: str, found: str) -> TrainingError:
     return TrainingError(
         "checkpointing",
-        f"{name}: must compute in backward what it computed in forward, got {found}",
-        "a block that keeps state of its own or looks at the outside cannot be checkpointed: leave it out",
+        f"{name}: must compute the same in backward as in forward, got {found}",
+        "a block that keeps its own state or reads outside state cannot be checkpointed: leave it out",
     )
 
 
 class Handle:
-    """The wrapped blocks, counts of what ran since, and the way back.
+    """The wrapped blocks, counts of what ran, and `remove`.
 
     Attributes:
         segments: Names of the blocks of each segment.
@@ -459,37 +459,37 @@ class Handle:
 
     @property
     def names(self) -> list[str]:
-        """The wrapped blocks, by name."""
+        """Names of the wrapped blocks."""
         return [name for segment in self.segments for name in segment]
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
-        """The wrapped blocks themselves; none once they are removed."""
+        """The wrapped blocks by name; empty after `remove`."""
         return {wrapped.name: wrapped.block for wrapped in self._wrapped}
 
     def remove(self) -> None:
-        """Give the blocks their own forward back; a second call does nothing."""
+        """Restore the blocks' own forward. A second call does nothing."""
         for wrapped in self._wrapped:
             wrapped.remove()
         self._wrapped = []
 
 
 def apply_segments(model: nn.Module, segments: Sequence[Sequence[str]], *, contexts: Contexts | None = None) -> Handle:
-    """Return the handle of a model whose segments drop their activations in forward and recompute them in backward.
+    """Make segments drop activations in forward and recompute them in backward; return a handle to undo it.
 
-    Of a segment only its input is kept; blocks in no segment keep their activations. Gradients are bit-equal to those
-    without: random state, autocast and buffers are as they were. Where a block's input is not the output of the one
-    before, as it is, the segment is cut there. Evaluation, and forwards without gradients, are left alone.
+    A segment keeps only its input, and blocks outside segments keep their activations. Gradients stay bit-equal: random
+    state, autocast and buffers are restored for the recomputation. A segment is split where a block's input is not
+    the unchanged output of the previous block. Evaluation, and forwards without gradients, do not change.
 
     Args:
-        model: Changed in place: its blocks get a forward of their own; parameters, buffers and classes stay.
-        segments: Names of blocks, as in ``named_modules()``, that run one after another.
-        contexts: What forward and recomputation of a block run in; for segments of one block.
+        model: Changed in place: its blocks get a new forward. Parameters, buffers and classes do not change.
+        segments: Names of consecutive blocks, as in ``named_modules()``.
+        contexts: Returns contexts for a block's forward and recomputation; only for segments of one block.
 
     Raises:
-        MatchError: If nothing is named, or a name is unknown.
-        CompatibilityError: If a block is checkpointed already, by anyone, or named twice, or lies inside another.
-        TrainingError: In training, if a block changes what it must not.
+        MatchError: If no block is named, or a name is unknown.
+        CompatibilityError: If a block is already checkpointed, named twice, or inside another.
+        TrainingError: In training, if a block changes its inputs or weights, or does not compute the same again.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -523,7 +523,7 @@ def _checked(
     if len(blocks) < len(names) or len(set(inside)) < len(inside):
         raise CompatibilityError(
             "checkpointing",
-            "segments must name every block once and none inside another, got "
+            "segments must name each block only once and no block inside another, got "
             f"{', '.join(_overlapping(names, blocks))}",
             "it would be recomputed twice",
         )
@@ -551,18 +551,18 @@ def _overlapping(names: list[str], blocks: dict[str, nn.Module]) -> list[str]:
 
 
 class _Segment:
-    """State that the blocks of a segment share: the region that is being recorded."""
+    """State shared by a segment's blocks: the region that is being recorded."""
 
     def __init__(self, length: int, tally: Tally, contexts: Contexts | None) -> None:
         self.length, self.tally, self.contexts = length, tally, contexts
-        self._open: weakref.ref[Region] | None = None  # the graph owns it: without saved tensors nothing is recomputed
+        self._open: weakref.ref[Region] | None = None  # owned by the graph: without saved tensors nothing is recomputed
         self._last = -1
 
     def region(self, place: int, args: Any) -> Region:
-        """Return the region that a call belongs to: the open one if the call goes on from its last output."""
-        # A weak reference: a region that backward has consumed, or that never will be, is not extended.
+        """Return the region of a call: the open one if the call continues from its last output."""
+        # A weak reference, so that regions whose graph is gone are not extended.
         region = self._open() if self._open is not None else None
-        # A call that comes before the last one, or on other inputs, begins a new region.
+        # A call of an earlier block, or with other inputs, starts a new region.
         if region is None or place <= self._last or not region.feeds(args):
             region = Region(self.tally)
         self._open = weakref.ref(region) if place + 1 < self.length else None
@@ -589,7 +589,7 @@ class _Checkpointed:
                 self.block.forward = self.before
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward: that of its class now, which another technique may have swapped."""
+        """Run the block's own forward, from its current class, which another technique may have swapped."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
@@ -601,7 +601,7 @@ class _Checkpointed:
         if not self.block.training:
             return self.run(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
-        # torch.compile traces one block's checkpoint into its graph; a region over several calls it cannot.
+        # torch.compile can trace the checkpoint of one block, but not a region over several calls.
         if torch.compiler.is_compiling() and self.segment.length > 1:
             self.segment.tally.uncompiled = True
         elif torch.compiler.is_compiling():
@@ -614,17 +614,17 @@ class _Checkpointed:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.segment.tally.uncompiled:
-            self.segment.tally.note("segments of several blocks run uncompiled; take a policy of single blocks")
+            self.segment.tally.note("segments of several blocks run uncompiled; use a policy of single blocks")
         region = self.segment.region(self.place, (args, kwargs))
         snapshot = Snapshot(self.block, self.moving)
         output = region.call(self.name, self.block, self.run, args, kwargs, snapshot, self.segment.contexts)
-        # Buffers seen moving are copied before each later forward.
+        # Buffers that changed are copied before each later forward.
         self.moving = (self.moving or set()) | set(snapshot.before)
         return output
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leave out a generation cache, as transformers does under checkpointing: run again, it would grow twice."""
-        if getattr(self.block, "_can_checkpoint_with_cache", False):  # it only reads
+        """Remove a generation cache, as transformers does under checkpointing, since a second run would extend it."""
+        if getattr(self.block, "_can_checkpoint_with_cache", False):  # it only reads the cache
             return args, kwargs
         kwargs = {name: None if self._is_cache(value) else value for name, value in kwargs.items()}
         if kwargs.get("use_cache") is True:

@@ -1,4 +1,4 @@
-"""Activation checkpointing as a technique of a session."""
+"""Activation checkpointing as a technique."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared_core.printing import counted, listed, size_text
 
 
 class ActivationCheckpointing(Technique):
-    """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit.
+    """Recomputes activations in backward instead of keeping them. Gradients stay bit-equal.
 
     Example:
         >>> from shared_core import Recipe, Session
@@ -43,17 +43,17 @@ class ActivationCheckpointing(Technique):
     def __init__(self, config: CheckpointingConfig) -> None:
         super().__init__(config)
         self.handle: Handle | None = None
-        """The wrapped blocks; None until a budget is planned, or if it holds without."""
+        """The wrapped blocks; None until a budget is planned, or if nothing needs recomputing."""
         self._budget: LazyBudget | None = None
         self._model: nn.Module | None = None
         self._hook: RemovableHandle | None = None
         self._steps = self._num_said = 0
         self._checked = self._was_recomputed = False
         self._earlier: Mapping[str, Any] = {}
-        """Counts of the run that a resumed one goes on from."""
+        """Counts of the run that this run resumes."""
 
     def attach(self, context: Context) -> Touched:
-        """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
+        """Wrap the blocks. A budget first profiles the first micro-batches of training."""
         model = context.model
         context.undo.callback(self._detach)
         config = self.config
@@ -62,7 +62,7 @@ class ActivationCheckpointing(Technique):
         if config.has_budget:
             self._model = model
             self._budget = LazyBudget(model, config.policy, chosen_blocks(model, config.include), self._wrap)
-            # a loop that does not surround its forward with the session's calls the model at least
+            # For loops that do not use `session.forward`, hook the model itself.
             self._hook = model.register_forward_pre_hook(lambda *_: self._look())
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
@@ -70,7 +70,7 @@ class ActivationCheckpointing(Technique):
         return Touched.modules({name: model.get_submodule(name) for name in names}, what="blocks")
 
     def plan(self, context: Context) -> Plan:
-        """Return that the blocks must stay: their forwards are wrapped."""
+        """Return a plan that guards the blocks, whose forwards are wrapped."""
         return Plan(guards=self.handle.blocks if self.handle else {})
 
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
@@ -79,7 +79,7 @@ class ActivationCheckpointing(Technique):
 
     @contextlib.contextmanager
     def forward(self, context: Context) -> Iterator[None]:
-        """Tell a budget that a micro-batch begins."""
+        """Tell the budget that a micro-batch starts."""
         self._unhook()
         self._look()
         yield
@@ -95,8 +95,8 @@ class ActivationCheckpointing(Technique):
             self._budget.before_forward()
 
     def before_step(self, context: Context) -> None:
-        """Refuse to go on as if memory were saved when backward recomputed nothing."""
-        if not context.has_gradients:  # every micro-batch was left out: the next step shows
+        """Raise if backward recomputed nothing, since no memory would be saved."""
+        if not context.has_gradients:  # every micro-batch was skipped; check in the next step
             if self._budget is not None:
                 self._budget.cancel()
             return
@@ -107,9 +107,9 @@ class ActivationCheckpointing(Technique):
             if self._budget.remark is not None:
                 context.services.say(f"efftrain: checkpointing: {self._budget.remark}")
             if self._budget.plan is None or self.handle is None or self.handle.tally.recomputations == 0:
-                return  # the plan is made, or just wrapped
+                return  # still planning, or just wrapped
         self._steps += 1
-        # of several optimizers, the blocks may belong to another one's loss
+        # With several optimizers, the blocks may belong to another one's loss.
         if not self._checked and len(context.optimizers) < 2 and self._is_reached:
             self._check()
             self._checked = True
@@ -120,35 +120,35 @@ class ActivationCheckpointing(Technique):
 
     @property
     def _is_reached(self) -> bool:
-        """True if training has come to a wrapped block: the experts of a mixture may get no token for steps."""
+        """True if training has reached a wrapped block; experts of a mixture may get no token for many steps."""
         return self.handle is None or self.handle.tally.reached
 
     @property
     def _has_recomputed(self) -> bool:
-        """True if backward ran a block again, in this process."""
+        """True if backward recomputed a block in this process."""
         return self.handle is not None and (self.handle.tally.recomputations > 0 or self.handle.tally.compiled)
 
     def _check(self) -> None:
         if self._budget is not None and self._budget.plan is not None and not self._budget.plan.segments:
-            return  # all fits
+            return  # everything fits without recomputing
         if not self._has_recomputed:
             raise TrainingError(
                 "checkpointing",
-                f"policy {self.config.policy} must recompute blocks in backward, got none recomputed: the blocks did "
-                "not run in train mode, or need no gradients",
-                "name others with include, or drop it",
+                f"policy {self.config.policy} must recompute blocks in backward, but none was recomputed: the blocks "
+                "did not run in train mode, or need no gradients",
+                "name other blocks in include, or leave checkpointing out",
             )
 
     def finish(self, context: Context) -> None:
-        """Unwrap the blocks; weights need no baking."""
+        """Unwrap the blocks. The weights need no conversion."""
         if self._steps and (self._is_reached or not self._was_recomputed):
             self._check()
         elif self._budget is not None and self._budget.plan is None:
-            context.services.say("efftrain: checkpointing: the run was over before a budget could be planned")
+            context.services.say("efftrain: checkpointing: the run ended before a budget could be planned")
         self._detach()
 
     def _detach(self) -> None:
-        """Give the blocks their own forward back."""
+        """Restore the blocks' own forward."""
         if self._budget is not None:
             self._budget.cancel()
         self._unhook()
@@ -156,12 +156,12 @@ class ActivationCheckpointing(Technique):
             self.handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return if blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
+        """Return whether blocks were recomputed, and a budget's plan, which a resumed run uses from its first step."""
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
         return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "tallies": self._counts()}
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Restore the state returned by `state_dict`; what ran since an earlier checkpoint stays counted."""
+        """Restore the state returned by `state_dict`. Recomputations since an earlier checkpoint stay counted."""
         if state is None:
             return
         self._was_recomputed = bool(state.get("recomputed"))
@@ -172,7 +172,7 @@ class ActivationCheckpointing(Technique):
             self._earlier = dict(counts)
 
     def _counts(self) -> dict[str, Any]:
-        """Return what ran, in the run that this one goes on from too."""
+        """Return the counts, including those of the run that this one resumes."""
         earlier, tally = self._earlier, Tally() if self.handle is None else self.handle.tally
         return {
             "modules": [] if self.handle is None else self.handle.names,
@@ -183,7 +183,7 @@ class ActivationCheckpointing(Technique):
         }
 
     def report(self) -> dict[str, Any]:
-        """Return what was wrapped, how often it was run again, and the bytes that one backward found dropped."""
+        """Return the wrapped blocks, how often they were recomputed, and the bytes that one backward found freed."""
         budget = {} if self._budget is None else self._budget.report()
         if self.handle is None:
             return {"policy": self.config.policy, **budget}
@@ -197,7 +197,7 @@ class ActivationCheckpointing(Technique):
             "recomputations": counts["recomputations"],
             "recomputations_per_step": counts["recomputations"] / max(counts["steps"], 1),
             "modules_recomputed": sum(counts["blocks"].values()),
-            "uncounted" if tally.compiled else "never_recomputed": uncounted,  # a compiled graph does not tell
+            "uncounted" if tally.compiled else "never_recomputed": uncounted,  # compiled graphs are not counted
             "saved_bytes": counts["saved_bytes"],
             **budget,
             **({"compiled": tally.compiled} if tally.compiled or tally.uncompiled else {}),
@@ -205,7 +205,7 @@ class ActivationCheckpointing(Technique):
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
-        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        """Return a report as plain sentences, the result first. The report may come from a file."""
         told = []
         if "recomputations" in report:
             blocks = counted(report["blocks"], "block")

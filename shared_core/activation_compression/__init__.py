@@ -1,4 +1,4 @@
-"""Saved activations: what autograd keeps for backward, packed smaller or kept on the host."""
+"""Saved activations: store the tensors that autograd keeps for backward in fewer bytes, or on the host."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -12,13 +12,13 @@ from shared_core.config.options import Figure, TechniqueConfig, option
 if TYPE_CHECKING:
     import torch
 
-NO_USE = "they lie in host memory already, and there is nothing to offload"
+NO_USE = "they are already in host memory"
 """Why activations on a CPU are not offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig(TechniqueConfig):
-    """Stores activations for the backward pass in fewer bytes.
+    """Options for storing activations in fewer bytes.
 
     Example:
         >>> ActivationsConfig(pack="exact").rounds, ActivationsConfig(pack="int8").rounds
@@ -52,7 +52,7 @@ class ActivationsConfig(TechniqueConfig):
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return native; tells where offload has no use."""
+        """Return "native", with a note if offload is useless on this device."""
         return Ability("native", "" if device.type == "cuda" else f"offload is refused: {NO_USE}")
 
     @property
@@ -64,11 +64,11 @@ class ActivationsConfig(TechniqueConfig):
         """Yield a line for each combination that these options rule out."""
         if self.rounds and "checkpointing" in recipe:
             yield (
-                f"activations with pack {self.pack} cannot be combined with checkpointing: a region keeps its inputs "
-                "alone, and computed again from rounded ones it would not be what forward was; pack exact"
+                f"activations with pack {self.pack} cannot be combined with checkpointing: a region keeps only "
+                "its inputs, and recomputing from rounded inputs would not match the forward; use pack exact"
             )
         if "checkpointing" in recipe and recipe["checkpointing"].has_budget:
             yield (
-                "activations cannot be combined with a budget of checkpointing: its profile sees activations as they "
-                "are, and would recompute what is stored in fewer bytes; take policy every_k, sublayer or selective"
+                "activations cannot be combined with a budget of checkpointing: its profile measures uncompressed "
+                "activations, and would recompute too much; use policy every_k, sublayer or selective"
             )

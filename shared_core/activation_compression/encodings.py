@@ -1,4 +1,4 @@
-"""How a saved tensor is stored: exact encodings (bits for booleans, smaller integers), and encodings that round.
+"""Encodings of saved tensors: exact ones (bits for booleans, smaller integers) and rounding ones.
 
 The rounding ones are 16-bit floats, and 8-bit codes in groups with stochastic rounding.
 """
@@ -15,19 +15,19 @@ import torch
 from eff_kernels.masks import pack_bits, unpack_bits
 from torch import Tensor
 
-_CHUNK = 1 << 18  # bounds the 64-bit indices that are needed for a moment
+_CHUNK = 1 << 18  # bounds the temporary 64-bit indices
 
 
 def take(flat: Tensor, mask: Tensor) -> Tensor:
     """Return the values of a row where `mask` is true, in order."""
-    # On a GPU, masks as indices are fast; on a CPU see `_places`.
+    # Indexing by masks is fast on a GPU; for the CPU see `_places`.
     if flat.device.type != "cpu":
         return flat[mask]
     return torch.cat([part.index_select(0, _places(m)) for part, m in zip(_chunks(flat), _chunks(mask), strict=True)])
 
 
 def put(values: Tensor, mask: Tensor) -> Tensor:
-    """Return zeros with the values, in order, where `mask` is true: what `take` took."""
+    """Undo `take`: return zeros with the values placed in order where `mask` is true."""
     flat = values.new_zeros(mask.numel())
     if flat.device.type != "cpu":
         return flat.masked_scatter_(mask, values)
@@ -40,7 +40,7 @@ def put(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    # torch's own nonzero, and with it masks as indices, take some ten times longer on a CPU (torch 2.13)
+    # On a CPU torch's nonzero, and thus indexing by masks, takes about ten times longer (torch 2.13).
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
@@ -56,11 +56,11 @@ _FLOATS = {
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _SAMPLE = 256
 _WORTH_IT = 0.9
-"""A form is taken if it needs at most this share of the bytes: less is not worth its passes over the data."""
+"""A form is used if it needs at most this share of the bytes: smaller savings are not worth the passes over data."""
 
 
 class Form(NamedTuple):
-    """A flat tensor in another form: `rebuild` makes it of the parts, wherever they were in between."""
+    """A flat tensor in another form. `rebuild` restores it from the parts, which may have moved in between."""
 
     kind: str
     parts: Parts
@@ -73,14 +73,14 @@ class Form(NamedTuple):
 
 
 def as_is(flat: Tensor) -> Form:
-    """Return a tensor in its own form."""
+    """Return a tensor unchanged as a form."""
     return Form("as_is", (flat,), lambda parts: parts[0])
 
 
 def sign_form(flat: Tensor) -> Form:
-    """Return where a ReLU's result is not ``<= 0``, one bit a value (Jain et al. 2018, Gist); NaN is positive."""
+    """Return where a ReLU's result is not ``<= 0``, one bit per value (Jain et al. 2018, Gist). NaN is positive."""
     count, dtype = flat.numel(), flat.dtype
-    # NaN stays NaN in relu, and is true. On a CPU a comparison takes longer than both passes (torch 2.13).
+    # relu keeps NaN, which counts as true. On a CPU a comparison takes longer than both passes (torch 2.13).
     return Form("sign", (pack_bits(flat.relu().bool()),), lambda parts: unpack_bits(parts[0], (count,)).to(dtype))
 
 
@@ -89,14 +89,14 @@ def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] |
 
     - booleans: one bit each;
     - integers: the narrowest type that holds their range;
-    - floats of two values, such as a dropout's noise: one bit each, and the two;
-    - floats with zeros: bits that tell where the others are, or their indices, and the others.
+    - floats with two values, such as dropout noise: one bit each, plus the two values;
+    - floats with zeros: a bitmap or the indices of the nonzero values, plus these values.
 
-    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload. Floats are looked at if `sparse`; `values`
-    stores those that are not zero.
+    Values are compared bitwise: -0.0 is not zero, and NaN keeps its payload. Floats are examined only if `sparse`;
+    `values` stores the nonzero ones.
     """
     form = _candidate(flat, sparse, values or as_is)
-    # Of integers of the same width, of narrow rows or few zeros: what saves little would only cost its passes.
+    # Forms that save little would only cost their passes over the data.
     return form if form is not None and form.nbytes <= _WORTH_IT * flat.nbytes else None
 
 
@@ -108,9 +108,9 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
         return _integers(flat)
     if not sparse or flat.dtype not in _FLOATS:
         return None
-    # Compared as bits: -0.0 is not 0.0 here, and NaN equals itself. Both must come back as they were.
+    # Compared as bits: -0.0 differs from 0.0, and NaN equals itself. Both must be restored exactly.
     integers = flat.view(_FLOATS[flat.dtype])
-    # a look at a few values spares most dense tensors the passes; an odd step, to meet every column
+    # Sampling a few values skips the passes for most dense tensors. An odd step reaches every column.
     sample = integers[:: (integers.numel() // _SAMPLE) | 1].tolist()
     if len(set(sample)) <= 2 and (form := _two_values(flat, integers)) is not None:
         return form
@@ -118,7 +118,7 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
 
 
 def _integers(flat: Tensor) -> Form | None:
-    # aminmax is one pass, and one read from the device for both.
+    # aminmax needs one pass and one read from the device for both.
     low, high = (int(bound) for bound in flat.aminmax())
     for dtype in _NARROW:
         bounds = torch.iinfo(dtype)
@@ -128,32 +128,32 @@ def _integers(flat: Tensor) -> Form | None:
 
 
 def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
-    # The two values, if there are two, are the least and the largest, as integers.
+    # If there are two values, they are the smallest and the largest, as integers.
     low, high = integers.aminmax()
     mask = _equals(integers, high)
-    # The least byte: `all` takes seventy times as long on a CPU.
+    # The smallest byte: `all` takes seventy times as long on a CPU.
     if not bool((mask | _equals(integers, low)).view(torch.uint8).amin()):
         return None
     count, dtype = flat.numel(), flat.dtype
 
     def rebuild(parts: Parts) -> Tensor:
         first, second = parts[1]
-        # differences of integers wrap around; `where` with single values takes several times as long on a CPU
+        # Integer differences wrap around. `where` with single values takes several times as long on a CPU.
         return unpack_bits(parts[0], (count,)).to(first.dtype).mul_(second - first).add_(first).view(dtype)
 
     return Form("two_values", (pack_bits(mask), torch.stack([low, high])), rebuild)
 
 
 def _equals(integers: Tensor, value: Tensor) -> Tensor:
-    # torch's own comparison takes five times as long on a CPU (torch 2.13)
+    # torch's own comparison takes five times as long on a CPU (torch 2.13).
     return torch.from_numpy(integers.numpy() == value.numpy()) if integers.is_cpu else integers == value
 
 
 def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Form]) -> Form | None:
     mask, count = integers.bool(), flat.numel()
-    # Waits for the device: how much memory to allocate depends on it (option `sparse`).
+    # Waits for the device, because the memory to allocate depends on the count (option `sparse`).
     others = int(mask.count_nonzero())
-    # what a value costs, so that zeros are also weighed against rounded values
+    # The cost per value, so that zeros are also compared with rounded values.
     cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
     # A bitmap costs 1/8 byte for every value, an index 4 bytes for each that is kept.
     by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
@@ -179,8 +179,8 @@ LEVELS = 255
 
 
 def narrow_form(flat: Tensor, dtype: torch.dtype) -> Form:
-    """Return values rounded to nearest in 16 bits; beyond float16's range to its largest; NaN and infinity stay."""
-    # To the largest number, not to infinity, which would make NaN of whole gradients.
+    """Return values rounded to nearest in 16 bits, clamped to float16's range. NaN and infinity stay."""
+    # Clamped to the largest number, because infinity would turn whole gradients into NaN.
     if dtype is torch.float16:
         bound = torch.finfo(dtype).max
         flat = flat.where(flat.isinf(), flat.clamp(-bound, bound))
@@ -193,7 +193,7 @@ def _widened(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None = None) -> Form:
-    """Return values as 8-bit codes, each group of consecutive ones with a scale and zero point of its own.
+    """Return values as 8-bit codes, with a scale and zero point per group of consecutive values.
 
     ``code = ⌊(x - min) / s + u⌋`` with ``s = (max - min) / 255`` and u uniform on [0, 1), so the mean over draws of
     ``code · s + min`` is x, and its variance at most s²/4. A group with NaN or infinity becomes NaN; the last one may
@@ -204,22 +204,22 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
     count, dtype = flat.numel(), flat.dtype
     groups = flat.float()
     if padding := -count % group_size:
-        # Filled up by copies of the last value: zeros would widen the last group's range.
+        # Padded with copies of the last value, because zeros would widen the last group's range.
         groups = torch.cat([groups, groups[-1:].expand(padding)])
     groups = groups.view(-1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     # codes = floor((x - low) / scale + u), u uniform in [0, 1): the expectation of low + code * scale is x, so that
     # rounding adds noise to gradients and no bias (ActNN, Chen et al. 2021, arXiv:2104.14129).
     scale = (high - low) / LEVELS
-    # multiplied by the inverse, a value at the top would not always come to 255
+    # Multiplying by the inverse would not always give 255 for the largest value.
     codes = (groups - low).div_(scale.where(scale > 0, 1.0))
     codes += torch.rand(codes.shape, generator=generator, device=codes.device)
-    # NaN has no code; its group's scale is NaN, which makes NaN of all of them
+    # NaN has no code. Its group's scale is NaN, so the whole group becomes NaN.
     codes = codes.floor_().clamp_(0, LEVELS).nan_to_num_(0.0).to(torch.uint8)
     scale = scale.where(scale.isfinite(), torch.nan)
 
     def rebuild(parts: Parts) -> Tensor:
-        # The filling is cut off before storing, and put back here, since groups are whole.
+        # The padding is not stored; add it again, since groups must be complete.
         codes = torch.cat([parts[0], parts[0].new_zeros(padding)]) if padding else parts[0]
         return (codes.view(-1, group_size) * parts[1]).add_(parts[2]).view(-1)[:count].to(dtype)
 

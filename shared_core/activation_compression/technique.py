@@ -1,4 +1,4 @@
-"""Compressed and offloaded activations: what autograd keeps between forward and backward, stored smaller."""
+"""Compressed and offloaded activations: store the tensors that autograd saves for backward in fewer bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shared_core.printing import counted, share_text, size_text
 
 
 class ActivationCompression(Technique):
-    """Packs the tensors that a training forward saves for backward, through autograd's own hooks.
+    """Packs the tensors that a training forward saves for backward, with autograd's own hooks.
 
-    The model is not touched. With ``pack: exact`` gradients are the same to the bit.
+    The model does not change. With ``pack: exact`` gradients stay bit-equal.
 
     Example:
         >>> from torch import nn
@@ -50,33 +50,33 @@ class ActivationCompression(Technique):
         self._step, self._micro_batch = -1, 0
 
     def attach(self, context: Context) -> Touched:
-        """Refuse to offload where there is no GPU."""
+        """Raise if offload is on and there is no GPU."""
         if self.config.offload:
             _check_offload(torch.cuda.is_available(), "a machine without one")
         return Touched()
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Open the lane to the host."""
+        """Create the stream for copies to the host."""
         if state is not None:
             self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
             if "counts" in state:
                 self.counts.load_state_dict(state["counts"])
         self._held = HeldMemory(context.model)
         if self.config.offload:
-            # One lane a device: models on several devices would need one each.
+            # One stream per device; models on several devices would need several.
             device = next(context.model.parameters()).device
             _check_offload(device.type == "cuda", f"a model on {device.type}")
             self._mover = HostMover(CudaLane(device))
 
     def forward(self, context: Context) -> Packing:
-        """Return what packs the tensors that the forward inside saves."""
-        # Counted within a step, so that accumulated micro-batches round with other numbers.
+        """Return a context that packs the tensors saved by the forward inside."""
+        # Counted within a step, so that accumulated micro-batches round with different random numbers.
         self._micro_batch = self._micro_batch + 1 if context.step == self._step else 1
         self._step = context.step
         generators: dict[torch.device, torch.Generator] = {}
 
         def generator_on(device: torch.device) -> torch.Generator:
-            # Of its own for each micro-batch and process: a resumed run draws the same, and nothing else otherwise.
+            # Separate for each micro-batch and process, so a resumed run draws the same numbers.
             if device not in generators:
                 text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
                 seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
@@ -90,46 +90,49 @@ class ActivationCompression(Technique):
         return Packing(Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on))
 
     def before_step(self, context: Context) -> None:
-        """Look once whether anything was packed, and rounded where that was asked for."""
+        """Check once that tensors were packed, and rounded if requested."""
         if not self.counts.forwards and not context.has_gradients:
-            return  # every micro-batch was left out: the next step shows
-        pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
+            return  # every micro-batch was skipped; check in the next step
+        pack, counts, left = self.config.pack, self.counts, f"not packed were {self.counts.left_alone()}"
         rule, remedy = f"the first step must have packed a tensor, got none with pack={pack}", ""
         if not counts.forwards:
-            rule, remedy = "forward and loss must run inside session.forward(), got a step without", "surround them"
-        # Looked for at the end of kinds: "bitmap+int8" is rounded as well.
+            rule, remedy = (
+                "forward and loss must run inside session.forward(), got a step without it",
+                "write `with session.forward():` around them",
+            )
+        # Checked at the end of kinds, since "bitmap+int8" is also rounded.
         elif self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
             rule = rule.replace("packed", "rounded")
             remedy = (
-                f"{left}; 16-bit values are not rounded to 16 bits, regions under activation checkpointing keep their "
-                "inputs alone, and what a compiled model saves cannot be told from statistics; pack exact, or lower "
+                f"{left}; 16-bit values are not rounded to 16 bits, regions under activation checkpointing keep only "
+                "their inputs, and in a compiled model activations look like statistics; use pack exact, or lower "
                 "min_size"
             )
         elif not counts.kinds:
             remedy = (
-                f"{left}; lower min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep "
-                "inputs alone"
+                f"{left}; lower min_size, use pack bf16 or int8, or recompute fewer blocks: under checkpointing they "
+                "keep only inputs"
             )
         if remedy:
             raise TrainingError("activations", rule, remedy)
-        # Once is enough, and `report` counts on.
+        # Checking once is enough; `report` continues to count.
         context.drop(self.before_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far into its step the run is, and what was counted."""
+        """Return the position within the step, and the counts."""
         return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
 
     def figures(self) -> dict[str, float]:
-        """Return the share of the activations' bytes that was saved so far."""
+        """Return the share of the activations' bytes saved so far."""
         return {"activations/saved": self.counts.share_saved}
 
     def report(self) -> dict[str, Any]:
-        """Return bytes of a forward before and after, the share saved, and tensors by kind."""
+        """Return the bytes of a forward before and after, the share saved, and tensors by kind."""
         return self.counts.report()
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
-        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        """Return a report as plain sentences, the result first. The report may come from a file."""
         if not report["forwards"]:
             return ["Compressed nothing: no forward pass was seen in training."]
         sizes = f"{size_text(report['bytes_after'])} instead of {size_text(report['bytes_before'])}"
@@ -144,4 +147,4 @@ class ActivationCompression(Technique):
 def _check_offload(is_possible: bool, found: str) -> None:
     if not is_possible:
         rule = f"offload must have activations on a CUDA device, got {found}: {NO_USE}"
-        raise CompatibilityError("activations", rule, "leave it out, and pack them (--activations_pack exact)")
+        raise CompatibilityError("activations", rule, "leave offload out, and pack them (--activations_pack exact)")

@@ -1,9 +1,9 @@
-"""Distillation at a large vocabulary: from hidden states and heads, without the logits of all rows.
+"""Distillation with a large vocabulary, computed from hidden states and heads in chunks of rows.
 
-The student's and the teacher's logits exist for a chunk of rows at a time, and their gradient is taken back to hidden
-states and head before the next chunk takes their place. The buffers of a chunk, with what softmaxes need beside them,
-hold at most ``2 * chunk_rows * classes`` logits for chunks of 6 rows and more; the gradient of the head is apart.
-Cross-entropy of a head's input is computed in the same way. Inputs are checked before any work.
+Student and teacher logits exist for one chunk at a time. Their gradient goes back to hidden states and head before the
+next chunk overwrites them. The buffers of a chunk, including softmax scratch, hold at most ``2 * chunk_rows * classes``
+logits for chunks of 6 rows and more, plus the gradient of the head. Cross-entropy is computed from a head's input in
+the same way. Inputs are checked before any work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WHERE = "chunked_kd_loss"
 def checked_terms(
     temperature: float, alpha: float, labels: Tensor | None, *, divergence: Any, beta: Any, scale_by_temperature: Any
 ) -> Terms:
-    """Return what is computed of each row; β at its ends is one of the other divergences."""
+    """Return the terms computed per row. β of 0 or 1 becomes the forward or reverse KL."""
     check_temperature(_WHERE, temperature)
     check_fraction(_WHERE, "alpha", alpha)
     check_fraction(_WHERE, "beta", beta)
@@ -55,14 +55,14 @@ def checked_terms(
         raise ConfigError(_WHERE, f"divergence must be one of {', '.join(FUSED)}, got {divergence!r}")
     if alpha > 0 and labels is None:
         raise ConfigError(_WHERE, f"labels must be given with alpha above 0, got alpha {alpha} and no labels")
-    # The kernel has no mixture for β at its ends, where its logs would be infinite.
+    # The kernel cannot mix at β of 0 or 1, where its logs would be infinite.
     divergence = without_ends(divergence, beta)
     factor = temperature**2 if scale_by_temperature else 1.0
     return Terms(float(temperature), factor, 1.0 - alpha, float(alpha), divergence, float(beta))
 
 
 def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | None) -> Head:
-    """Return a head's weight, bias and type of product, checked against the hidden states that go into it."""
+    """Return a head's weight, bias and product dtype, checked against its hidden states."""
     weight, bias = head if isinstance(head, tuple) else (head, None)
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         weight, bias = head.weight, head.bias
@@ -71,16 +71,16 @@ def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | No
     if softcap is not None:
         check_positive(_WHERE, "softcap", softcap)
     weight = cast(Tensor, weight)
-    # softcap 0 means none: the kernels test it as a number.
+    # softcap 0 means none, because the kernels test it as a number.
     return Head(weight, bias, product_dtype(hidden, weight), weight.shape[0], softcap or 0.0)
 
 
 def _wrong_head(name: str, its_input: str, hidden: Tensor, weight: Any, bias: Tensor | None) -> str:
     if isinstance(weight, nn.Module):
-        remedy = "give the weight and bias that its forward multiplies with and adds"
+        remedy = "pass the weight and bias that its forward uses"
         return f"{name} must be an nn.Linear with its own forward, got {type(weight).__name__}; {remedy}"
     if hasattr(weight, "full_tensor"):
-        return f"{name} must be whole, got a sharded weight; call inside unshard() and reshard()"
+        return f"{name} must not be sharded; call between unshard() and reshard()"
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
         return f"{name} must have a floating point weight (classes, features), got {got}"
@@ -92,15 +92,15 @@ def _wrong_head(name: str, its_input: str, hidden: Tensor, weight: Any, bias: Te
         return f"{name} must have a bias ({classes},), got {tuple(bias.shape)}"
     if hidden.device != weight.device:
         return f"{name} must be on the device of its input, {hidden.device}, got {weight.device}"
-    return "" if classes else f"{name} must have classes, got none"
+    return "" if classes else f"{name} must have at least one class, got none"
 
 
 def with_same_classes(student: Head, teacher: Head, vocab_size: int | None) -> tuple[Head, Head]:
-    """Return both heads with the number of classes that count."""
+    """Return both heads, limited to the classes that count."""
     sizes = student.classes, teacher.classes
     if vocab_size is None and sizes[0] != sizes[1]:
         rule = f"teacher_head must have the student's {sizes[0]} classes, got {sizes[1]}"
-        remedy = "with one tokenizer and padded vocabularies give the tokenizer's size as vocab_size"
+        remedy = "if both use one tokenizer and only padding differs, pass the tokenizer's size as vocab_size"
         raise ConfigError(_WHERE, rule, remedy)
     if vocab_size is not None and not 0 < vocab_size <= min(sizes):
         rule = f"vocab_size must be in 1 to {min(sizes)}, the smaller of the heads' {sizes[0]} and {sizes[1]} classes"
@@ -117,9 +117,9 @@ def checked_rows(
     device: torch.device,
     classes: int,
 ) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return flat labels, -1 where a row has none; the indices of rows that count, None for all; how many have labels.
+    """Return flat labels (-1: no label), the indices of rows that count (None: all), and the number of labelled rows.
 
-    The host waits for the device once.
+    Waits for the device once.
     """
     check_mask(_WHERE, mask, shape)
     kept, labelled = None if mask is None else mask.to(device).reshape(-1), 0
@@ -129,7 +129,7 @@ def checked_rows(
             raise ConfigError(_WHERE, f"{rule}, got {labels.dtype} of shape {tuple(labels.shape)}")
         labels = labels.to(device).reshape(-1).long()
         ignored = labels == ignore_index
-        # Out-of-range labels would read outside the buffer on a GPU.
+        # On a GPU, out-of-range labels would read outside the buffer.
         wrong = ((labels < 0) | (labels >= classes)).logical_and_(~ignored)
         kept = ~ignored if kept is None else kept
         refused, number, labelled = torch.stack([wrong, kept, kept & ~ignored]).sum(-1).tolist()
@@ -139,7 +139,7 @@ def checked_rows(
         labels = labels.masked_fill(ignored, -1)
     elif kept is not None:
         number = int(kept.sum())
-    # None for all rows: slices of `hidden` are views, an index would copy it.
+    # None for all rows: slices of `hidden` are views, but indexing would copy it.
     if kept is None or number == len(kept):
         return labels, None, labelled
     return labels, torch.nonzero_static(kept, size=number).squeeze(-1), labelled
@@ -148,7 +148,7 @@ def checked_rows(
 def checked_chunk_rows(
     chunk_rows: int | None, budget_mib: float | None, student: Head, teacher: Head, device: torch.device
 ) -> int:
-    """Return the rows of a chunk: as given, or what the budget holds."""
+    """Return the rows per chunk: as given, or as many as fit into the budget."""
     if chunk_rows is not None and (isinstance(chunk_rows, bool) or chunk_rows < 1):
         raise ConfigError(_WHERE, f"chunk_rows must be at least 1, got {chunk_rows}")
     if budget_mib is not None:
@@ -160,22 +160,22 @@ def checked_chunk_rows(
 
 
 class ChunkedSums(NamedTuple):
-    """Sums over rows, for a trainer that averages by itself."""
+    """Sums over rows, for trainers that do their own averaging."""
 
     total: Tensor
-    """``alpha * hard + (1 - alpha) * soft``, float32 (float64 for float64 logits); the one with gradients."""
+    """``alpha * hard + (1 - alpha) * soft``, float32 (float64 for float64 logits). Only this has gradients."""
     rows: Tensor
-    """int64, the rows that count."""
+    """Number of rows that count, int64."""
     soft: Tensor
-    """The divergence with its T², without gradients."""
+    """The divergence including T², without gradients."""
     hard: Tensor
     """The cross-entropy, without gradients; 0 with alpha 0."""
     labelled: Tensor
-    """int64, those of them that have a label."""
+    """Number of rows that count and have a label, int64."""
 
 
 class ChunkedOptions(TypedDict, total=False):
-    """The options of `chunked_kd_loss` and `chunked_kd_sum`, described there."""
+    """The options of `chunked_kd_loss` and `chunked_kd_sum`; see `chunked_kd_loss`."""
 
     temperature: float
     labels: Tensor | None
@@ -198,43 +198,44 @@ def chunked_kd_loss(
     teacher_head: HeadLike,
     **options: Unpack[ChunkedOptions],
 ) -> Tensor:
-    r"""Return :math:`\alpha\,CE + (1 - \alpha)\,T^2\,D(teacher, student)` of the logits that two heads would give.
+    r"""Return :math:`\alpha\,CE + (1 - \alpha)\,T^2\,D(teacher, student)` without computing all logits at once.
 
-    The same as `kd_loss` and cross-entropy of ``hidden @ weight.T + bias``, in value and gradient, without those
-    logits. Gradients reach the student's hidden states, weight and bias, each if it requires one; they are computed in
-    forward, so a second derivative is refused, and ``torch.no_grad`` saves their time.
+    Value and gradient equal those of `kd_loss` and cross-entropy on ``hidden @ weight.T + bias``. Gradients reach the
+    student's hidden states, weight and bias if these require them. They are computed in forward, so second derivatives
+    are not supported, and ``torch.no_grad`` skips this work.
 
     Args:
         student_hidden: ``(..., features)``, any float dtype: the input of the head.
         student_head: ``nn.Linear``, weight ``(classes, features)``, or (weight, bias). A weight tied to the embedding
-            gets its gradient from both. Under autocast products are computed in autocast's type, otherwise in the
-            weight's; softmaxes and sums are float32 always.
+            gets its gradient from both. Products are computed in autocast's dtype, or without autocast in the
+            weight's; softmaxes and sums are always float32.
         teacher_hidden: ``(..., teacher_features)``, any float dtype and device; no gradient flows through it.
         teacher_head: Like `student_head`, on the device of `teacher_hidden`.
-        options: As below.
+        options: See below.
 
     Options:
         temperature: ``T``, finite and > 0; softmaxes are float64 for T > 10 or < 0.01.
-        labels: ``(...)`` integers, one a row, already shifted in a causal model. None: no cross-entropy.
+        labels: ``(...)`` integers, one per row, already shifted for a causal model. None: no cross-entropy.
         alpha: Weight of the cross-entropy in [0, 1]; above 0 it needs `labels`.
         ignore_index: The label of rows that do not count.
-        chunk_rows: At most twice as many rows of logits exist at a time, the student's, the teacher's and scratch
-            together; None: as many as `budget_mib` holds.
-        mask: ``(...)`` bool, True = the row counts, and its cross-entropy if it is labelled. None: all rows count, or
-            all that are labelled where `labels` are given.
+        chunk_rows: At most twice this many rows of logits exist at a time, including the teacher's and scratch. None:
+            as many as fit into `budget_mib`.
+        mask: ``(...)`` bool, True = the row counts, and its cross-entropy too if it has a label. None: all rows count,
+            or with `labels` all labelled ones.
         divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
         beta: β of ``"jsd"`` in [0, 1]: 0 is the forward KL, 1 the reverse.
         scale_by_temperature: Multiply the divergence by T².
-        softcap: c > 0 where logits are ``c tanh(z / c)``, of both heads, or (student's, teacher's); None: they are not.
-        vocab_size: Classes that count, of heads padded to different sizes; None: all, and both heads have as many.
+        softcap: c > 0 if logits are ``c tanh(z / c)``: one for both heads, or (student's, teacher's). None: no cap.
+        vocab_size: Number of classes that count, for heads padded to different sizes. None: all, and sizes are equal.
         budget_mib: MiB of logits that may exist at a time; None: 64 on CPU, 512 elsewhere.
 
     Returns:
-        Scalar, float32 (float64 if the logits are). The divergence is averaged over rows that count, the cross-entropy
-        over labelled ones among them; 0 with zero gradients if there are none. Rows that do not count are never read.
+        Scalar, float32 (float64 if the logits are). The divergence is averaged over the rows that count, the
+        cross-entropy over the labelled ones among them. 0 with zero gradients if there are none. Other rows are never
+        read.
 
     Raises:
-        ConfigError: If shapes, sizes of the vocabulary, dtypes or options are not as above.
+        ConfigError: If a shape, vocabulary size, dtype or option does not match the above.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, section 2; gradients in forward: Hsu et al. (Liger Kernel), 2024,
     arXiv:2410.10989.
@@ -257,12 +258,12 @@ def chunked_kd_sum(
     teacher_head: HeadLike,
     **options: Unpack[ChunkedOptions],
 ) -> ChunkedSums:
-    """Return the sums of `chunked_kd_loss` over rows, and how many there are.
+    """Return the sums behind `chunked_kd_loss`, and the number of rows.
 
-    ``total / rows`` is that loss where all rows that count are labelled. Where a `mask` lets unlabelled rows count,
-    the two means have different denominators: give ``alpha`` accordingly.
+    ``total / rows`` equals that loss if all rows that count have labels. If a `mask` includes unlabelled rows, the two
+    means have different denominators: choose ``alpha`` accordingly.
 
-    Args: As of `chunked_kd_loss`.
+    Args: Same as `chunked_kd_loss`.
 
     Example:
         >>> hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [1.0]])
@@ -274,7 +275,7 @@ def chunked_kd_sum(
     return sums
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the shape of chunks follows from how many rows count
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # chunk shapes depend on how many rows count
 def _sums(
     student_hidden: Tensor,
     student_head: HeadLike,
@@ -310,23 +311,23 @@ def _sums(
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
     if reduction == "mean" and labelled:
-        # Both are divided by `count` at the end, the hard one must be by `labelled`.
+        # Both sums are divided by `count` at the end, but the hard one needs `labelled` as its divisor.
         terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
     inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
     if not torch.is_grad_enabled():
-        # Detached inputs have needs_input_grad False, so forward computes no gradients.
+        # With detached inputs needs_input_grad is False, so forward computes no gradients.
         inputs = [None if value is None else value.detach() for value in inputs]
     theirs = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
     arguments = terms, theirs, student, teacher, labels, rows, chunk_rows
     total, soft, hard = ChunkedDistillation.apply(*inputs, *arguments)  # type: ignore[no-untyped-call]
-    # made there: a copy to the device would wait
+    # Created on the device: copying would make the host wait.
     counts = [torch.full((), number, dtype=torch.int64, device=student_hidden.device) for number in (count, labelled)]
     return ChunkedSums(total, counts[0], soft, hard, counts[1])
 
 
 @dataclass(frozen=True)
 class CrossEntropyTerms:
-    """The arguments of torch's cross-entropy beside logits and targets."""
+    """Further arguments of torch's cross-entropy besides logits and targets."""
 
     class_weight: Tensor | None = None
     label_smoothing: float = 0.0
@@ -335,10 +336,10 @@ class CrossEntropyTerms:
 def chunked_cross_entropy_rows(
     hidden: Tensor, head: Head, targets: Tensor, terms: CrossEntropyTerms, chunk_rows: int
 ) -> Tensor:
-    """Return ``cross_entropy(logits, targets, reduction="none")`` of the logits that a head would give, ``(rows,)``.
+    """Return ``cross_entropy(logits, targets, reduction="none")`` from a head's input, ``(rows,)``.
 
-    Chunks are computed again in backward, so that no gradient of the head exists before it, and none at all where the
-    loss is only looked at. At most `chunk_rows` rows of logits exist at a time, and scratch for a sixteenth of them.
+    Backward computes the chunks again. So the head's gradient exists only from then on, and never if the loss is only
+    read. At most `chunk_rows` rows of logits exist at a time, plus scratch for a sixteenth of them.
     """
     rows: Tensor = _CrossEntropyRows.apply(hidden, head.weight, head.bias, targets, head, terms, chunk_rows)  # type: ignore[no-untyped-call]
     return rows
@@ -356,14 +357,14 @@ class _CrossEntropyRows(torch.autograd.Function):
         terms: CrossEntropyTerms,
         chunk_rows: int,
     ) -> Tensor:
-        # Only inputs are kept: logits are multiplied again in backward.
+        # Only inputs are saved: backward computes the logits again.
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.arguments = head, terms, chunk_rows
         losses = torch.empty(len(hidden), dtype=arithmetic_dtype(head.dtype, 1.0), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for here, logits, _ in _chunks(hidden.detach(), head.used, chunk_rows):
                 for tile in _tiles(logits):
-                    # float32 exists for a tile of rows only
+                    # float32 copies exist for one tile of rows only
                     losses[here][tile] = F.cross_entropy(
                         _capped(logits[tile].to(losses.dtype), head.softcap), targets[here][tile],
                         _in(terms.class_weight, losses), reduction="none", label_smoothing=terms.label_smoothing,
@@ -375,7 +376,7 @@ class _CrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         head, terms, chunk_rows = ctx.arguments
-        # More than one chunk: the weight's gradient is summed in float32.
+        # With several chunks the weight's gradient is summed in float32.
         several = len(hidden) > chunk_rows
         gradients = HeadGradients(hidden, head, ctx.needs_input_grad[:3], hidden.dtype, several=several)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -383,20 +384,20 @@ class _CrossEntropyRows(torch.autograd.Function):
             for here, logits, inputs in _chunks(hidden, used, chunk_rows):
                 for tile in _tiles(logits):
                     _to_gradient_(logits[tile], targets[here][tile], grad_losses[here][tile], head.softcap, terms)
-                # logits now hold the gradient by themselves; the next chunk takes their place.
+                # logits now hold their own gradient, until the next chunk overwrites them.
                 gradients.add(here, logits, inputs, used[0])
         found = zip((hidden, weight, bias), gradients.values(), strict=True)
-        # The sums may be wider than the inputs; autograd wants each gradient in its input's dtype.
+        # The sums may have a wider dtype than the inputs, but autograd needs each gradient in its input's dtype.
         return (*(None if grad is None else grad.to(like.dtype) for like, grad in found), *[None] * 4)
 
 
 def _chunks(
     hidden: Tensor, used: tuple[Tensor, Tensor | None], chunk_rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield slices of rows, their logits in a buffer that the next ones take, and their inputs."""
+    """Yield slices of rows, their logits in a buffer that is reused, and their inputs."""
     count, (weight, bias) = len(hidden), used
     size = even_rows(count, chunk_rows)
-    # (size, classes) in the product's dtype, used again for each chunk: the caller must be done with it at `yield`.
+    # (size, classes) in the product's dtype. The caller must finish with it before asking for the next chunk.
     buffer = torch.empty(size, len(weight), dtype=weight.dtype, device=hidden.device)
     for first in range(0, count, size):
         here = slice(first, min(first + size, count))
@@ -407,7 +408,7 @@ def _chunks(
 
 
 def _tiles(logits: Tensor) -> Iterator[slice]:
-    # Softmax needs float32 copies of half logits. A tile is the share of a chunk of which such copies may exist.
+    # Softmax needs float32 copies of half logits. A tile is the part of a chunk that is copied at a time.
     size = tile_rows(len(logits), logits.shape[1], arithmetic_dtype(logits.dtype, 1.0), logits.device)
     return (slice(first, first + size) for first in range(0, len(logits), size))
 
@@ -415,7 +416,7 @@ def _tiles(logits: Tensor) -> Iterator[slice]:
 def _to_gradient_(
     logits: Tensor, targets: Tensor, grad_losses: Tensor, softcap: float, terms: CrossEntropyTerms
 ) -> None:
-    """Put the gradient by logits in their place: ``g ((1-ε) w_y + ε/C Σw) p - g ((1-ε) w_y onehot + ε/C w)``."""
+    """Overwrite the logits with their gradient: ``g ((1-ε) w_y + ε/C Σw) p - g ((1-ε) w_y onehot + ε/C w)``."""
     dtype = grad_losses.dtype
     capped = _capped(logits.to(dtype), softcap)
     grad, spread = torch.softmax(capped, -1), terms.label_smoothing / logits.shape[-1]
@@ -426,7 +427,7 @@ def _to_gradient_(
     grad.mul_((grad_losses * (of_target + spread * total))[:, None])
     if spread:
         grad.sub_((grad_losses * spread)[:, None] * (1.0 if weight is None else weight))
-    # flat: in two dimensions torch knows no deterministic kernel on CUDA (torch 2.13)
+    # Flat, because torch 2.13 has no deterministic CUDA kernel for two dimensions.
     starts = torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
     grad.view(-1).scatter_add_(0, targets + starts, -grad_losses * of_target)
     if softcap:

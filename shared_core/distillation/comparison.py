@@ -1,4 +1,4 @@
-"""Where the soft targets of a batch come from, and how far the student's outputs are from them."""
+"""Get the soft targets of a batch and compare the student's outputs with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from shared_core.errors import ConfigError, TrainingError
 
 @dataclass(frozen=True)
 class StudentBatch:
-    """One forward of the student, its inputs by name, the labels of its loss, and the temperature of this step."""
+    """One student forward: its inputs by name, the labels of its loss, and the temperature of this step."""
 
     student: nn.Module
     forward: Forward
@@ -53,27 +53,27 @@ class StudentBatch:
     causal: bool
     temperature: float
     unlabelled: Tensor | None = None
-    """Which examples are unlabelled, where that is told; all of their positions count."""
+    """``(B,)`` bool, True for unlabelled examples, all of whose positions count; None if unknown."""
     task_share: Callable[[Tensor], float] | None = None
-    """The share of the summed cross-entropy in a mixture with the summed divergence, by the number of positions;
-    0 where the task loss is no such sum. None: the task loss has its own gradient."""
+    """Returns, for a number of positions, the weight of the summed cross-entropy next to the summed divergence; 0 if
+    the task loss is not such a sum. None: the task loss has its own gradient."""
     task: TaskLoss | None = None
-    """The task loss, where one pass may compute its gradient with that of the soft term."""
+    """The task loss, if one pass may compute its gradient together with the soft term's."""
 
     def parts(self, outputs: Outputs, *, of_classes: bool) -> tuple[Tensor, ...]:
-        """Return what is compared of the student's or a teacher's outputs, a row for each term of the loss."""
+        """Return the parts of a model's outputs that are compared, one row per term of the loss."""
         if outputs.kind == SPANS:
             return over_positions(outputs, self.inputs.get("attention_mask"), of_classes=of_classes)[0]
         return outputs.parts
 
     def mask(self, outputs: Outputs, *, of_classes: bool) -> Tensor | None:
-        """Return which rows of `parts` count, True = it does; None for all of them."""
+        """Return a bool mask of the rows of `parts` that count, None if all do."""
         if outputs.kind == SPANS:
             return over_positions(outputs, self.inputs.get("attention_mask"), of_classes=of_classes)[1]
         return None if outputs.kind == EMBEDDINGS else self.counted(outputs.parts[0], of_classes=of_classes)
 
     def counted(self, logits: Tensor, *, of_classes: bool) -> Tensor | None:
-        """Return which rows of the logits count, True = it does; None for all of them."""
+        """Return a bool mask of the logits' rows that count, None if all do."""
         if not of_classes and isinstance(self.labels, Tensor) and self.labels.is_floating_point():
             return None  # regression, multi-label: no -100
         mask = self.inputs.get("attention_mask")
@@ -82,38 +82,38 @@ class StudentBatch:
 
 @dataclass(frozen=True)
 class Compared:
-    """The sum of the divergence, the number of positions it is a mean over, and which add to it (None: all)."""
+    """The summed divergence, the number of positions to average over, and a mask of these positions (None: all)."""
 
     total: Tensor
     count: Tensor
     mask: Tensor | None
     with_task: bool = False
-    """True if the gradient of the total is that of the task loss, too."""
+    """True if the total's gradient includes the task loss's."""
 
 
 class Comparison:
-    """Compares the student's logits with those of teachers that are asked in every micro-batch."""
+    """Compares the student's logits with those of teachers that run on every micro-batch."""
 
     trains_others: ClassVar[bool] = False
-    """True if `compare` needs gradients though the soft term of the student has no weight."""
+    """True if `compare` needs gradients even when the student's soft term has weight 0."""
 
     def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any]) -> None:
         self.config, self.teachers, self.told = config, teachers, dict(told)
         self.figures: dict[str, Tensor] = {}
-        """What is logged of the latest micro-batch beside the student's figures, as its loss is scaled."""
+        """Further figures of the latest micro-batch for the log, scaled like its loss."""
 
     def compare(self, batch: StudentBatch) -> Compared:
-        """Return how far the student is from its teachers: the mean over its parts, where outputs have several."""
-        # A contrastive loss has several forwards a batch; their embeddings are joined along examples, in their order.
+        """Return the divergence from the teachers, averaged over the outputs' parts."""
+        # A contrastive loss has several forwards per batch. Their embeddings are concatenated along examples, in order.
         forwards = [*batch.forward.earlier, batch.forward]
         mine = _joined([find_outputs(forward.output, self.config.logits, "student") for forward in forwards])
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
-        # After the student: the teachers' activations then do not add to the peak of its forward.
+        # The teachers run after the student, so that their activations do not add to the peak of its forward.
         theirs = self._targets(batch, mine, of_classes=of_classes)
         mask = batch.mask(mine, of_classes=of_classes)
         parts, *targets = (batch.parts(each, of_classes=of_classes) for each in (mine, *theirs))
-        # One term for each part (start and end logits); each has the same mask.
+        # One term per part (start and end logits), all with the same mask.
         compared = [
             self._compare(divergence, part, target, mask, batch, alone=len(parts) == 1)
             for part, *target in zip(parts, *targets, strict=True)
@@ -123,11 +123,11 @@ class Comparison:
         return Compared(torch.stack([each.total for each in compared]).mean(), compared[0].count, mask)
 
     def _divergence(self, outputs: Outputs) -> str:
-        """Return how outputs of this kind are compared, and tell it where the options do not."""
+        """Return the divergence for outputs of this kind, and report it if it differs from the option."""
         config = self.config
         divergence = divergence_of(outputs.kind, config.divergence, outputs.parts[0].shape[-1])
         if config.confidence and not is_of_classes(divergence):
-            rule = f"confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}"
+            rule = f"confidence must be 0 for {outputs.kind}, which have no classes, got {config.confidence}"
             raise ConfigError("distill", rule)
         if outputs.kind != LOGITS:
             self.told |= {"outputs": outputs.kind, "divergence": divergence}
@@ -146,7 +146,7 @@ class Comparison:
         config, weights, temperature = self.config, self.teachers.weights, batch.temperature
         logits, targets, candidates = self._cut(whole), [self._cut(target) for target in targets], None
         if config.confidence:
-            # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
+            # Trainers count positions before the teacher runs, so uncertain positions stay in the mean with value 0.
             candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
@@ -159,14 +159,14 @@ class Comparison:
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
         hard = None
         if batch.task is not None and alone and candidates is None and fits_fused_sum(divergence, logits, target):
-            # Classes that are cut away have a cross-entropy. On a GPU the host would wait in every micro-batch.
+            # With vocab_size the task loss still covers all classes. On a GPU the host would wait per micro-batch.
             same = logits.is_cpu and logits.shape == whole.shape
             hard = hard_term(batch.task, cross_entropy_of(batch.task.loss, logits), mask) if same else None
         total, count = difference(config, divergence, logits, target, mask, temperature, softened=softened, hard=hard)
         return Compared(total, count if candidates is None else candidates, mask, with_task=hard is not None)
 
     def _targets(self, batch: StudentBatch, mine: Outputs, *, of_classes: bool) -> list[Outputs]:
-        """Return what each teacher says to the same inputs."""
+        """Return each teacher's outputs for the same inputs."""
         self.teachers.follow(batch.student)
         asked = [self.teachers.ask(batch.student, forward) for forward in (*batch.forward.earlier, batch.forward)]
         answers = zip(*asked, strict=True)
@@ -177,33 +177,33 @@ class Comparison:
         return theirs
 
     def begin(self, context: Context) -> None:
-        """The optimizers exist, and their saved state has been loaded."""
+        """Called once the optimizers exist and their saved state is loaded."""
 
     def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
-        """Return the student's loss with what else this batch trains."""
+        """Return the student's loss, joined with the losses of other models that this batch trains."""
         return mixed
 
     def _cut(self, logits: Tensor) -> Tensor:
-        """Return the classes that count."""
+        """Return the first `vocab_size` classes, or all."""
         size = self.config.vocab_size
         return logits if size in (None, logits.shape[-1]) else logits[..., :size]
 
     def activate(self, active: bool) -> None:
-        """Do from now on what the next forward needs, or no longer."""
+        """Switch on or off what the next forwards need."""
 
     def detach(self) -> None:
-        """Leave the models as they were."""
+        """Restore the models."""
 
 
 class CachedComparison(Comparison):
-    """Compares the student's logits with what a teacher said once, read from a store."""
+    """Compares the student's logits with cached teacher outputs."""
 
     def __init__(self, config: DistillConfig, student: nn.Module) -> None:
         folder = config.cache or ""
         self._cache = TeacherCache.open(folder)
         if (kind := kind_ahead(student, config.logits, "student")) in (SPANS, EMBEDDINGS):
-            rule = f"teacher must not be cached for {kind}, as a cache holds classes"
-            raise ConfigError("distill", rule, "give the model")
+            rule = f"teacher must not be cached for {kind}, because a cache stores classes only"
+            raise ConfigError("distill", rule, "pass the teacher model itself")
         ours = num_classes(student)
         if config.vocab_size is not None and ours is not None:
             check_sizes(ours, config.vocab_size, config.vocab_size)
@@ -217,10 +217,10 @@ class CachedComparison(Comparison):
         super().__init__(config, Teachers([]), told)
 
     def compare(self, batch: StudentBatch) -> Compared:
-        """Return how far the student is from what the store holds for these inputs."""
+        """Return the divergence from the cached outputs for these inputs."""
         config = self.config
         logits = find_logits(batch.forward.output, config.logits, "student")
-        # The mask of the loss, at which all positions must be in the store; the store itself may hold more.
+        # All positions in the loss's mask must be in the cache. The cache may hold more.
         mask = batch.counted(logits, of_classes=True)
         logits = self._cut(logits)
         found = self._cache.lookup(batch.inputs)
@@ -243,9 +243,9 @@ def difference(
     softened: bool = False,
     hard: HardTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of a divergence over the rows that count, and their number.
+    """Return the divergence summed over the rows that count, and the number of these rows.
 
-    The teacher's are ``(..., classes)`` as the student's, or embeddings; log-probabilities at this T if `softened`.
+    Both are ``(..., classes)`` or embeddings. If `softened`, the teacher's are log-probabilities at this temperature.
     """
     if divergence == "cosine":
         return hidden_cosine_sum(student, teacher, mask=mask)
@@ -255,7 +255,7 @@ def difference(
 
 
 def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
-    """Return ``alpha * task + (1 - alpha) * soft``; a term of weight 0 is not read, as 0 * inf would be NaN.
+    """Return ``alpha * task + (1 - alpha) * soft``. A term of weight 0 is skipped, since 0 * inf is NaN.
 
     Example:
         >>> task, soft = torch.tensor(1.0), torch.tensor(torch.inf)
@@ -269,32 +269,32 @@ def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
 
 
 def share_of(count: Tensor, context: Context) -> Tensor:
-    """Return what a loss of 1 is in this micro-batch: a trainer may divide by the positions of its whole window."""
-    # normalise(1 * count, count): 1 where the trainer takes means, count / window's positions where it divides sums.
+    """Return the micro-batch's weight in its window: 1, or less if the trainer divides by the window's positions."""
+    # normalise(1 * count, count) is 1 if the trainer takes means, and count / positions of the window otherwise.
     return context.normalise(count.to(torch.float32), count)
 
 
 def _joined(outputs: list[Outputs]) -> Outputs:
-    """Return the embeddings of several forwards as those of one."""
+    """Return the embeddings of several forwards as one batch."""
     if len(outputs) == 1:
         return outputs[0]
     widths = {each.parts[0].shape[-1]: None for each in outputs}
     if len(widths) > 1:
         raise TrainingError(
             "distill",
-            f"all embeddings of a loss must have one width, got {', '.join(map(str, widths))}",
-            "take the inner loss alone: one that cuts embeddings (sentence-transformers' MatryoshkaLoss, "
-            "Matryoshka2dLoss) runs the student once for each width",
+            f"all embeddings of a loss must have the same width, got {', '.join(map(str, widths))}",
+            "use the inner loss alone: a loss that truncates embeddings (sentence-transformers' MatryoshkaLoss, "
+            "Matryoshka2dLoss) runs the student once per width",
         )
     parts = zip(*(each.parts for each in outputs), strict=True)
     return Outputs(outputs[0].kind, tuple(torch.cat(part) for part in parts))
 
 
 def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remote_code: bool) -> nn.Module:
-    """Return the module itself, or the one that the services find under a name."""
+    """Return the module itself, or load the one with this name."""
     if isinstance(teacher, str):
-        if teacher.startswith("<"):  # what a saved recipe holds in place of a module
-            rule = f"teacher must be given again, got {teacher!r} from a saved recipe"
+        if teacher.startswith("<"):  # a saved recipe's placeholder for a module
+            rule = f"teacher must be passed again, got {teacher!r}: a saved recipe cannot store a module"
             raise ConfigError("distill", rule, "pass the module")
         return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
     return cast("nn.Module", teacher)

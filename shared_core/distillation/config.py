@@ -14,11 +14,11 @@ from shared_core.errors import CheckpointError, ConfigError, require
 from shared_core.files.hub_names import check_named
 
 EMA = "ema"
-"""The teacher that is the student's own moving average."""
+"""Value of `teacher` for the student's own moving average."""
 MUTUAL = "mutual"
-"""In place of a teacher: students that teach each other."""
+"""Value of `teacher` for students that teach each other."""
 CACHE = "cache:"
-"""Before the folder of a cached teacher."""
+"""Prefix of a cached teacher's folder."""
 Teaching = Literal["one model", "several models", "ema", "cache", "mutual"]
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
@@ -27,20 +27,20 @@ _NOT_CACHED: dict[str, Any] = {"teaching": ("one model", "several models", "ema"
 _OF_TEACHER: dict[str, Any] = {"teaching": ("one model", "several models", "ema", "cache")}
 _CHUNKED: dict[str, Any] = {
     "teaching": ("one model", "ema"),
-    "divergence": ("forward_kl", "reverse_kl", "jsd"),  # as eff_kernels has them
+    "divergence": ("forward_kl", "reverse_kl", "jsd"),  # the kernels in eff_kernels
     "confidence": (0.0,),
 }
 
 _NOT_MUTUAL = {
-    "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
-    "primary_weights": "peers have no float32 copies, and updates of their 16-bit weights would round away; load the "
+    "lora": "peers train whole models from random weights, but adapters train on a frozen base",
+    "primary_weights": "peers have no float32 copies, so rounding would lose updates of 16-bit weights; load the "
     "model in float32",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(TechniqueConfig):
-    """Trains a student on its teacher's outputs.
+    """Options for training a student on its teacher's outputs.
 
     Example:
         >>> DistillConfig(teacher="runs/teacher", temperature="4").temperature
@@ -193,7 +193,7 @@ class DistillConfig(TechniqueConfig):
     )
 
     def __post_init__(self) -> None:
-        """Read a path and a number that a flag gave as text, then check every option."""
+        """Convert a path or a number given as text, then check every option."""
         if isinstance(self.teacher, Path):
             object.__setattr__(self, "teacher", str(self.teacher))
         if isinstance(self.peers, str) and self.peers.strip().isdigit():
@@ -201,34 +201,34 @@ class DistillConfig(TechniqueConfig):
         super().__post_init__()
 
     def validate(self) -> None:
-        """Check that teachers, peers, pairs and layers are such."""
+        """Check the values of teachers, peers, pairs and layers."""
         for name, rule in self._broken_rules():
             raise self._error(name, rule)
         if self.init_layers is not None and self.init_layers not in ("even", "first", "last"):
             parse_layers(self.init_layers)
 
     def check_files(self) -> None:
-        """Raise `CheckpointError` where a teacher, a cache or another student is not there."""
+        """Raise `CheckpointError` if a teacher, a cache or another student does not exist."""
         for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
             for name in models:
                 if isinstance(name, str) and _kind(name) == "one model":
                     check_named(name, self.key, option_name)
         is_there = self.cache is None or Path(self.cache).is_dir()
-        told = f"teacher must be a cached one that exists, got {self.teacher!r}"
-        require(is_there, self.key, told, "eff cache-teacher writes one", CheckpointError)
+        told = f"teacher must be an existing cache, got {self.teacher!r}"
+        require(is_there, self.key, told, "write it with eff cache-teacher", CheckpointError)
 
     def _broken_rules(self) -> Iterator[tuple[str, str]]:
         if not self.teachers or not all(map(_is_model, self.teachers)):
             yield "teacher", "must be a folder, a Hub name, a module, or several of them"
         if self.teaching == "several models" and any(_kind(teacher) != "one model" for teacher in self.teachers):
-            yield "teacher", f"must be {EMA}, {MUTUAL} or {CACHE}FOLDER alone, or other models"
+            yield "teacher", f"must be only models if there are several: {EMA}, {MUTUAL} and {CACHE}FOLDER stand alone"
         if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
-            yield "teacher_weights", f"must be a number for each of {len(self.teachers)} teachers"
+            yield "teacher_weights", f"must be one number for each of the {len(self.teachers)} teachers"
         peers = self.given_peers or (MUTUAL,) * self.drawn_peers
         if not peers or not all(map(_is_model, peers)):
-            yield "peers", "must be at least 2 students in all, or names or modules of the others"
+            yield "peers", "must be the number of students (at least 2), or names or modules of the other students"
         if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
-            yield "unlabelled_field", "must be a column of its own"
+            yield "unlabelled_field", "must be a separate column"
         for name in ("hidden", "attention"):
             sides = [[side.strip() for side in pair.split("=")] for pair in getattr(self, name)]
             if any(len(pair) != 2 or not all(pair) for pair in sides):
@@ -236,7 +236,7 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def teaching(self) -> Teaching:
-        """Who teaches."""
+        """The kind of teacher."""
         return _kind(self.teachers[0]) if len(self.teachers) == 1 else "several models"
 
     @property
@@ -246,12 +246,12 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def drawn_peers(self) -> int:
-        """Number of other students that get newly drawn weights."""
+        """Number of other students that start from random weights."""
         return self.peers - 1 if isinstance(self.peers, int) else 0
 
     @property
     def given_peers(self) -> tuple[Any, ...]:
-        """The other students that are given: names, or modules."""
+        """The other students given by the user, as names or modules."""
         if isinstance(self.peers, str):
             return tuple(name.strip() for name in self.peers.split(",") if name.strip())
         if isinstance(self.peers, int):
@@ -260,51 +260,51 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def can_be_chunked(self) -> bool:
-        """True if the loss may be computed in chunks."""
+        """True if these options allow a chunked loss."""
         return not self.unmet(_CHUNKED)
 
     @property
     def cache(self) -> str | None:
-        """Folder of the cached teacher, None where there is none."""
+        """Folder of the cached teacher, or None."""
         return self.teachers[0].removeprefix(CACHE) if self.teaching == "cache" else None
 
     @property
     def teachers(self) -> tuple[Any, ...]:
-        """Every teacher: names, or modules."""
+        """All teachers, as names or modules."""
         if isinstance(self.teacher, str):
             return tuple(name.strip() for name in self.teacher.split(",") if name.strip())
         return tuple(self.teacher) if isinstance(self.teacher, list | tuple) else (self.teacher,)
 
     @property
     def why_not_sharded(self) -> str | None:
-        """Why FSDP2 may not shard the student, None if it may."""
+        """The reason why FSDP2 cannot shard the student, or None."""
         if self.mutual:
-            return "teacher mutual trains other students beside the one that FSDP2 shards; use DDP"
+            return "teacher mutual also trains other students, which FSDP2 does not shard; use DDP"
         if self.chunked:
             return (
-                "chunked reads the head's weight outside of its layer's forward, where FSDP2 has it in parts; leave it "
-                "out, or use DDP"
+                "chunked reads the head's weight outside its layer's forward, where FSDP2 keeps it sharded; switch "
+                "chunked off, or use DDP"
             )
         return None
 
     @property
     def needs_whole_weights(self) -> bool:
-        """True if something is made of the student's weights, or reads them outside of their layers."""
+        """True if the options copy the student's weights or read them outside their layers."""
         beside = bool(self.hidden or self.attention or self.init_layers)
         return beside or self.chunked or self.mutual or self.teaching == EMA
 
     @property
     def works_on_single_examples(self) -> bool:
-        """True if the soft term is a mean of terms of single examples, through the student's own modules alone."""
+        """True if the soft term is a mean over single examples and trains only the student's own modules."""
         return not (self.mutual or self.hidden or self.attention or self.chunked or self.unlabelled_field)
 
     @property
     def of_classes(self) -> bool:
-        """True if the outputs are one distribution over classes, not independent labels or numbers."""
+        """True if the outputs are one distribution over classes rather than independent labels or numbers."""
         return self.divergence not in ("logit_mse", "bernoulli_kl")
 
     def pairs(self, option_name: str) -> list[tuple[str, str]]:
-        """Return `hidden` or `attention` as names: of the student's module, of the teacher's."""
+        """Return `hidden` or `attention` as (student module name, teacher module name) pairs."""
         split = [pair.split("=") for pair in getattr(self, option_name)]
         return [(student.strip(), teacher.strip()) for student, teacher in split]
 
@@ -314,20 +314,20 @@ class DistillConfig(TechniqueConfig):
             yield f"distill cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: {self.why_not_sharded}"
         if "tensor_parallel" in environment and self.needs_whole_weights:
             yield (
-                f"distill with these options cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: a process "
-                "sees parts of weights, and of what some layers give out; leave out teachers ema and mutual, hidden, "
+                f"distill with these options cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: "
+                "each process sees only parts of weights and outputs; leave out teachers ema and mutual, hidden, "
                 "attention, init_layers and chunked, or use DDP"
             )
         for way in ("deepspeed_fp16", "lightning_deepspeed"):
             if way in environment and self.needs_whole_weights:
                 yield (
-                    f"distill with these options cannot be combined with {RUN_ENVIRONMENTS[way]}: they have not been "
-                    "run with it; leave out teacher ema, hidden, attention, init_layers and chunked, or use DDP"
+                    f"distill with these options cannot be combined with {RUN_ENVIRONMENTS[way]}: the combination is "
+                    "untested; leave out teacher ema, hidden, attention, init_layers and chunked, or use DDP"
                 )
         if self.mutual and "deepspeed" in environment:
             yield (
                 f"distill with teacher mutual cannot be combined with {RUN_ENVIRONMENTS['deepspeed']}: its engine "
-                "steps one model; use DDP"
+                "trains only one model; use DDP"
             )
         for key, reason in _NOT_MUTUAL.items():
             if self.mutual and key in recipe:
@@ -343,15 +343,15 @@ def _kind(teacher: Any) -> Teaching:
 def _is_model(given: Any) -> bool:
     if isinstance(given, str):
         return bool(given.strip())
-    from torch import nn  # flags and recipes hold names alone, and need no torch
+    from torch import nn  # imported late: flags and recipes hold only names and need no torch
 
     return isinstance(given, nn.Module)
 
 
 def parse_layers(layers: str) -> list[int]:
-    """Return the numbers in ``0,2,4``."""
+    """Return the layer numbers of a text such as ``0,2,4``."""
     parts = [part.strip() for part in layers.split(",")]
     if not all(part.isdecimal() for part in parts):
-        rule = f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+        rule = f"init_layers must be even, first, last, or numbers separated by commas such as 0,2,4, got {layers!r}"
         raise ConfigError("distill", rule)
     return [int(part) for part in parts]

@@ -1,9 +1,9 @@
-"""Distillation of language models whose logits never exist whole (`distill.chunked`).
+"""Distillation of language models without ever computing all logits at once (`distill.chunked`).
 
-In place of logits a head returns a tensor without memory that remembers the head, its input, and what follows. Between
-its head and its loss a model's own forward, and the trainer, cast logits, cut and reshape rows (transformers:
-``logits.float()``, then ``view(-1, classes)`` before `cross_entropy`), scale and cap them (Cohere, Gemma). A subclass
-of `Tensor` sees each of these calls through ``__torch_function__``, so that no model's code is replaced.
+Instead of logits, a head returns a tensor without memory. It remembers the head, its input, and later operations.
+Between head and loss, models and trainers cast logits, slice and reshape rows (transformers: ``logits.float()``, then
+``view(-1, classes)`` before `cross_entropy`), scale and cap them (Cohere, Gemma). A subclass of `Tensor` sees each of
+these calls through ``__torch_function__``, so no model's code needs to be replaced.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shared_core.distillation.teachers import Teachers
 from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import ConfigError, TrainingError
 
-# Calls that ask for metadata alone, which a wrapper subclass has. Everything here is matched by ``func.__name__``.
+# Calls that only read metadata, which a wrapper subclass has. All of these are matched by ``func.__name__``.
 _TOLD = ("__get__", "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "__len__", "__hash__",
          "is_contiguous", "get_device")  # fmt: skip
-# Casts and copies. `detach` is one of them: it cuts the graph at the head's input.
+# Casts and copies. `detach` is among them: it cuts the graph at the head's input.
 _AS_THEY_ARE = ("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach")
-# Reshapes that may move rows but must keep the last dimension, the classes.
+# Reshapes may move rows but must keep the last dimension, the classes.
 _SHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _TASK = "efftrain: a cross-entropy's logits, rows and labels"
 _TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divide", "itruediv"), ("add", "iadd")
@@ -47,16 +47,16 @@ _TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divi
 
 @dataclass(frozen=True)
 class Made:
-    """The logits' formula from the head's input ``h``: ``factor (h Wᵀ) + bias``, then maybe ``outer tanh(...)``."""
+    """How the logits follow from the head's input ``h``: ``factor (h Wᵀ) + bias``, optionally ``outer tanh(...)``."""
 
     hidden: Tensor
     """``(..., features)``."""
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    """Of the product."""
+    """Factor of the product."""
     rows: Tensor | None = None
-    """int64 in the shape of the logits without classes: which rows of `hidden`; None for all in their order."""
+    """Row numbers of `hidden`, int64 in the logits' shape without classes; None for all rows in order."""
     factor: float = 1.0
     outer: float | None = None
 
@@ -67,35 +67,35 @@ class Made:
         return replace(self, factor=self.factor * number, bias=None if self.bias is None else self.bias * number)
 
     def plus(self, vector: Tensor) -> Made:
-        """Return the logits plus a number for each class."""
+        """Return the logits plus one number per class."""
         vector = vector.reshape(-1)
         return replace(self, bias=vector if self.bias is None else self.bias + vector)
 
     def operands(self) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
-        """Return input, head and soft-cap ``c`` of ``c tanh((h Wᵀ + b) / c)``, that make these logits."""
+        """Return the input, head and soft-cap ``c`` of ``c tanh((h Wᵀ + b) / c)`` that give these logits."""
         # outer tanh(f h Wᵀ + b) = c tanh((f c h Wᵀ + c b) / c) with c = outer.
         outer = 1.0 if self.outer is None else self.outer
         factor, bias = self.factor * outer, self.bias
-        # 1/c times c is not exactly 1: without the tolerance h would be copied and rounded for nothing.
+        # 1/c times c is not exactly 1. Without the tolerance h would be copied and rounded needlessly.
         hidden = self.hidden if math.isclose(factor, 1.0, rel_tol=1e-9) else self.hidden * factor
         if self.rows is not None:
-            # Rows are taken here, at the end: a choice of a choice stays one int64 index, and h is gathered once.
+            # Rows are gathered only here: repeated indexing is merged into one int64 index.
             hidden = hidden.reshape(-1, hidden.shape[-1])[self.rows]
         return hidden, (self.weight, bias if bias is None or outer == 1.0 else bias * outer), self.outer
 
 
 class DeferredLogits(Tensor):
-    """A head's output in place of logits: their shape ``(..., classes)``, type and device, and no numbers.
+    """A head's output instead of logits: it has their shape ``(..., classes)``, dtype and device, but no values.
 
-    Casts, reshapes, choices of rows, scalars, class biases and soft-caps are remembered; cross-entropy is computed in
-    chunks of rows; everything else is an error, for it would need the numbers.
+    It remembers casts, reshapes, row indexing, scalars, class biases and soft-caps. Cross-entropy is computed in chunks
+    of rows. Anything else raises, because it would need the values.
     """
 
     made: Made
     budget: int | None
-    """Bytes of logits that may exist at a time, as of `rows_in_budget`."""
+    """Bytes of logits that may exist at a time; see `rows_in_budget`."""
     channels_first: bool
-    """True if classes are dimension 1."""
+    """True if the classes are in dimension 1."""
 
     @staticmethod
     def __new__(
@@ -106,8 +106,8 @@ class DeferredLogits(Tensor):
         budget: int | None = None,
         channels_first: bool = False,
     ) -> DeferredLogits:
-        """Return them; no memory is taken."""
-        # A wrapper subclass has sizes, strides and a device for whoever asks, and no storage.
+        """Create the tensor without allocating memory."""
+        # A wrapper subclass has sizes, strides and a device, but no storage.
         logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=made.hidden.device
         )
@@ -115,15 +115,15 @@ class DeferredLogits(Tensor):
         return logits
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return their shape."""
+        """Return shape and dtype; there are no values to show."""
         return f"DeferredLogits({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Follow what needs no numbers."""
+        """Record operations that need no values; raise for others."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name in _TOLD:
-            # Without the guard the call would come back to this function.
+            # Without this guard the call would recurse into this function.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         # ``scalar_tensor * logits``: the deferred operand goes first.
@@ -143,20 +143,20 @@ class DeferredLogits(Tensor):
                 return logits
             return logits._like(made)
         if plain in _AS_THEY_ARE:
-            # torch says which dtype `to(...)` gives. A cast rounds nothing: softmaxes are float32 in any case.
+            # torch tells which dtype `to(...)` gives. The cast itself is skipped: softmaxes are float32 anyway.
             dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
             hidden = logits.made.hidden
             return logits._like(replace(logits.made, hidden=hidden.detach() if plain == "detach" else hidden), dtype)
         if plain in _SHAPES and not logits.channels_first:
-            # The meta device infers shapes, -1 included, and allocates nothing.
+            # The meta device infers shapes, including -1, without allocating.
             like = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args[1:], **kwargs)
             if like.shape[-1:] == logits.shape[-1:] and like.dtype == logits.dtype:
                 return logits._like(logits.made, shape=tuple(like.shape))
         if plain in ("transpose", "swapaxes", "permute", "movedim") and not logits.channels_first:
-            # Each dimension gets a size of its own (2, 3, ...), so that the result's shape spells the permutation.
+            # Each dimension gets a unique size (2, 3, ...), so the result's shape shows the permutation.
             sizes = tuple(range(2, 2 + logits.ndim))
             to = tuple(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
-            # Only (N, ..., C) to (N, C, ...), which `cross_entropy` takes for inputs of more than two dimensions.
+            # Only (N, ..., C) to (N, C, ...) is supported, which `cross_entropy` needs above two dimensions.
             if to == (sizes[0], sizes[-1], *sizes[1:-1]):
                 shape = logits.shape[0], logits.shape[-1], *logits.shape[1:-1]
                 return cls(logits.made, shape, logits.dtype, logits.budget, True)
@@ -166,31 +166,31 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse: there are no numbers."""
+        """Raise: there are no values."""
         _needs_numbers(str(func))
 
     def _like(
         self, made: Made, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> DeferredLogits:
         if shape is not None and made.rows is not None:
-            # The same reshape for the index of rows, which is the logits' shape without classes.
+            # The row index has the logits' shape without classes, so reshape it in the same way.
             made = replace(made, rows=made.rows.reshape(shape[:-1]))
         return DeferredLogits(made, shape or tuple(self.shape), dtype or self.dtype, self.budget, self.channels_first)
 
     def _followed(self, name: str, args: tuple[Any, ...]) -> Made | None:
-        """Return how the logits are made after arithmetic, None if it is another operation."""
+        """Return the logits' formula after arithmetic, None if the operation is not supported."""
         made = self.made
-        # tanh of what was divided by c: the cap's inner half. `times` brings c back as `outer`.
+        # tanh of logits divided by c: the inner half of the cap. `times` later adds c as `outer`.
         if name == "tanh" and made.outer is None:
             return replace(made, outer=1.0)
         if name not in (*_TIMES, *_OVER, *_PLUS) or len(args) != 1:
             return None
         (other,) = args
-        # A sum is followed where it is a bias: one number for each class, before the cap.
+        # A sum is supported if it is a bias: one number per class, before the cap.
         if name in _PLUS:
             fits = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
             return made.plus(other) if fits and made.outer is None and not self.channels_first else None
-        # A learned scale (requires_grad) would need a gradient that these logits cannot give, so it is not followed.
+        # A learned scale (requires_grad) is not supported: these logits cannot give its gradient.
         if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad:
             other = float(other)
         if not isinstance(other, int | float):
@@ -200,18 +200,18 @@ class DeferredLogits(Tensor):
     def _chosen(self, index: Any) -> DeferredLogits:
         lead = tuple(self.shape[:-1])
         parts = list(index) if isinstance(index, tuple) else [index]
-        # How many dimensions the index consumes: a bool mask its own number, None and `...` none, all others one.
+        # Dimensions that the index consumes: a bool mask its own number, None and `...` none, all others one.
         used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
                    for part in parts if part is not None and part is not Ellipsis)  # fmt: skip
         from_the_end = parts[-1] is not Ellipsis and any(part is Ellipsis for part in parts)
-        # The index reaches the last dimension: allowed only if it takes all classes there (``[..., :]``).
+        # An index that reaches the last dimension must take all classes (``[..., :]``).
         if used > len(lead) or from_the_end:
             if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
-                _needs_numbers("a choice of classes")
+                _needs_numbers("indexing of classes")
             parts.pop()
         rows = self.made.rows
         if rows is None:
-            # The index acts on row numbers in the shape of the logits, so that torch's own rules of indexing hold.
+            # The index is applied to row numbers in the logits' shape, so torch's own indexing rules apply.
             rows = torch.arange(math.prod(lead), device=self.made.hidden.device).reshape(lead)
         rows = rows[tuple(parts)]
         return self._like(replace(self.made, rows=rows), shape=(*rows.shape, self.shape[-1]))
@@ -227,17 +227,17 @@ class DeferredLogits(Tensor):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         lead = tuple(self.shape[:1] + self.shape[2:]) if self.channels_first else tuple(self.shape[:-1])
-        # Probabilities as targets need all classes of a row.
+        # Targets that are probabilities would need all classes of a row.
         if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
-            rule = f"class indices, one for each of the logits' rows {lead}, got {target.dtype} {tuple(target.shape)}"
+            rule = f"class indices, one per row of the logits {lead}, got {target.dtype} {tuple(target.shape)}"
             remedy = "flatten both to (rows, classes) and (rows,)"
             raise ConfigError("distill", f"with chunked, cross_entropy's target must be {rule}", remedy)
         if size_average is not None or reduce is not None:
-            _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
+            _needs_numbers("cross_entropy with size_average or reduce instead of reduction")
         hidden, head, softcap = self.made.operands()
         checked = checked_head("student", hidden, head, softcap)
         target = target.reshape(-1).to(hidden.device)
-        # Ignored rows are dropped before the product: they cost nothing, and what stands there cannot reach a sum.
+        # Ignored rows are dropped before the product: they cost nothing, and NaN in them cannot reach a sum.
         kept = (target != ignore_index).nonzero().squeeze(-1)
         rows, target = hidden.reshape(-1, hidden.shape[-1])[kept], target[kept]
         limit = rows_in_budget(checked.classes, checked.dtype, hidden.device, self.budget)
@@ -250,12 +250,12 @@ class DeferredLogits(Tensor):
         total = losses.sum()
         if reduction == "sum":
             return total
-        # 0 / 0 = NaN where every target is ignored, as torch's mean.
+        # 0 / 0 = NaN if every target is ignored, like torch's mean.
         return total / (len(target) if weight is None else weight[target].sum())
 
 
 def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tensor] | None:
-    """Return what `task_gradient.cross_entropy_of` returns, of logits that are not computed."""
+    """Return what `task_gradient.cross_entropy_of` returns, for logits that are not computed."""
     node, weight = without_factors(loss)
     if node is None or node.name() != "SumBackward0" or (said := node.next_functions[0][0].metadata.get(_TASK)) is None:
         return None
@@ -265,7 +265,7 @@ def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tens
         return None
     labels = target.new_full((logits.shape[:-1].numel(),), -1)
     labels[kept if made.rows is None else made.rows.flatten()[kept]] = target
-    # A row that was chosen twice has two terms.
+    # A row that was indexed twice has two terms.
     twice = made.rows is not None and int((labels >= 0).sum()) != len(target)
     return None if twice else (labels, weight)
 
@@ -273,20 +273,20 @@ def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tens
 def _needs_numbers(what: str) -> NoReturn:
     raise TrainingError(
         "distill",
-        f"with chunked, logits are not computed in training and must only reach the loss, got {what}",
-        "compute metrics in evaluation, take torch's cross_entropy, or switch distill.chunked off",
+        f"with chunked, logits must only be used in the loss, because training does not compute them, got {what}",
+        "compute metrics in evaluation, use torch's cross_entropy, or switch distill.chunked off",
     )
 
 
 class DeferringLinear(nn.Linear):
-    """`torch.nn.Linear` whose product is left out when `when` says so; copied and pickled ones are stock."""
+    """`torch.nn.Linear` that skips its product when `when` returns True. Copies and pickles are plain `nn.Linear`."""
 
     when: Literal["never", "training", "always"]
     budget: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return logits, or what stands for them."""
-        # dynamo cannot trace a wrapper subclass that refuses dispatch; evaluation wants real logits.
+        """Return logits or `DeferredLogits`."""
+        # Dynamo cannot trace a wrapper subclass that refuses dispatch, and evaluation needs real logits.
         if torch.compiler.is_compiling() or self.when == "never" or (self.when == "training" and not trains(self)):
             return super().forward(input)
         dtype = product_dtype(input, self.weight)
@@ -294,20 +294,20 @@ class DeferringLinear(nn.Linear):
         return DeferredLogits(made, (*input.shape[:-1], self.out_features), dtype, self.budget)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return a stock layer: the copy's owner (an average, a saved model) is not distilled."""
+        """Return a plain `nn.Linear`: a copy (an average, a saved model) is not distilled."""
         state = {name: value for name, value in vars(self).items() if name not in ("when", "budget")}
         return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
 
 
 def make_deferring(model: nn.Module, whose: str, budget: int | None) -> DeferringLinear:
-    """Return a model's output head, able to defer from now on; parameters and keys stay as they are."""
-    # A wrapper (PEFT, encoder-decoder) and the model inside both define it; they name one head, so count by identity.
+    """Make a model's output head able to defer its logits, and return it. Parameters and their names do not change."""
+    # A wrapper (PEFT, encoder-decoder) and the model inside both return the same head, so count by identity.
     asked = [part.get_output_embeddings for part in model.modules() if hasattr(part, "get_output_embeddings")]
     heads = [*{id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}.values()]
     for rule, remedy in _not_deferrable(model, whose, heads):
         raise ConfigError("distill", rule, remedy)
     (head,) = heads
-    # A class swap: the module object, its parameters, their names and every reference to it stay the same.
+    # Only the class changes: the module object, its parameters, their names and all references stay the same.
     head.__class__ = DeferringLinear
     deferring = cast("DeferringLinear", head)
     deferring.when, deferring.budget = "never", budget
@@ -317,35 +317,35 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
 def _not_deferrable(model: nn.Module, whose: str, heads: list[Any]) -> Iterator[tuple[str, str]]:
     if len(heads) != 1:
         yield (
-            f"chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} from "
+            f"chunked needs one output head from the {whose}'s get_output_embeddings(), got {len(heads)} from "
             f"{type(model).__name__}",
-            "define that method to return the nn.Linear that makes the logits",
+            "define this method to return the nn.Linear that computes the logits",
         )
-    # Hooks and replaced forwards (adapters, accelerate) would see deferred logits, or be skipped by the class swap.
+    # Hooks and replaced forwards (adapters, Accelerate) would see deferred logits, or be skipped by the new class.
     changed = "forward" in vars(heads[0]) or heads[0]._forward_hooks or heads[0]._forward_pre_hooks
     if type(heads[0]) is not nn.Linear or changed:
         yield (
             f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {type(heads[0]).__name__}"
-            f"{' with a forward or hooks put on it' if changed else ''}",
-            "leave the head out of adapters, quantisation and device maps, or switch chunked off",
+            f"{' with hooks or a replaced forward' if changed else ''}",
+            "exclude the head from adapters, quantisation and device maps, or switch chunked off",
         )
     if any(getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod") for part in model.modules()):
-        yield f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile"
+        yield f"chunked must run in eager mode, got a compiled {whose}", "do not use torch.compile"
 
 
 def make_stock(head: DeferringLinear) -> None:
-    """Give a head its own class back."""
+    """Restore a head's class."""
     if type(head) is DeferringLinear:
         head.__class__ = nn.Linear  # type: ignore[assignment]
         del head.when, head.budget
 
 
 class ChunkedComparison(Comparison):
-    """Compares by the inputs of both heads; the task's cross-entropy is computed in chunks as well.
+    """Compares models using the inputs of their heads, and computes the task's cross-entropy in chunks too.
 
-    In a training step the student's head is multiplied once for the value of the task loss, and once for the gradient
-    of both terms, which exists from then until backward. A task loss that is more than the cross-entropy of these
-    logits has a gradient, and a product, of its own. No more logits exist than the budget.
+    A training step multiplies with the student's head once for the value of the task loss and once for the gradient of
+    both terms, which is then kept until backward. A task loss that is more than the cross-entropy of these logits needs
+    its own gradient and product. The logits in memory never exceed the budget.
     """
 
     def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> None:
@@ -355,20 +355,20 @@ class ChunkedComparison(Comparison):
         try:
             self._teacher = make_deferring(teachers.modules[0], "teacher", self._budget)
         except Exception:
-            # The teacher's head was swapped second: the student's must not stay swapped when that is refused.
+            # If the teacher's head is refused, the student's head must be restored.
             make_stock(self._student)
             raise
 
     def activate(self, active: bool) -> None:
-        """Let the student's head leave its product out in training forwards, or compute it again."""
+        """Switch whether the student's head skips its product in training forwards."""
         self._student.when = "training" if active else "never"
 
     def compare(self, batch: StudentBatch) -> Compared:
-        """Return how far the student is from its teacher."""
+        """Return the divergence from the teacher."""
         config = self.config
         logits = _deferred(find_logits(batch.forward.output, config.logits, "student"), "student")
         mask = batch.counted(logits, of_classes=True)
-        # The teacher runs in eval mode, where "training" would never be met.
+        # The teacher runs in eval mode, so its head cannot check for training mode.
         self._teacher.when = "always"
         try:
             (answer,) = self._targets(batch, Outputs(LOGITS, (logits,)), of_classes=True)
@@ -376,13 +376,13 @@ class ChunkedComparison(Comparison):
             self._teacher.when = "never"
         target = _deferred(answer.parts[0], "teacher")
         ours, theirs = _operands(logits), _operands(target)
-        # `rows_in_budget` counts two buffers of one dtype; student and teacher may differ under autocast.
+        # `rows_in_budget` assumes two buffers of one dtype, but student and teacher may differ under autocast.
         wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
         share, labels = self._task(batch, logits, mask)
         if labels is not None and mask is None:
-            mask = torch.ones_like(labels, dtype=torch.bool)  # None would be the labelled rows
-        # Two heads of one tokenizer may be padded differently: vocab_size cuts both to the classes that they share.
+            mask = torch.ones_like(labels, dtype=torch.bool)  # None would mean the labelled rows
+        # Heads over one tokenizer may be padded differently: vocab_size cuts both to the shared classes.
         sums = chunked_kd_sum(
             *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
             divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
@@ -398,7 +398,7 @@ class ChunkedComparison(Comparison):
         return Compared(routed(sums.soft, sums.total, 1 / (1 - share)), sums.rows, mask, with_task=True)
 
     def _task(self, batch: StudentBatch, logits: DeferredLogits, mask: Tensor | None) -> tuple[float, Tensor | None]:
-        """Return the share of the task's cross-entropy in one pass for both terms and its labels; 0 for one each."""
+        """Return the cross-entropy's weight in one pass for both terms, and its labels; 0 if each needs its own."""
         if self.config.vocab_size not in (None, logits.shape[-1]):
             return 0.0, None
         if batch.task is not None:
@@ -411,12 +411,12 @@ class ChunkedComparison(Comparison):
             return 0.0, None
         labels = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)
         if ((labels != IGNORED) & ~mask.to(labels.device)).any():
-            return 0.0, None  # rows that the task loss alone counts (padding on the left) are in no pass for both
+            return 0.0, None  # only the task loss counts some rows (padding on the left)
         share = batch.task_share(mask.sum())
         return share, labels if share else None
 
     def detach(self) -> None:
-        """Give both heads their class back."""
+        """Restore the class of both heads."""
         make_stock(self._student)
         make_stock(self._teacher)
 
@@ -426,13 +426,13 @@ def _deferred(logits: Tensor, whose: str) -> DeferredLogits:
         return logits
     raise TrainingError(
         "distill",
-        f"with chunked the {whose}'s output must be what its head returns, in a forward that is not compiled, got "
+        f"with chunked the {whose} must return its head's output unchanged and must not be compiled, got "
         f"{type(logits).__name__} of shape {tuple(logits.shape)}",
-        "switch torch.compile off, or distill.chunked",
+        "switch off torch.compile or distill.chunked",
     )
 
 
 def _operands(logits: DeferredLogits) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
     hidden, head, softcap = logits.made.operands()
-    # Chosen rows lose the leading dimensions; labels and mask have them, so they are given back.
+    # Indexed rows lose their leading dimensions, but labels and mask have them, so they are restored.
     return hidden.reshape(*logits.shape[:-1], hidden.shape[-1]), head, softcap

@@ -26,12 +26,12 @@ Normalise = Callable[[Tensor, Tensor | int], Tensor]
 
 
 class WatchedPairs:
-    """Hooks on both modules of every pair, until `detach`."""
+    """Hooks on both modules of each pair, until `detach`."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]], option: str) -> None:
         self.pairs = _expand(pairs, student, teacher, option)
         self.weight = 1.0
-        """Of the sum over pairs, beside the mixture of task loss and soft term."""
+        """Weight of the sum over pairs, which is added to task loss and soft term."""
         self._option = option
         self._hooks = [(ForwardHook(), _TeacherHook()) for _ in self.pairs]
         self._handles: list[RemovableHandle] = []
@@ -40,45 +40,45 @@ class WatchedPairs:
             self._handles.append(teacher.get_submodule(theirs).register_forward_hook(teacher_hook, with_kwargs=True))
 
     def activate(self, active: bool) -> None:
-        """Keep outputs from now on, or no longer."""
+        """Start or stop recording outputs."""
         for hooks in self._hooks:
             for hook in hooks:
                 hook.active, hook.latest = active, None
 
     def watch(self) -> None:
-        """Keep the outputs of the next forward, which is only looked at."""
+        """Record the outputs of the next forward for `try_out`."""
         WatchedPairs.activate(self, True)
 
     def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> None:
-        """Raise what `loss` would raise for the forward that was watched."""
+        """Raise the errors that `loss` would raise for the recorded forward."""
         self.loss(mask, inputs, normalise)
 
     def outputs(self) -> Iterator[tuple[tuple[str, str], Any, Any]]:
-        """Yield each pair's names and what its modules returned in the latest forward, once."""
-        # Taken, not read: a module that one forward skips (layer drop) must not answer with what the last one left.
+        """Yield each pair's names and its modules' outputs in the latest forward, once."""
+        # Removed when read: a module that a forward skips (layer drop) must not return an earlier output.
         for names, (ours, theirs) in zip(self.pairs, self._hooks, strict=True):
             found, target = ours.take(), theirs.take()
             if found is None or target is None:
                 whose, name = ("student", names[0]) if found is None else ("teacher", names[1])
-                rule = f"{self._option} module {name} of the {whose} must run in every forward, and did not"
+                rule = f"{self._option} module {name} of the {whose} must run in every forward, but did not"
                 raise TrainingError("distill", rule)
             yield names, found.output, target
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
-        """Return the sum over pairs for the latest forward; `mask`: which positions the loss counts, None: examples."""
+        """Return the sum over pairs for the latest forward. `mask`: positions that the loss counts, None: examples."""
         raise NotImplementedError
 
     def check_shards(self, student: nn.Module) -> None:
-        """Refuse what does not work with a student that FSDP2 shards: nothing."""
+        """Raise if these pairs do not work with a student that FSDP2 shards; does nothing here."""
 
     def detach(self) -> None:
-        """Take the hooks off both models."""
+        """Remove the hooks from both models."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is trained beside the student: nothing."""
+        """Return what is trained along with the student; nothing here."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,12 +86,12 @@ class WatchedPairs:
 
 
 def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return which positions of features count: those of the loss where it has the same, else all but padding.
+    """Return a mask of the feature positions that count: the loss's if the shapes match, otherwise all but padding.
 
-    Of features of a shape ``(B, ...)`` without their width; None: all count, or nothing tells. `counted`, ``(B,)`` or
-    ``(B, S)``, are the positions of the loss, None: one for each example.
+    `shape` is ``(B, ...)`` without the features' width. `counted`, ``(B,)`` or ``(B, S)``, is the loss's mask, None:
+    one position per example. Returns None if all positions count or no mask fits.
     """
-    # Features may have another length than the logits (an encoder's): the padding mask of that length serves.
+    # Features may have another length than the logits (an encoder's). Then the padding mask of that length is used.
     if counted is not None and counted.shape == tuple(shape):
         return counted
     for name in ("attention_mask", "decoder_attention_mask"):
@@ -102,11 +102,11 @@ def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping
 
 
 def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the distances summed over the positions that the loss counts, and how many those are.
+    """Return the distances summed over the positions that the loss counts, and the number of these positions.
 
-    Where an example has one position in the loss and many here (tokens of a classifier, pixels), or others (an
-    encoder's), its mean over its real ones stands for each position that it has in the loss. So padding adds nothing,
-    and the sum is averaged as the trainer averages its loss. `real` and `counted` are those of `real_positions`.
+    An example may have one position in the loss but many here (tokens of a classifier, pixels), or different ones (an
+    encoder's). Then its mean over real positions is used for each of its positions in the loss. So padding adds
+    nothing, and the sum is averaged like the trainer's loss. For `real` and `counted` see `real_positions`.
 
     Example:
         >>> distances = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
@@ -115,18 +115,18 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
         [5.5, 2]
     """
     examples = len(distances)
-    # A mean over an example's positions first, so that long examples do not weigh more than their share of the loss.
+    # First a mean over each example's positions, so that long examples keep their weight in the loss.
     if real is None:
         means = distances.reshape(examples, -1).mean(1)
     else:
         real = real.to(distances.device)
-        # The loss counts positions of this very shape: sum over them directly, its own denominator.
+        # The loss counts positions of the same shape: sum over them directly.
         if counted is not None and counted.shape == distances.shape:
             return (distances * real).sum(), real.sum()
         means = (distances * real).sum(1) / real.sum(1).clamp(min=1)
     if counted is None:
         return means.sum(), torch.full((), examples, dtype=torch.int64, device=distances.device)
-    # Each example weighs as many as the loss counts of its positions: the trainer divides by their sum.
+    # Each example is weighted by its positions in the loss; the trainer divides by their sum.
     rows = counted.reshape(examples, -1).sum(1).to(distances.device)
     return (means * rows).sum(), rows.sum()
 
@@ -150,15 +150,15 @@ class _TeacherHook:
 def _expand(
     pairs: Sequence[tuple[str, str]], student: nn.Module, teacher: nn.Module, option: str
 ) -> list[tuple[str, str]]:
-    """Return the pairs with every glob replaced by the names that it matches, in the order of registration."""
+    """Return the pairs with every glob replaced by the matching names, in registration order."""
     found: list[tuple[str, str]] = []
     for ours, theirs in pairs:
         sides = _matches(student, ours, "student", option), _matches(teacher, theirs, "teacher", option)
         if len(sides[0]) != len(sides[1]):
             raise MatchError(
                 "distill",
-                f"{option} pair {ours}={theirs} must match as many submodules of both, got {len(sides[0])} of the "
-                f"student and {len(sides[1])} of the teacher",
+                f"{option} pair {ours}={theirs} must match equally many submodules in both models, got {len(sides[0])} "
+                f"in the student and {len(sides[1])} in the teacher",
             )
         found += zip(*sides, strict=True)
     return found
@@ -170,19 +170,19 @@ def _matches(model: nn.Module, pattern: str, whose: str, option: str) -> list[st
     if not matched:
         raise MatchError(
             "distill",
-            f"{option} must name submodules, got {pattern!r}, which the {whose} has not{nearest(pattern, names)}",
+            f"{option} must name submodules, got {pattern!r}, not found in the {whose}{nearest(pattern, names)}",
         )
     return matched
 
 
-# Rows of probabilities in bfloat16 sum to 1 within this; with dropout of 10 % one survivor alone makes it 1.11.
+# Rows of bfloat16 probabilities sum to 1 within this. With dropout of 10 % a single remaining value gives 1.11.
 _TOLERANCE = 0.05
 
 
 class AttentionPairs(WatchedPairs):
-    """Compares the maps of both modules of every pair: KL from the student's to the teacher's, averaged over heads.
+    """Compares the attention maps of each pair: KL from the student's to the teacher's, averaged over heads.
 
-    Fused attention never makes a map, so Transformers models compute theirs eagerly while this is active.
+    Fused attention returns no maps, so Transformers models use eager attention while this is active.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
@@ -195,9 +195,9 @@ class AttentionPairs(WatchedPairs):
         ]
 
     def activate(self, active: bool) -> None:
-        """Keep maps from now on, computed eagerly, or no longer."""
+        """Start or stop recording maps, with eager attention."""
         super().activate(active)
-        # Fused attention (SDPA, flash) returns no maps. Only for as long as the soft term is on.
+        # Fused attention (SDPA, flash) returns no maps, so it is off only while the soft term is on.
         if active and not self._switched:
             for owner in self._switchable:
                 before = owner.config._attn_implementation
@@ -207,7 +207,7 @@ class AttentionPairs(WatchedPairs):
             self._switch_back()
 
     def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> None:
-        """Raise `TrainingError` if a module did not run; maps exist only while attention is computed eagerly."""
+        """Raise `TrainingError` if a module did not run. Maps cannot be checked before attention is eager."""
         for _ in self.outputs():
             pass
 
@@ -217,7 +217,7 @@ class AttentionPairs(WatchedPairs):
         self._switched = []
 
     def detach(self) -> None:
-        """Leave both models as they were."""
+        """Restore both models."""
         super().detach()
         self._switch_back()
 
@@ -228,12 +228,12 @@ class AttentionPairs(WatchedPairs):
             # (B, H, Q, K) on both sides; K may be padded, Q are the positions that count.
             student, teacher = _map(found, ours, "student"), _map(target, theirs, "teacher").detach()
             real = real_positions((len(student), student.shape[-2]), mask, inputs)
-            # A query of padding alone has NaN rows (softmax of all -inf), and 0 * NaN is NaN.
+            # A padding-only query has NaN rows (softmax of all -inf), and 0 * NaN is NaN.
             student, teacher = (
                 _certain_where_unread(student, real),
                 _certain_where_unread(teacher.to(student.device), real),
             )
-            # Some models return scores before softmax, or probabilities after dropout: both are no distributions.
+            # Some models return scores before softmax or probabilities after dropout, which are not distributions.
             _check_probabilities(student, ours, "student")
             _check_probabilities(teacher, theirs, "teacher")
             distances = attention_kl(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
@@ -242,10 +242,10 @@ class AttentionPairs(WatchedPairs):
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> list[Any]:
-    """Return the outermost modules that these are part of and that can choose how attention is computed."""
+    """Return the outermost modules that contain these and can choose the attention implementation."""
     able = [name for name, module in model.named_modules() if hasattr(module, "set_attn_implementation")]
     found: dict[str, Any] = {}
-    # `able` is in the order of registration, outermost first: the first owner that fits is the outermost.
+    # `able` is in registration order, outermost first, so the first match is the outermost owner.
     for name in names:
         for owner in able:
             if owner == "" or name.startswith(f"{owner}."):
@@ -256,7 +256,7 @@ def _owners(model: nn.Module, names: Sequence[str]) -> list[Any]:
 
 def _implement(owner: Any, kind: str) -> None:
     owner.set_attn_implementation(kind)
-    # transformers may keep another implementation without an error where a model does not support this one.
+    # If a model does not support an implementation, transformers may silently keep the old one.
     if owner.config._attn_implementation != kind:
         raise ConfigError(
             "distill",
@@ -267,21 +267,21 @@ def _implement(owner: Any, kind: str) -> None:
 
 
 def _map(output: Any, name: str, whose: str) -> Tensor:
-    """Return the map ``(B, H, Q, K)`` in what a module returned: itself, or the last such tensor of a tuple."""
+    """Return the map ``(B, H, Q, K)`` in a module's output: the output itself, or the last such tensor of a tuple."""
     items = output if isinstance(output, tuple | list) else [output]
     maps = [item for item in items if isinstance(item, Tensor) and item.ndim == 4]
     if not maps:
         raise ConfigError(
             "distill",
             f"attention module {name} of the {whose} must return its map (batch, heads, queries, keys), got none",
-            "name the module that computes probabilities, such as layer.0.attention.self",
+            "name the module that computes the probabilities, such as layer.0.attention.self",
         )
     # Models return (hidden, maps) or (hidden, maps, cache): the last tensor of four dimensions is the map.
     return maps[-1]
 
 
 def _certain_where_unread(maps: Tensor, real: Tensor | None) -> Tensor:
-    """Return maps with a certain first key where the query does not count: what stands there may be NaN."""
+    """Return maps where queries that do not count attend only to the first key, since they may hold NaN."""
     if real is None:
         return maps
     certain = torch.zeros(maps.shape[-1], dtype=maps.dtype, device=maps.device)
@@ -295,8 +295,8 @@ def _check_probabilities(maps: Tensor, name: str, whose: str) -> None:
         worst = float(sums.flatten()[(sums - 1).abs().argmax()])
         raise ConfigError(
             "distill",
-            f"attention maps of {name} of the {whose} must hold probabilities, got a row whose sum is {worst:.3g}",
-            "maps with dropout in them cannot be compared, so set the config's attention dropout "
+            f"attention maps of {name} in the {whose} must hold probabilities, got a row that sums to {worst:.3g}",
+            "maps after dropout cannot be compared: set the config's attention dropout "
             "(attention_probs_dropout_prob, attention_dropout) to 0",
         )
 
@@ -305,7 +305,7 @@ _NAME = "distill_projection_"
 
 
 class HiddenPairs(WatchedPairs):
-    """Watches both modules of every pair and compares what they return."""
+    """Compares the outputs of both modules of each pair."""
 
     def __init__(
         self,
@@ -321,29 +321,29 @@ class HiddenPairs(WatchedPairs):
         for index, names in enumerate(self.pairs if kind not in RELATIONS else ()):
             modules = student.get_submodule(names[0]), teacher.get_submodule(names[1])
             inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
-            # Unknown widths are compared in the first batch.
+            # Unknown widths are checked in the first batch.
             if inputs is not None and outputs is not None and inputs != outputs:
                 self._projections[index] = _projection(inputs, outputs, student, generator)
                 student.register_parameter(f"{_NAME}{index}", self._projections[index])
                 self._handles.append(modules[0].register_forward_hook(_Joined(self._projections[index])))
-        # trained like any parameter, and in no state dict: a checkpoint is the plain student's
+        # Trained like any parameter but left out of state dicts: checkpoints hold the plain student.
         self._handles.append(student.register_state_dict_post_hook(_leave_out))  # type: ignore[no-untyped-call]
         self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
 
     def check_shards(self, student: nn.Module) -> None:
-        """Refuse projections of a student that FSDP2 shards."""
-        # `fully_shard` has collected the parameters before: one registered later would be in no shard group.
+        """Raise if a student that FSDP2 shards needs projections."""
+        # `fully_shard` has already collected the parameters, so a later one would be in no shard group.
         if self._projections and any(map(is_sharded, student.parameters())):
             names = "=".join(self.pairs[next(iter(self._projections))])
             raise CompatibilityError(
                 "distill",
-                f"hidden features must have equal widths under FSDP2, got others at {names}: the projection between "
-                "them is a parameter that no module's forward gathers",
-                "take a hidden_loss of relations (rkd, similarity_preserving, cka), or DDP",
+                f"hidden features must have equal widths under FSDP2, got others at {names}: their projection is "
+                "a parameter that no module's forward gathers",
+                "use a hidden_loss on relations (rkd, similarity_preserving, cka), or DDP",
             )
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
-        """Return the sum over pairs for the latest forward; relations are means over the micro-batch."""
+        """Return the sum over pairs for the latest forward. Relations are averaged over the micro-batch."""
         found = enumerate(self.outputs())
         terms = [self._term(index, *pair, mask, inputs) for index, pair in found]
         return torch.stack([normalise(*term) for term in terms]).sum()
@@ -356,21 +356,21 @@ class HiddenPairs(WatchedPairs):
         if self._kind in RELATIONS:
             flat = [_flat(each, mask, inputs) for each in (features, targets)]
             total, count = relation_sum(*flat, relation=self._kind)
-            # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
+            # Weighted by the trainer's count of positions, so that it stays a mean over micro-batches.
             positions = count if mask is None else mask.sum()
             return total / count.clamp(min=1) * positions, positions
         wrong = remedy = ""
         if index in self._projections:
-            # W: (teacher's width, student's width), FitNets' regressor without a bias.
+            # W: (teacher's width, student's width), the regressor of FitNets without a bias.
             weight, width = self._projections[index], features.shape[-1]
             if width == weight.shape[1]:
                 features = F.linear(features, weight)
-            else:  # of an activation inside a block, say
+            else:  # for example an activation inside a block
                 wrong = f"the width of the layer registered last before them, {weight.shape[1]}, got {width}"
-                remedy = "name the layer or the block that gives them out"
+                remedy = "name the layer or block that returns them"
         if not wrong and features.shape != targets.shape:
             wrong = f"the teacher's shape {tuple(targets.shape)}, got {tuple(features.shape)}"
-            remedy = "take a hidden_loss of relations (rkd, similarity_preserving, cka), which compare examples"
+            remedy = "use a hidden_loss on relations (rkd, similarity_preserving, cka), which compares examples"
         if wrong:
             raise ConfigError("distill", f"hidden features of {names[0]} must have {wrong}", remedy)
         real = real_positions(features.shape[:-1], mask, inputs)
@@ -379,7 +379,7 @@ class HiddenPairs(WatchedPairs):
         return summed_over_positions(distance(features, targets), real, mask)
 
     def detach(self) -> None:
-        """Take hooks and projections off both models."""
+        """Remove hooks and projections from both models."""
         super().detach()
         for index in self._projections:
             self._student._parameters.pop(f"{_NAME}{index}", None)
@@ -394,16 +394,16 @@ class HiddenPairs(WatchedPairs):
         for index, weight in self._projections.items():
             saved = state.get(str(index))
             if saved is None or saved.shape != weight.shape:
-                rule = "saved projections must be of these hidden pairs"
-                raise CheckpointError("distill", rule, "resume with the same")
+                rule = "saved projections must fit the hidden pairs of this run"
+                raise CheckpointError("distill", rule, "resume with the same pairs")
             weight.copy_(saved)
 
 
 class _Joined:
-    """Forward hook that puts a projection into the graph of its module's output, whose values stay.
+    """Forward hook that adds a projection to the graph of its module's output without changing values.
 
-    DDP that looks for unused parameters, as the Hugging Face Trainer's does, walks the graph of what forward returns.
-    A projection serves the loss alone: it would be taken for unused, and its gradient then be one too many.
+    DDP with find_unused_parameters, which the Hugging Face Trainer uses, walks the graph of forward's outputs. A
+    projection is used only in the loss, so DDP would treat it as unused and then fail when its gradient arrives.
     """
 
     def __init__(self, projection: nn.Parameter) -> None:
@@ -419,7 +419,7 @@ class _Joined:
         return output._make(rest) if hasattr(output, "_make") else type(output)(rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_projection": None}  # a copied or pickled model does not distil
+        return {"_projection": None}  # copies and pickles are not distilled
 
 
 class _Join(torch.autograd.Function):
@@ -433,9 +433,9 @@ class _Join(torch.autograd.Function):
 
 
 def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.Generator) -> nn.Parameter:
-    """Return a first weight ``(outputs, inputs)``, uniform in ``±1 / sqrt(inputs)`` as `nn.Linear`'s."""
+    """Return an initial weight ``(outputs, inputs)``, uniform in ``±1 / sqrt(inputs)`` like `nn.Linear`'s."""
     like = next(student.parameters())
-    # drawn on the CPU by a generator of its own: the same on every device and every rank
+    # Drawn on the CPU with a separate generator, so it is the same on every device and rank.
     own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
     bound = 1 / math.sqrt(inputs)
     weight = torch.empty(outputs, inputs).uniform_(-bound, bound, generator=own)
@@ -444,26 +444,26 @@ def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in [name for name in state_dict if name.startswith(f"{prefix}{_NAME}")]:
-        # `prefix` is the student's path where it is part of a larger model.
+        # `prefix` is the student's path if it is part of a larger model.
         del state_dict[name]
 
 
 def _miss_nothing(module: nn.Module, incompatible: Any) -> None:
-    # The list is changed in place: torch reads this very object after the hooks.
+    # Changed in place, because torch reads this list object after the hooks.
     missing = incompatible.missing_keys
     missing[:] = [name for name in missing if not name.rpartition(".")[2].startswith(_NAME)]
 
 
 def _width(model: nn.Module, module: nn.Module) -> int | None:
-    """Return the number of features that a module's last layer of known width returns, None if that is not told."""
-    # A module without layers, such as an activation, has the width of those registered before it.
+    """Return the output width of a module's last layer of known width, None if there is none."""
+    # A module without layers, such as an activation, has the width of the layer registered before it.
 
-    # A module's own attributes come last: the layer that was registered last inside it decides, then those before it.
+    # The layer registered last inside the module decides, then the layers before the module.
     layers = list(model.modules())
     last = layers.index(list(module.modules())[-1])
     for layer in reversed(layers[: last + 1]):
         if getattr(layer, "out_channels", None) is not None:
-            return None  # channels are not the last axis: both must have as many
+            return None  # channels are not the last axis, so both models need equally many
         for attribute in ("out_features", "embedding_dim", "normalized_shape", "num_features"):
             found = getattr(layer, attribute, None)
             if isinstance(found, tuple) and found:
@@ -471,7 +471,7 @@ def _width(model: nn.Module, module: nn.Module) -> int | None:
             if isinstance(found, int):
                 return found
         weight = layer._parameters.get("weight")
-        if weight is not None and weight.ndim == 1:  # a norm of the user's own
+        if weight is not None and weight.ndim == 1:  # a custom norm
             return weight.shape[0]
     return None
 
@@ -484,12 +484,12 @@ def _tensor(output: Any, name: str) -> Tensor:
 
 
 def _filled(features: Tensor, real: Tensor | None) -> Tensor:
-    """Return the features with zeros where nothing counts: what stands there may be NaN, and so would gradients be."""
+    """Return the features with zeros at positions that do not count, where NaN would spread to gradients."""
     return features if real is None else features.masked_fill(~real.to(features.device).unsqueeze(-1), 0)
 
 
 def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
-    """Return one vector an example or packed document: of tokens their mean, where it is told which of them count."""
+    """Return one vector per example or packed document: the mean over its tokens if a mask is known."""
     real = real_positions(features.shape[:-1], mask, inputs) if features.ndim == 3 else None
     documents = _documents(features, inputs)
     if real is None and documents is None:
@@ -500,12 +500,12 @@ def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> T
     if documents is not None:
         features, real = features.flatten(0, 1), real.flatten() & documents
         return real.to(features.dtype) @ _filled(features, real.any(0)) / real.sum(1, keepdim=True).clamp(min=1)
-    # Padding is zeroed and not counted: the mean over the real tokens of each example.
+    # Padding is zeroed and not counted, so this is the mean over each example's real tokens.
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
 
 
 def _documents(features: Tensor, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return which tokens, of all rows in order, each document of a packed batch holds; None if nothing is packed."""
+    """Return the tokens of each document in a packed batch, counted over all rows; None if nothing is packed."""
     positions = inputs.get("position_ids")
     if inputs.get("attention_mask") is not None or not isinstance(positions, Tensor) or features.ndim != 3:
         return None
@@ -519,7 +519,7 @@ def _documents(features: Tensor, inputs: Mapping[str, Any]) -> Tensor | None:
 def open_pairs(
     config: DistillConfig, student: nn.Module, teachers: Sequence[nn.Module], generator: torch.Generator
 ) -> dict[str, WatchedPairs]:
-    """Return the pairs of features that the options ask for, by the name of their option."""
+    """Return the feature pairs that the options ask for, by option name."""
     found: dict[str, WatchedPairs] = {}
     if config.hidden:
         found["hidden"] = HiddenPairs(student, teachers[0], config.pairs("hidden"), config.hidden_loss, generator)

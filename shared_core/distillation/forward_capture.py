@@ -1,4 +1,4 @@
-"""Read one forward of the student for distillation: its inputs, and which positions count."""
+"""Record one forward of the student for distillation: its inputs and the positions that count."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shared_core.distillation.outputs import EMBEDDINGS, holds
 from shared_core.distillation.unlabelled import IGNORED, rows_that_count
 from shared_core.errors import ConfigError, TrainingError
 
-# A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
+# With labels the teacher would compute an unneeded loss, or reject arguments that trainers add.
 FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# By module, weakly: every micro-batch asks, and going through a model takes long.
+# Cached per module (weak keys): each micro-batch needs it, and walking a model is slow.
 _INSIDE: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-# By function, weakly: a model that is deleted takes its entry along.
+# Cached per function with weak keys, so deleting a model also deletes its entry.
 _NAMES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[str] | None]] = weakref.WeakKeyDictionary()
 
 
@@ -34,29 +34,29 @@ class Forward:
     kwargs: dict[str, Any]
     output: Any
     earlier: tuple[Forward, ...] = ()
-    """Of embeddings: the other forwards of the same loss, one for each of the texts that it compares."""
+    """For embeddings: the other forwards of the same loss, one per compared text."""
 
 
 class ForwardHook:
-    """Forward hook that keeps the latest training forward; a copied or pickled one is empty and off."""
+    """Forward hook that records the latest training forward. Copies and pickles are empty and off."""
 
     def __init__(self) -> None:
         self.active = False
         self.latest: Forward | None = None
         self.missed = ""
-        """Why the latest forwards were not kept, if one ran and none trains."""
+        """Why the latest forwards were not recorded, if some ran but none was a training forward."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep a forward that trains."""
+        """Record a training forward."""
         if not self.active:
             return
         if not trains(module):
             self.missed = "in eval mode" if torch.is_grad_enabled() else "without gradients"
         else:
             earlier: tuple[Forward, ...] = ()
-            # A contrastive loss runs the encoder once for each text column: the later forwards keep the earlier ones.
+            # A contrastive loss runs the encoder once per text column, so later forwards keep the earlier ones.
             if self.latest is not None and isinstance(output, Mapping) and holds(output, EMBEDDINGS):
-                # Flat: the chain holds every forward once.
+                # A flat list, so each forward is kept once.
                 earlier = (*self.latest.earlier, replace(self.latest, earlier=()))
             self.latest = Forward(args, kwargs, output, earlier)
 
@@ -66,41 +66,41 @@ class ForwardHook:
         return latest
 
     def __getstate__(self) -> dict[str, Any]:
-        # graph tensors cannot be copied, and the copy's owner (an average, a saved model) does not distil
+        # Tensors with a graph cannot be copied, and a copy (an average, a saved model) is not distilled.
         return {"active": False, "latest": None, "missed": ""}
 
 
 def unseen(missed: str) -> TrainingError:
-    """Return the error of a loss without a forward of the student before it; `missed` as in `ForwardHook`."""
+    """Return the error for a loss without a student forward before it; for `missed` see `ForwardHook`."""
     remedy = (
         "set distill.student to the submodule that computes the logits, and call the module, not its forward method"
     )
     if missed == "without gradients":
         remedy = (
-            "take a loss that keeps the graph of its forward. Cached ones (CachedMultipleNegativesRankingLoss and "
-            "CachedGISTEmbedLoss of sentence-transformers) repeat it in backward: use those without a cache"
+            "use a loss that keeps the graph of its forward. Cached losses of sentence-transformers "
+            "(CachedMultipleNegativesRankingLoss, CachedGISTEmbedLoss) do not: use their versions without a cache"
         )
     elif missed:
-        remedy = "call train() on the student before its training forward"
+        remedy = "call student.train() before its training forward"
     seen = f"ran {missed} only" if missed else "was not seen"
     return TrainingError(
         "distill",
-        f"the student's forward must run before the loss, in train mode and with gradients, and {seen}",
+        f"the student's forward must run before the loss, in train mode and with gradients, but it {seen}",
         remedy,
     )
 
 
 def trains(module: nn.Module) -> bool:
-    """Return True if a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
-    # Recomputed forwards of checkpointing run inside backward (a graph task is under way) and must not be kept twice.
+    """Return True if this is a training forward and not one that activation checkpointing repeats in backward."""
+    # Forwards that checkpointing repeats run inside a backward (a graph task is active) and must not be kept twice.
     repeated = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
     return module.training and torch.is_grad_enabled() and not repeated
 
 
 def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
-    """Return inputs by name: keywords, positional ones as the signature names them, keys of a dict batch."""
+    """Return inputs by name: keywords, positional arguments by the signature's names, and keys of a dict batch."""
     try:
-        # not `bind_partial`, which takes longer than the rest of what a loss looks up; forward took these arguments
+        # Not `bind_partial`, which is slow and not needed: forward has already accepted these arguments.
         named = {**dict(zip(_names_of(student)[0], forward.args, strict=False)), **forward.kwargs}
     except (TypeError, ValueError):
         named = dict(forward.kwargs)
@@ -111,15 +111,15 @@ def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
 
 
 def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
-    """Return the output of a teacher in eval mode for the student's inputs, without labels and without gradients.
+    """Return the output of a teacher in eval mode for the student's inputs, without labels and gradients.
 
-    The student's ``use_cache`` is not the teacher's. The default in a teacher's configuration is left to the caller
-    (`shared_core.modules.calls.without_cache`).
+    The student's ``use_cache`` is not passed on. To change the teacher's own default, use
+    `shared_core.modules.calls.without_cache`.
     """
     like = first_parameter(teacher, floating=True)
     names = _names_of(student)[0]
     args = tuple(
-        # Labels stay as None in their position, so that arguments after them keep theirs.
+        # Labels become None so that later positional arguments keep their position.
         None if name in FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
@@ -131,7 +131,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     }
     if "use_cache" in kwargs:
         kwargs["use_cache"] = False
-    # Encoder-decoder students make their decoder's input of labels, which the teacher does not get: make it here.
+    # Encoder-decoder students build decoder inputs from labels, which the teacher does not get. So build them here.
     shift = _decoder_inputs_of(student)
     named = named_inputs(student, forward) if shift else {}
     given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
@@ -146,22 +146,23 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     except IndexError as error:
         raise TrainingError(
             "distill",
-            f"teacher must know every number in the student's inputs, got {type(teacher).__name__}: {error}",
-            "take a teacher of the student's tokenizer, with as many tokens (resize_token_embeddings)",
+            f"teacher must have an embedding for every token in the student's inputs, got {type(teacher).__name__}: "
+            f"{error}",
+            "use a teacher with the student's tokenizer and as many tokens (resize_token_embeddings)",
         ) from error
 
 
 def _decoder_inputs_of(student: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return how an encoder-decoder model makes its decoder's inputs of its labels (Transformers' naming)."""
+    """Return the function with which an encoder-decoder model builds decoder inputs from labels (Transformers)."""
     inside = models_inside(student)
     student = inside[0] if len(inside) == 1 else student
     shift: Callable[[Tensor], Tensor] | None = getattr(student, "prepare_decoder_input_ids_from_labels", None)
     model: Any = getattr(student, "get_base_model", lambda: student)()  # under PEFT's wrapper
     config: Any = getattr(model, "config", None)
-    generates = type(model).__name__.endswith(("ForConditionalGeneration", "ToText"))  # others' labels are no tokens
+    generates = type(model).__name__.endswith(("ForConditionalGeneration", "ToText"))  # else labels are not tokens
     if shift is not None or not generates or not getattr(config, "is_encoder_decoder", False):
         return shift
-    for kind in type(model).__mro__:  # Whisper, M2M100, Blenderbot: a function beside the class
+    for kind in type(model).__mro__:  # Whisper, M2M100, Blenderbot: a function in the class's module
         beside = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
         if beside is not None:
             return lambda labels: beside(labels, config.pad_token_id, config.decoder_start_token_id)
@@ -178,13 +179,13 @@ def _check_fit(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             "distill",
             f"teacher must have a forward that takes the student's inputs ({given}), got {type(teacher).__name__}: "
             f"{misfit}",
-            "wrap it in a module whose forward takes them",
+            "wrap it in a module whose forward accepts them",
         ) from error
 
 
 def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | None:
-    """Return the first of ``module.parameters()``, or the first of floating point."""
-    # Every micro-batch asks, and torch's own generators take ten times as long to begin with.
+    """Return the first of ``module.parameters()``, or the first floating point one."""
+    # Called in every micro-batch, and torch's own generators take ten times as long to start.
     for parameter in module._parameters.values():
         if parameter is not None and (not floating or parameter.is_floating_point()):
             return parameter
@@ -203,16 +204,16 @@ def is_causal(student: nn.Module) -> bool:
         raise ConfigError(
             "distill",
             f"causal must be given for {type(student).__name__}, got none: it holds {told[True]}, a causal language "
-            f"model, and {told[False]}, none",
+            f"model, and {told[False]}, which is not one",
             "set distill.causal, or distill.student to the submodule that computes the logits",
         )
     return True in told
 
 
 def models_inside(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost models of Transformers in a module, or of its naming: itself, or those that it wraps."""
+    """Return the outermost models in a module with Transformers' class names: itself, or those that it wraps."""
     found = [reference() for reference in _INSIDE.get(module, (lambda: None,))]
-    if None in found:  # never looked at, or its model was replaced since
+    if None in found:  # not cached yet, or its model has been replaced
         found = [*_outermost(module)]
         _INSIDE[module] = [weakref.ref(model) for model in found if model is not None]
     return [model for model in found if model is not None]
@@ -236,7 +237,7 @@ def _says_causal(model: nn.Module) -> bool:
 
 
 def labels_are_inputs(labels: Any, inputs: Mapping[str, Any]) -> bool:
-    """Return True if each label is the token at its own position, which only a causal language model is to predict.
+    """Return True if each label equals the token at its own position, as only in training a causal language model.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, 7]])
@@ -256,22 +257,22 @@ def labels_are_inputs(labels: Any, inputs: Mapping[str, Any]) -> bool:
 def counted_positions(
     logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None = None
 ) -> Tensor | None:
-    """Return which rows of the logits count, True = it does; None for all of them.
+    """Return a bool mask of the logits' rows that count, None if all do.
 
-    A position counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
-    position never counts. Of an unlabelled example, and without labels, all count that the attention mask does not call
-    padding. With one label an example each example counts: one whose label is -100 is unlabelled.
+    A position counts if its label is not -100. In a causal LM the logits at i predict label i + 1, so the last position
+    never counts. In unlabelled examples, and without labels, all positions except padding (by the attention mask)
+    count. With one label per example all examples count: a label of -100 means unlabelled.
     """
     shape = tuple(logits.shape[:-1])
     is_tensor = isinstance(labels, Tensor)
     if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
         got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
-        way_out = "pixels, boxes and sequences that CTC aligns have none: they are not distilled by logits"
+        way_out = "logits of pixels, boxes or CTC sequences have no such labels and cannot be distilled"
         if is_tensor and labels.is_floating_point():
-            way_out = "take divergence logit_mse for regression, bernoulli_kl for multi-label targets"
+            way_out = "use divergence logit_mse for regression, bernoulli_kl for multi-label targets"
         raise ConfigError(
             "distill",
-            f"labels must be class indices of shape {shape}, one for each row of the logits {tuple(logits.shape)}, "
+            f"labels must be class indices of shape {shape}, one per row of the logits {tuple(logits.shape)}, "
             f"got {got}",
             way_out,
         )
@@ -280,10 +281,10 @@ def counted_positions(
 
 
 def _names_of(module: nn.Module) -> tuple[list[str], set[str] | None]:
-    """Return the names of forward's positional arguments, and of all; None for any."""
-    # every micro-batch asks, and inspecting takes longer than small layers do; a wrapper may replace forward meanwhile
+    """Return the names of forward's positional arguments, and of all arguments (None: it accepts any)."""
+    # Cached by function, as inspecting takes longer than small layers and a wrapper may replace forward.
     forward = module.forward
-    # The function, not the bound method, which is a new object at each access and a key that never hits.
+    # A bound method would not do as a key: it is a new object at each access.
     function = getattr(forward, "__func__", forward)
     if (known := _NAMES.get(function)) is None:
         parameters = inspect.signature(forward).parameters.values()
@@ -294,7 +295,7 @@ def _names_of(module: nn.Module) -> tuple[list[str], set[str] | None]:
 
 
 def keywords_of(module: nn.Module) -> set[str] | None:
-    """Return the keywords that forward takes, None for any."""
+    """Return the keywords that forward accepts, None if it accepts any."""
     return _names_of(module)[1]
 
 
@@ -305,15 +306,15 @@ def _without_labels(value: Any) -> Any:
 
 
 def _as_given(value: Any, forward: Forward) -> Any:
-    """Return a batch that the student wrote its outputs into (sentence-transformers) without them."""
-    # The student's own outputs in the batch (they require a gradient) would be taken for inputs by the teacher.
+    """Return the batch without outputs that the student wrote into it (sentence-transformers)."""
+    # The teacher would treat these outputs, which require gradients, as inputs.
     if not isinstance(value, dict) or not any(value is given for given in forward.args if given is forward.output):
         return value
     return {name: item for name, item in value.items() if not (isinstance(item, Tensor) and item.requires_grad)}
 
 
 def _on(value: Any, like: Tensor | None) -> Any:
-    """Return tensors on the teacher's device, and those of floating point in its dtype."""
+    """Return tensors on the teacher's device, floating point ones in its dtype."""
     if like is not None and isinstance(value, Tensor):
         return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
     if like is not None and type(value) is dict:

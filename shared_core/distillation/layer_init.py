@@ -1,4 +1,4 @@
-"""A shallower student begins with some of its teacher's layers."""
+"""Initialise a shallower student with some of its teacher's layers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shared_core.distributed.sharded_tensors import fill_, is_sharded
 from shared_core.errors import ConfigError, MatchError
 
 EVEN = "even"
-"""Layers spread evenly over the teacher's, its first and its last among them."""
+"""Layers spread evenly over the teacher's, including its first and last."""
 
 
 def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
-    r"""Return which of the teacher's layers each layer of the student begins with.
+    r"""Return for each student layer the teacher layer it is copied from.
 
-    ``even`` takes layer :math:`i (t - 1) / (s - 1)`, rounded: of 12 layers for 6 those that DistilBERT took.
+    ``even`` uses layer :math:`i (t - 1) / (s - 1)`, rounded: 6 of 12 layers as in DistilBERT.
 
     Source: Sanh et al. (DistilBERT), 2019, arXiv:1910.01108, section 3.
 
@@ -30,7 +30,7 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
         ([10, 11], [0, 5])
     """
     if layers == EVEN:
-        # Both ends included: i (L_t - 1) / (L_s - 1), rounded. With one layer of a student it is the first.
+        # Both ends included: i (L_t - 1) / (L_s - 1), rounded. A student with one layer gets the first.
         numbers = [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
     elif layers in ("first", "last"):
         numbers = list(range(student) if layers == "first" else range(teacher - student, teacher))
@@ -39,30 +39,30 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
     if len(numbers) != student or max(numbers) >= teacher or (student > teacher and layers in (EVEN, "first", "last")):
         raise ConfigError(
             "distill",
-            f"init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), one for each of "
-            f"the student's, in numbers where it has more, got {layers!r}",
+            f"init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), one per student "
+            f"layer (as numbers if the student has more), got {layers!r}",
         )
     return numbers
 
 
 @torch.no_grad()
 def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> dict[str, Any]:
-    """Copy the teacher's weights into a shallower student of its widths, in place; return what was copied.
+    """Copy the teacher's weights into a shallower student of the same width, in place; return what was copied.
 
-    Stacks are the ``nn.ModuleList`` that both have under one name (an encoder's and a decoder's, say). Every tensor of
-    the chosen layers is copied; of the rest, such as embeddings and heads, those with the same name and shape.
+    Stacks are each ``nn.ModuleList`` with the same name in both (for example an encoder's and a decoder's). All tensors
+    of the chosen layers are copied. Of the rest, such as embeddings and heads, those with equal name and shape are.
 
     Args:
         student: Changed in place.
-        teacher: Whose weights are copied, in the student's dtype.
-        layers: As of `chosen_layers`, the same for every stack.
+        teacher: The source of the weights, which are copied in the student's dtype.
+        layers: See `chosen_layers`; the same for every stack.
 
     Returns:
-        ``layers`` copied by stack, the number of tensors ``copied``, and the names ``left`` as they were.
+        ``layers`` copied per stack, the number of tensors ``copied``, and the names ``left`` unchanged.
 
     Raises:
-        MatchError: If no stack is in both.
-        ConfigError: If a layer does not fit, or is not of floating point.
+        MatchError: If the models share no stack.
+        ConfigError: If a layer has other shapes or is not floating point.
 
     Example:
         >>> import torch
@@ -75,13 +75,13 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
         raise MatchError(
             "distill",
             "init_layers needs a torch.nn.ModuleList of the same name in student and teacher, got none",
-            "take a student of the teacher's architecture with fewer layers, or initialise it yourself",
+            "use a student of the teacher's architecture with fewer layers, or initialise it yourself",
         )
     chosen = {name: chosen_layers(layers, *sizes) for name, sizes in stacks.items()}
     ours, theirs = student.state_dict(), teacher.state_dict()
     left, sources = [], {}
     for name, tensor in ours.items():
-        # What is outside of stacks may stay where it does not fit (a head of another size); a layer may not.
+        # Tensors outside stacks may differ (a head of another size) and stay unchanged. Layers must fit.
         stack = next((stack for stack in stacks if name.startswith(f"{stack}.")), None)
         source = theirs.get(name if stack is None else _renamed(name, stack, chosen[stack]))
         if source is not None and _fits(tensor, source):
@@ -89,23 +89,23 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
         elif stack is None:
             left.append(name)
         else:
-            found = "none of that name"
+            found = "no tensor of that name"
             if source is not None:
                 found = f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
             raise ConfigError(
                 "distill",
                 f"init_layers needs layers of the student's widths, got {found} in the teacher for {name} "
                 f"{tuple(tensor.shape)}",
-                "take a student that is shallower, not narrower, with float weights in both (teacher_dtype too)",
+                "use a student that is shallower, not narrower, and float weights in both (see teacher_dtype)",
             )
-    # Written only after every name was checked: a refusal leaves the student as it was.
+    # Written only after every name was checked, so an error leaves the student unchanged.
     for name, source in sources.items():
         fill_(ours[name], source)
     return {"layers": chosen, "copied": len(sources), "left": left}
 
 
 def _stacks(student: nn.Module, teacher: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the outermost stacks of both, and their numbers of layers."""
+    """Return the outermost shared stacks and their numbers of layers in student and teacher."""
     others = dict(teacher.named_modules())
     found: dict[str, tuple[int, int]] = {}
     for name, module in student.named_modules():
@@ -124,7 +124,7 @@ def _renamed(name: str, stack: str, chosen: list[int]) -> str:
 
 
 def _fits(tensor: Tensor, source: Tensor) -> bool:
-    # A DTensor is a wrapper subclass too, and has values that can be copied.
+    # A DTensor is also a wrapper subclass, but its values can be copied.
     if is_traceable_wrapper_subclass(source) and not is_sharded(source):
-        return False  # codes, of teacher_dtype or of the teacher's own
+        return False  # quantised, by teacher_dtype or before
     return source.shape == tensor.shape and source.is_floating_point() == tensor.is_floating_point()

@@ -1,7 +1,7 @@
-"""Deep mutual learning: students that train together, each also towards the predictions of the others.
+"""Deep mutual learning: students train together, each also towards the predictions of the others.
 
-The other students are copies of the user's model with trained weights drawn anew. They live outside of the model and
-are trained by the user's own optimizer.
+The other students are copies of the user's model with re-initialised weights. They live outside the model, and the
+user's own optimizer trains them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from shared_core.files.atomic import atomic_write
 from shared_core.modules.calls import cache_configs, without_cache
 
 PEER_FILE = "eff_peer_{}.safetensors"
-"""Name of a peer's weights in the run's folder, counted from 1."""
+"""File name of a peer's weights in the run's folder; peers count from 1."""
 _LEAST_SHARE = 0.05
 
 
 class Peers(Teachers):
-    """Models that stand for the user's, each with a submodule that stands for the student.
+    """The other students: models like the user's, each with its own student submodule.
 
-    Their parameters join the parameter groups of the user's optimizers, so that learning rates, decay, loss scale and
-    skipped steps are the student's. In what an optimizer saves they are left out, and kept in this state instead.
+    Their parameters join the parameter groups of the user's optimizers, so they share the student's learning rates,
+    decay, loss scale and skipped steps. The optimizers' saved state leaves them out; `state_dict` holds them instead.
     """
 
     def __init__(self, modules: Sequence[nn.Module], student: str) -> None:
@@ -55,7 +55,7 @@ class Peers(Teachers):
         self.modules = list(modules)
         self.students = [module.get_submodule(student) for module in modules]
         self.losses = torch.zeros(len(modules) + 1)
-        """Task loss of the student and of each peer: the mean of the first micro-batches, a moving average later."""
+        """Task loss of the student and each peer: a mean over the first micro-batches, then a moving average."""
         self._micro_batches = 0
         self._hooks = [ForwardHook() for _ in modules]
         self._handles: list[RemovableHandle] = []
@@ -65,8 +65,8 @@ class Peers(Teachers):
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def join_optimizers(self, context: Context) -> None:
-        """Join the optimizers, whose own saved state has been loaded; a second call does nothing."""
-        # The saved optimizer state has only the student's parameters, and must be numbered as they are.
+        """Add the peers to the optimizers, after their own saved state was loaded. A second call does nothing."""
+        # The saved optimizer state holds only the student's parameters, in their numbering.
         if not self._optimizer_of:
             for module in self.modules:
                 self._join(module, context)
@@ -74,7 +74,7 @@ class Peers(Teachers):
                 self._handles.append(optimizer.register_state_dict_post_hook(self._leave_out))
                 self._handles.append(optimizer.register_load_state_dict_pre_hook(self._add_present))
         for module in self.modules:
-            # Peers are outside of DDP, so nothing else makes them equal on all processes.
+            # DDP does not cover peers, so make them equal on all processes here.
             for tensor in tensors_of(module).values():
                 broadcast_(tensor)
 
@@ -83,17 +83,17 @@ class Peers(Teachers):
         place = {id(mine): index for index, (_, group) in enumerate(groups) for mine in group["params"]}
         students = dict(context.model.named_parameters())
         trained = [mine for mine in students.values() if id(mine) in place]
-        # of a weight that the student has not: where its vectors (biases, norms), and where its matrices mostly are
+        # The group with most of the student's vectors (biases, norms), and the one with most of its matrices.
         counts = [Counter(place[id(mine)] for mine in trained if (mine.ndim > 1) == matrix) for matrix in (False, True)]
         joined: list[tuple[int, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
-            # The group of the student's weight of that name, else where its like mostly are.
+            # The group of the student's weight of this name, or else the group with most similar weights.
             mostly = (counts[parameter.ndim > 1] or sum(counts, Counter())).most_common(1)
             index = place.get(id(students[name])) if name in students else mostly[0][0] if mostly else None
             if parameter.requires_grad and index is not None:
                 joined.append((index, parameter))
         if not joined:
-            rule = "peers must be trained by the student's optimizer, but it holds no weight of the student"
+            rule = "peers must be trained by the student's optimizer, but it holds none of the student's weights"
             raise TrainingError("distill", rule, "pass the optimizer of the attached model to begin")
         for index, parameter in joined:
             optimizer, group = groups[index]
@@ -101,7 +101,7 @@ class Peers(Teachers):
             self._optimizer_of[parameter] = optimizer
 
     def _leave_out(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        # torch numbers parameters over all groups: without the peers' the numbers must close up.
+        # torch numbers parameters across all groups. Without the peers the numbers must be consecutive again.
         numbers: dict[int, int] = {}
         groups = []
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -113,10 +113,12 @@ class Peers(Teachers):
         return {**state, "state": of_student, "param_groups": groups}
 
     def _add_present(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state with what the optimizer holds of the peers now: `_leave_out` has left theirs out."""
+        """Return a saved state with the peers' current optimizer state, which `_leave_out` has removed."""
         number = 1 + max((number for saved in state["param_groups"] for number in saved["params"]), default=-1)
         groups, states = [*state["param_groups"]], dict(state["state"])
-        for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):  # torch compares
+        for index, (group, saved) in enumerate(
+            zip(optimizer.param_groups, groups, strict=False)
+        ):  # torch checks lengths
             peers = [parameter for parameter in group["params"] if parameter in self._optimizer_of]
             numbers = range(number, number := number + len(peers))
             groups[index] = {**saved, "params": [*saved["params"], *numbers]}
@@ -124,13 +126,13 @@ class Peers(Teachers):
         return {**state, "state": states, "param_groups": groups}
 
     def detach(self) -> None:
-        """Leave the optimizers as they were without peers."""
+        """Remove the peers from the optimizers."""
         for handle in self._handles:
             handle.remove()
         self.drop_gradients()
         for optimizer in {*self._optimizer_of.values()}:
             for group in optimizer.param_groups:
-                # In place: schedulers and wrappers hold the same list.
+                # In place, because schedulers and wrappers hold the same list.
                 group["params"][:] = [mine for mine in group["params"] if mine not in self._optimizer_of]
         for parameter, optimizer in self._optimizer_of.items():
             optimizer.state.pop(parameter, None)
@@ -139,45 +141,45 @@ class Peers(Teachers):
             module.eval()
 
     def study(self, model: nn.Module, forward: Forward, context: Context) -> list[tuple[Tensor, Any]]:
-        """Return each peer's task loss for the present micro-batch, and what its student returned."""
-        # A dict by name: a peer made of another class may lack modules; those train.
+        """Return each peer's task loss for this micro-batch, and its student's output."""
+        # By name, since a peer of another class may have other modules; these are set to train mode.
         modes = {name: module.training for name, module in model.named_modules()}
         found = []
         for module, student, hook in zip(self.modules, self.students, self._hooks, strict=True):
             for name, part in module.named_modules():
                 part.training = modes.get(name, True)
             for buffer in module.buffers():
-                broadcast_(buffer)  # as DDP does before a forward
+                broadcast_(buffer)  # like DDP before each forward
             with without_cache(cache_configs(module)):
                 loss = context.services.task_loss(module, partial(student, *forward.args, **forward.kwargs))
             latest = hook.take()
             if latest is None:
-                rule = "a peer's forward must run where its task loss is computed, and was not seen"
-                raise TrainingError("distill", rule, "call the module that training passes on, not one kept elsewhere")
+                rule = "a peer's forward must run when its task loss is computed, but did not"
+                raise TrainingError("distill", rule, "in the loss, call the model passed as argument, not a stored one")
             found.append((loss, latest.output))
         return found
 
     def note_losses(self, losses: Sequence[Tensor], share: Tensor) -> None:
-        """Let the averages follow the task losses of one micro-batch of all processes, as the trainer scales them."""
+        """Update the averages with the task losses of one micro-batch on all processes, as scaled by the trainer."""
         self._micro_batches += 1
-        # `share` is what a loss of 1 counts in this micro-batch: divided out, windows of any size are comparable.
+        # Dividing by `share`, the micro-batch's weight in its window, makes windows of any size comparable.
         now = torch.stack([loss.detach().to(share.device, torch.float32) for loss in losses]) / share
-        # a loss that is not finite, whose step is skipped, would stay in the average for good
+        # A loss that is not finite (its step is skipped) would stay in the average forever.
         now = torch.where((share > 0) & now.isfinite(), now, self.losses.to(now.device))
         all_reduce_(now, "sum").div_(world_size())
-        # A plain mean of the first 20, then an average with decay 0.95: no bias towards the zeros that it began with.
+        # A plain mean of the first 20, then an average with decay 0.95, avoids a bias towards the initial zeros.
         self.losses = self.losses.to(now.device).lerp(now, max(_LEAST_SHARE, 1 / self._micro_batches))
 
     def average_gradients(self) -> None:
-        """Average every gradient over the processes, as DDP does for the student."""
+        """Average all gradients over the processes, as DDP does for the student."""
         peers = [*self._optimizer_of]
-        # Which gradients exist must be agreed on first: all_reduce in a different order on two ranks hangs.
+        # All ranks must first agree which gradients exist: all_reduce in different orders hangs.
         reached = torch.tensor([each.grad is not None for each in peers], dtype=torch.uint8, device=peers[0].device)
         for parameter, anywhere in zip(peers, all_reduce_(reached, "max").tolist(), strict=True):
-            if anywhere and parameter.grad is None:  # an expert that has tokens on another process alone
+            if anywhere and parameter.grad is None:  # an expert with tokens only on another process
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in peers if parameter.grad is not None]
-        # One collective a dtype: many small ones cost more than the copies.
+        # One collective per dtype, because many small ones cost more than the copies.
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in alike]), "sum").div_(world_size())
@@ -185,8 +187,8 @@ class Peers(Teachers):
                 gradient.copy_(mean.view_as(gradient))
 
     def one_by_one(self, clip: Callable[[], Any]) -> None:
-        """Call `clip` once for each student, while no other has gradients: its norm is that of one model."""
-        # `clip` is the trainer's own and computes the norm of all parameters of the optimizer.
+        """Call `clip` once per student while the others have no gradients, so that each norm covers one model."""
+        # `clip` is the trainer's and computes the norm over all parameters in the optimizer.
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
         everyone = [parameter for group in groups for parameter in group["params"]]
         gradients = {parameter: parameter.grad for parameter in everyone}
@@ -206,24 +208,24 @@ class Peers(Teachers):
                 parameter.grad = gradient
 
     def after_step(self, student: nn.Module) -> None:
-        """The student took a step, and the peers with it."""
+        """Clear the peers' gradients after an optimizer step."""
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Do what a trainer does that zeroes the gradients of its model, and does not know of these."""
+        """Clear the peers' gradients, since the trainer only clears its own model's."""
         for parameter in self._optimizer_of:
             parameter.grad = None
 
     def write(self, folder: Path) -> None:
         """Write each peer's state dict as `PEER_FILE`, under the plain model's names."""
         for number, module in enumerate(self.modules, 1):
-            # a copy each: safetensors refuses two names for one storage
+            # Copied, because safetensors rejects two names for one storage.
             tensors = {name: value.to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
             with atomic_write(folder / PEER_FILE.format(number)) as temporary:
                 save_file(tensors, temporary, metadata={"format": "pt"})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, buffers and optimizer state of each, and gradients inside an accumulation window."""
+        """Return each peer's weights, buffers and optimizer state, and gradients within an accumulation window."""
         return {
             "losses": self.losses.clone(),
             "micro_batches": self._micro_batches,
@@ -250,13 +252,13 @@ class Peers(Teachers):
         """Restore saved peers, after `begin`."""
         ours = [tensors_of(module) for module in self.modules]
         saved = [each["weights"] for each in state.get("peers", ())]
-        # Shapes by name: nothing is written before all peers fit.
+        # Compare all shapes by name before anything is written.
         if [shapes_of(each) for each in saved] != [shapes_of(each) for each in ours]:
-            rule = f"saved peers must be these {len(ours)}, got {len(saved)} or others"
+            rule = f"saved peers must match the {len(ours)} of this run, got {len(saved)} or other shapes"
             raise CheckpointError("distill", rule, "resume with the peers of the run that wrote the checkpoint")
         self.losses, self._micro_batches = state["losses"].clone(), int(state["micro_batches"])
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
-        # torch keeps counts of steps on the CPU, but for kernels that read them
+        # torch keeps step counts on the CPU, except for kernels that read them
         on_device = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
         for module, tensors, each in zip(self.modules, ours, state["peers"], strict=True):
             for name, tensor in tensors.items():
@@ -266,7 +268,7 @@ class Peers(Teachers):
                     continue
                 states = self._optimizer_of[parameter].state
                 states.pop(parameter, None)
-                if name in each["optimizer"]:  # plain SGD keeps none, Adam none of what had no gradient yet
+                if name in each["optimizer"]:  # plain SGD has no state; Adam none before the first gradient
                     kept = each["optimizer"][name]
                     states[parameter] = {
                         key: _placed(value, parameter.device, parameter in on_device) for key, value in kept.items()
@@ -276,21 +278,21 @@ class Peers(Teachers):
 
 
 def _placed(value: Any, device: torch.device, scalars_too: bool) -> Any:
-    """Return a value of saved optimizer state on the device, scalars where they were unless they belong there too."""
+    """Return a value of saved optimizer state on the device; scalars only move if `scalars_too`."""
     if not isinstance(value, Tensor):
         return value
     return value.to(device, copy=True) if scalars_too or value.ndim else value.clone()
 
 
-# torch's own modules have one of the first two; transformers' models, and many users', the third
+# torch's modules have one of the first two; transformers' models, and many users' models, the third.
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
 
 
 def redrawn(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy whose trained weights the modules' own initialisers drew; global random numbers stay as they were.
+    """Return a copy whose trained weights are re-initialised by the modules' own initialisers.
 
-    A module's children come before it, as in `torch.nn.Module.apply`. Frozen weights, and buffers beside them, are the
-    model's own.
+    Children are initialised before their parent, as in `torch.nn.Module.apply`. Frozen weights and their buffers are
+    the model's. The global random state does not change.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -303,18 +305,18 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
         for parameter, _ in trained:
-            # On the CPU: a GPU draws other numbers, and not every trainer has moved the model there by now.
-            # NaN: what is still there afterwards, nothing drew.
+            # On the CPU: a GPU draws other numbers, and some trainers have not moved the model yet.
+            # Fill with NaN: weights that are still NaN afterwards were not initialised.
             parameter.data = torch.full_like(parameter, torch.nan, device="cpu")
-        # Children first: a parent's initialiser (transformers' `_init_weights`) overrides its children's defaults.
+        # Children first, so that a parent's initialiser (transformers' `_init_weights`) overrides their defaults.
         for module in _children_first(other):
-            vars(module).pop("_is_hf_initialized", None)  # transformers would leave it as it is
+            vars(module).pop("_is_hf_initialized", None)  # otherwise transformers skips it
             draw = next((getattr(module, name) for name in _INITIALISERS if hasattr(module, name)), None)
             if draw is not None:
                 draw()
         for parameter, device in trained:
             parameter.data = parameter.data.to(device)
-        # Frozen weights, and the buffers beside them (a base of codes and scales), are the original's.
+        # Frozen weights and their buffers (a quantised base with scales) come from the original.
         for name, tensor in _kept(model):
             prefix, _, own = name.rpartition(".")
             getattr(other.get_submodule(prefix), own).copy_(tensor)
@@ -322,9 +324,9 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         if parameter.requires_grad and parameter.isnan().any():
             raise MatchError(
                 "distill",
-                f"every trained weight of a peer must be drawn anew, but nothing drew {name}",
-                "give its module a method reset_parameters that does, or make the other students yourself and pass "
-                "them as peers",
+                f"every trained weight of a peer must be re-initialised, but nothing initialised {name}",
+                "give its module a reset_parameters method, or create the other students yourself and pass them as "
+                "peers",
             )
     return other
 
@@ -346,8 +348,8 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class MutualComparison(Comparison):
     """Compares every student with every other in one micro-batch: ``mean over j != i of D(p_j || p_i)``.
 
-    All of them are updated in the same optimizer step, from outputs of the same weights (Zhang et al., 2017,
-    arXiv:1706.00384, whose Algorithm 1 updates them in turn, each from the others' newest outputs).
+    All are updated in the same optimizer step, from outputs of the same weights. (Algorithm 1 of Zhang et al., 2017,
+    arXiv:1706.00384, updates them in turn, each from the others' newest outputs.)
     """
 
     trains_others = True
@@ -360,16 +362,16 @@ class MutualComparison(Comparison):
         self._latest: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, context: Context) -> None:
-        """Let the optimizers train the peers."""
+        """Add the peers to the optimizers."""
         self._peers.join_optimizers(context)
 
     def compare(self, batch: StudentBatch) -> Compared:
-        """Return how far the student is from its peers, and keep how far each of them is from the others."""
+        """Return the student's divergence from its peers, and keep each peer's divergence from the others."""
         config = self.config
         mine = find_outputs(batch.forward.output, config.logits, "student")
         if mine.kind == EMBEDDINGS:
-            rule = "teacher must not be mutual for embeddings, whose axes mean something else in every student"
-            raise ConfigError("distill", rule, "give a trained teacher")
+            rule = "teacher must not be mutual for embeddings, because their axes differ in meaning between students"
+            raise ConfigError("distill", rule, "pass a trained teacher")
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
         studied = self._peers.study(self._model, batch.forward, self._context)
@@ -380,7 +382,7 @@ class MutualComparison(Comparison):
         everyone = [batch.parts(each, of_classes=of_classes) for each in outputs]
         totals = []
         for ours in everyone:
-            # Each of the others is a fixed target here, and gets its own gradient in its own term.
+            # The others are fixed targets here; each gets its gradient in its own term.
             sums = [
                 difference(config, divergence, part, its.detach(), mask, batch.temperature)
                 for theirs in everyone
@@ -388,13 +390,13 @@ class MutualComparison(Comparison):
                 for part, its in zip(ours, theirs, strict=True)
             ]
             totals.append(torch.stack([total for total, _ in sums]).mean())
-            # All sums run over the same mask, so any of their counts serves.
+            # All sums use the same mask, so their counts are equal.
             count = sums[0][1]
         self._latest = list(zip((task for task, _ in studied), totals[1:], strict=True))
         return Compared(totals[0], count, mask)
 
     def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
-        """Return the student's loss unchanged in value, with the gradients of all peers' losses beside its own."""
+        """Return a loss with the student's value and the gradients of all students' losses."""
         losses = [mix(task, context.normalise(total, count), alpha) for task, total in self._latest]
         tasks = [task.detach() for task, _ in self._latest]
         self._peers.note_losses([task_loss, *tasks], share_of(count, context))
@@ -402,16 +404,16 @@ class MutualComparison(Comparison):
         self._latest = []
         together = torch.stack([loss.to(mixed.device) for loss in losses]).sum()
         if world_size() > 1:
-            # DDP knows nothing of the peers. Averaged at the end of each backward, before a scaler looks for overflow,
-            # so that all processes skip the same steps.
+            # DDP does not know the peers. Average at the end of each backward, before a scaler checks for overflow, so
+            # that all processes skip the same steps.
             together.register_hook(  # type: ignore[no-untyped-call]
                 lambda _: Variable._execution_engine.queue_callback(self._peers.average_gradients)  # type: ignore[attr-defined]
             )
-        # The value stays the student's loss, which is logged; the gradient is the sum of all.
+        # The value is the student's loss, which is logged. The gradient is the sum of all.
         return mixed + (together - together.detach())
 
     def detach(self) -> None:
-        """Take the peers out of the optimizers, and tell which student was best."""
+        """Remove the peers from the optimizers, and record which student was best."""
         names = ["student", *(f"peer {number}" for number in range(1, len(self._peers.losses)))]
         losses = dict(zip(names, self._peers.losses.tolist(), strict=True))
         self.told |= {"task_losses": losses, "best": min(losses, key=lambda name: losses[name])}
@@ -419,20 +421,20 @@ class MutualComparison(Comparison):
 
 
 def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Peers:
-    """Return the other students of a model that is untouched still."""
+    """Return the other students of a model that no technique has changed yet."""
     modules: list[nn.Module] = []
     for given in config.given_peers:
         module = load_named(given, student, context, trust_remote_code=config.trust_remote_code)
         check_separate(model, module)
         check_heads(student, module, divergence=config.divergence, logits=config.logits)
-        # A peer of a part of the model gets the rest of the model as a copy, so that its task loss runs whole.
+        # If the student is a part of the model, each peer also gets a copy of the rest for its task loss.
         modules.append(module if student is model else copied(model, {id(student): module}))
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))
     for number, module in enumerate(modules, 1):
         wrong = ""
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            wrong = f"have weights that train, got none in peer {number}"
+            wrong = f"have trainable weights, got none in peer {number}"
         elif any(_same(module, other) for other in [model, *modules[: number - 1]]):
             wrong = f"differ, but peer {number} has the same weights as another student; draw them from another seed"
         if wrong:

@@ -1,6 +1,6 @@
-"""Open the comparison that a config asks for: its teachers are loaded, and checked against the student.
+"""Open the comparison that a config asks for: load its teachers and check them against the student.
 
-Student and teacher must mean the same tokens by the same numbers; `common_vocabulary` tells how many both have.
+Student and teacher must use the same token numbers; `common_vocabulary` returns how many they share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def open_comparison(
     *,
     fuses_head: bool = False,
 ) -> Comparison:
-    """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student."""
+    """Return the comparison that the options ask for, with teachers loaded, frozen and checked."""
     if peers is not None:
         return MutualComparison(config, model, peers, context)
     if config.cache is not None:
@@ -44,7 +44,7 @@ def open_comparison(
     ]
     for given, module in zip(config.teachers, modules, strict=True):
         check_separate(model, module)
-        # Each teacher may set vocab_size; the next is then checked against it.
+        # Each teacher may set vocab_size, and the next one is checked against it.
         config = _with_common_vocabulary(config, student, module, given, context)
         check_heads(student, module, divergence=config.divergence, logits=config.logits, vocab_size=config.vocab_size)
     told: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
@@ -58,7 +58,7 @@ def open_comparison(
 def _with_common_vocabulary(
     config: DistillConfig, student: nn.Module, module: nn.Module, teacher: Any, context: Context
 ) -> DistillConfig:
-    """Return the options with `vocab_size` set where heads over one tokenizer are padded to different sizes."""
+    """Return the options with `vocab_size` set if heads over one tokenizer are padded to different sizes."""
     name = teacher if isinstance(teacher, str) else None
     common = common_vocabulary(
         student, module, name=name, tokenizer=context.services.tokenizer(), vocab_size=config.vocab_size
@@ -66,8 +66,8 @@ def _with_common_vocabulary(
     if common == config.vocab_size:
         return config
     context.note(
-        f"distill: the heads of student and teacher are padded differently over one tokenizer: their first {common} "
-        "classes are compared"
+        f"distill: the heads of student and teacher share a tokenizer but have different padding: comparing their "
+        f"first {common} classes"
     )
     return dataclasses.replace(config, vocab_size=common)
 
@@ -100,23 +100,23 @@ def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dic
 
 
 def _size(module: nn.Module) -> int:
-    # adapters are none of a model's own weights; bitsandbytes packs two weights of 4 bits into one number
+    # Adapters do not count as the model's weights. bitsandbytes packs two 4-bit weights into one number.
     own = [weight for name, weight in module.named_parameters() if ".lora_" not in name]
     shapes = [getattr(getattr(weight, "quant_state", None), "shape", weight.shape) for weight in own]
     return sum(shape.numel() for shape in shapes)
 
 
-_WAY_OUT = "take a teacher of the student's tokenizer, or train on text that this one generates"
+_WAY_OUT = "use a teacher with the student's tokenizer, or train on text that this teacher generates"
 
 
 def common_vocabulary(
     student: nn.Module, teacher: nn.Module, *, name: str | None, tokenizer: Any, vocab_size: int | None
 ) -> int | None:
-    """Return how many tokens a student's and a teacher's heads have in common; None where no padding differs.
+    """Return how many tokens the heads of student and teacher share; None if their padding does not differ.
 
-    The tokenizers are compared where both are known: the student's from the trainer or from the folder that it was
-    loaded from, the teacher's from its folder. A vocabulary may lack tokens of the other, and a hundredth may be
-    renamed, as reserved ones are. Otherwise the sizes tell.
+    If both tokenizers are known, they are compared: the student's from the trainer or its own folder, the teacher's
+    from its folder. A vocabulary may lack tokens of the other, and 1 % may be renamed (reserved tokens are). Otherwise
+    only the sizes are compared.
     """
     ours, theirs = _text_model(student), _text_model(teacher)
     if ours is None or theirs is None:
@@ -131,7 +131,7 @@ def common_vocabulary(
     classes = num_classes(ours), num_classes(theirs)
     are_heads = classes[0] == rows[0] and classes[1] == rows[1]
     if are_heads and (vocab_size is not None or not known):
-        return vocab_size  # of language models the sizes of the heads tell: `check_sizes`
+        return vocab_size  # `check_sizes` compares the sizes of the heads
     _check_tokens_known(*rows, mine if known else None, told)
     return min(rows) if are_heads and rows[0] != rows[1] else vocab_size
 
@@ -144,30 +144,30 @@ def _check_tokens(ours: dict[str, int], theirs: dict[str, int], teacher: str) ->
         number, mine, other = others[0]
         raise ConfigError(
             "distill",
-            f"teacher must have the student's tokenizer, got one in {teacher!r} where {len(others)} of {len(shared)} "
+            f"teacher must have the student's tokenizer, but in {teacher!r} {len(others)} of {len(shared)} shared "
             f"numbers mean other tokens, such as {number}: {mine!r} and {other!r}",
             _WAY_OUT,
         )
 
 
 def _check_tokens_known(ours: int, theirs: int, vocabulary: dict[str, int] | None, teacher: str) -> None:
-    """Refuse a teacher whose embedding lacks tokens that the student's inputs may hold."""
+    """Raise if the teacher's embedding lacks tokens that the student's inputs may hold."""
     needed = ours if vocabulary is None else min(max(vocabulary.values()) + 1, ours)
     if theirs < needed or (vocabulary is None and theirs != ours):
         verb = "have" if vocabulary is None else "know"
         rule = f"teacher must {verb} the student's {needed} tokens, got {teacher!r} with {theirs}"
-        remedy = "add them to it (resize_token_embeddings), or take them out of the student's tokenizer"
+        remedy = "add them to the teacher (resize_token_embeddings), or remove them from the student's tokenizer"
         if vocabulary is None:
-            rule += ", and no tokenizers that would tell whether only padding differs"
+            rule += ", and no tokenizers to check whether only padding differs"
             remedy = (
-                "give the Trainer the student's as processing_class and save the teacher's in its folder. With another "
-                f"tokenizer {_WAY_OUT}"
+                "pass the student's tokenizer to the Trainer as processing_class and save the teacher's in its folder. "
+                f"If they differ, {_WAY_OUT}"
             )
         raise ConfigError("distill", rule, remedy)
 
 
 def _text_model(module: nn.Module) -> Any:
-    """Return the one transformers model of tokens that a module is or holds, None if it is not one."""
+    """Return the single transformers language model that a module is or contains, or None."""
     if _num_tokens(module):
         return module
     found: list[nn.Module] = []
@@ -178,11 +178,11 @@ def _text_model(module: nn.Module) -> Any:
 
 
 def _num_tokens(module: Any) -> int:
-    """Return how many tokens a transformers model embeds, 0 where it embeds something else or is none."""
+    """Return how many tokens a transformers model embeds, 0 if it embeds something else or is another model."""
     embeddings = getattr(module, "get_input_embeddings", None)
     try:
         size = getattr(embeddings() if callable(embeddings) else None, "num_embeddings", 0)
-    except NotImplementedError:  # transformers' own, where a class has several
+    except NotImplementedError:  # transformers raises it for classes with several embeddings
         return 0
     return size if isinstance(size, int) else 0
 

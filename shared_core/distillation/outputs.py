@@ -1,4 +1,4 @@
-"""One table of the kinds of outputs that are known, and how each is distilled."""
+"""The known kinds of model outputs, and how each is distilled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     SCORES: ("scores",),
     EMBEDDINGS: ("sentence_embedding",),
 }
-"""Keys of the outputs that are not logits: of question answering in transformers, and in sentence-transformers of
-CrossEncoder and of SentenceTransformer. The key of logits is the option `logits`."""
+"""Keys of outputs other than logits: question answering in transformers, and CrossEncoder and SentenceTransformer in
+sentence-transformers. The option `logits` is the key of logits."""
 
 _NUMBERS = ("logit_mse", "bernoulli_kl", "cosine")
 
@@ -41,9 +41,9 @@ class Outputs:
 
 
 def find_outputs(output: Any, name: str, whose: str) -> Outputs:
-    """Return what is compared of a forward's output: its logits, else the first of the kinds in `KEYS` that it holds.
+    """Return the part of a forward's output to compare: its logits, or else the first kind in `KEYS` that it holds.
 
-    A name of the user's own must be there; nothing else takes its place.
+    A name set by the user must exist; there is no fallback.
 
     Example:
         >>> find_outputs({"scores": torch.zeros(3)}, "logits", "student").parts[0].shape
@@ -54,23 +54,23 @@ def find_outputs(output: Any, name: str, whose: str) -> Outputs:
     for kind, keys in _others(name).items():
         if holds(output, kind):
             parts = [_item(output, key) for key in keys]
-            # a CrossEncoder may return one number for each pair of texts
+            # A CrossEncoder may return one number per pair of texts.
             return Outputs(kind, tuple(part.unsqueeze(-1) if part.ndim == 1 else part for part in parts))
     return _nothing(output, f"logits under {name!r}" + (f", or {_known()}" if _others(name) else ""), whose)
 
 
 def _others(name: str) -> dict[str, tuple[str, ...]]:
-    """Return the kinds that are looked for where there are no logits of that name."""
+    """Return the kinds to look for if there are no logits of that name."""
     return KEYS if name == LOGITS else {}
 
 
 def holds(output: Any, kind: str) -> bool:
-    """Return True if a forward's output holds all that a kind of `KEYS` consists of."""
+    """Return True if a forward's output holds all parts of a kind in `KEYS`."""
     return all(isinstance(_item(output, key), Tensor) for key in KEYS[kind])
 
 
 def find_logits(output: Any, name: str, whose: str) -> Tensor:
-    """Return the logits in a forward's output, where nothing else will do; arguments as of `find_outputs`."""
+    """Return the logits in a forward's output, or raise; for the arguments see `find_outputs`."""
     if (logits := _logits(output, name)) is None:
         _nothing(output, f"logits under {name!r}", whose)
     return logits
@@ -79,9 +79,9 @@ def find_logits(output: Any, name: str, whose: str) -> Tensor:
 def _logits(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
-    # A namedtuple has the attribute by name, and is looked up below.
+    # A namedtuple has a named attribute, which is looked up below.
     if isinstance(output, tuple | list) and not hasattr(output, name):
-        # a model given labels puts its scalar loss first
+        # A model that gets labels returns its scalar loss first.
         return next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
     found = _item(output, name)
     return found if isinstance(found, Tensor) else None
@@ -102,25 +102,25 @@ def _known() -> str:
 
 
 def kind_ahead(module: nn.Module, name: str, whose: str) -> str | None:
-    """Return the kind of a model's outputs where its class tells it before a forward, else None."""
+    """Return the kind of a model's outputs if its class tells it before a forward, else None."""
     model: Any = getattr(module, "get_base_model", lambda: module)()  # under PEFT's wrapper
     fields = _declared(type(model))
     for kind, keys in {LOGITS: (name,), **_others(name)}.items():
         if fields.issuperset(keys):
             return kind
-    # annotations of classes with a head may be wrong (transformers 5.23: AlbertForQuestionAnswering)
+    # Annotations of classes with a head may be wrong (transformers 5.23: AlbertForQuestionAnswering).
     if "last_hidden_state" in fields and hasattr(model, "config") and "For" not in type(model).__name__:
         raise ConfigError(
             "distill",
             f"the {whose} must return logits under {name!r}, or {_known()}, got {type(model).__name__}, which returns "
             f"{', '.join(sorted(fields))}",
-            "take a model with a head, or set distill.logits to one of these",
+            "use a model with a head, or set distill.logits to one of these",
         )
     return EMBEDDINGS if embedding_width(module) is not None else None
 
 
 def _declared(kind: type[Any]) -> set[str]:
-    """Return the fields of the output class that a forward is annotated with; none where it is not."""
+    """Return the fields of the output class in a forward's annotation, empty if there is none."""
     try:
         returned = typing.get_type_hints(kind.forward).get("return")
     except (AttributeError, NameError, TypeError):
@@ -132,7 +132,7 @@ def _declared(kind: type[Any]) -> set[str]:
 
 
 def embedding_width(module: nn.Module) -> int | None:
-    """Return the width of the embeddings that a SentenceTransformer returns, None of another model."""
+    """Return the width of a SentenceTransformer's embeddings, None for another model."""
     for name in ("get_embedding_dimension", "get_sentence_embedding_dimension"):  # the older name until 5.2
         if callable(method := getattr(module, name, None)):
             width = method()
@@ -143,13 +143,13 @@ def embedding_width(module: nn.Module) -> int | None:
 def check_heads(
     student: nn.Module, teacher: nn.Module, *, divergence: str, logits: str = LOGITS, vocab_size: int | None = None
 ) -> None:
-    """Refuse, where the models tell before a batch, outputs that do not fit each other, or not the divergence."""
+    """Raise if the models' outputs do not fit each other or the divergence, as far as known before a batch."""
     for whose, module in (("student", student), ("teacher", teacher)):
         problem = getattr(getattr(module, "config", None), "problem_type", None)
         fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
         if fitting and divergence != fitting:
             rule = f"the {whose} must classify into single labels, got problem_type {problem!r}"
-            raise ConfigError("distill", rule, f"take divergence {fitting}")
+            raise ConfigError("distill", rule, f"use divergence {fitting}")
     kinds = kind_ahead(student, logits, "student"), kind_ahead(teacher, logits, "teacher")
     if EMBEDDINGS in kinds:
         widths = embedding_width(student), embedding_width(teacher)
@@ -170,8 +170,8 @@ def _misfits(
     """Yield the rules that two outputs break, as far as their kinds and last dimensions are known."""
     kind = kinds[0] or kinds[1]
     if None not in kinds and kinds[0] != kinds[1]:
-        rule = f"teacher must return what the student does, {kinds[0]}, got {kinds[1]}"
-        yield rule, "take a teacher of the student's task"
+        rule = f"teacher must return {kinds[0]} like the student, got {kinds[1]}"
+        yield rule, "use a teacher for the student's task"
     if vocab_size is not None and kind in (SPANS, EMBEDDINGS):
         yield f"vocab_size must be none for {kind}, which have no classes, got {vocab_size}", ""
     student, teacher = widths
@@ -180,15 +180,15 @@ def _misfits(
     if EMBEDDINGS in kinds and student != teacher:
         yield (
             f"teacher must return embeddings of the student's width {student}, got {teacher}",
-            "end the student with a Dense layer of the teacher's width, or the teacher with one of the student's "
-            "(the first principal components of its embeddings)",
+            "add a final Dense layer of the teacher's width to the student, or one of the student's width to the "
+            "teacher (the first principal components of its embeddings)",
         )
     elif vocab_size is None and student != teacher:
         yield (
             f"teacher must have the student's {student} classes, got {teacher}",
-            "both must share labels or vocabulary. With one tokenizer and vocabularies that are only padded "
-            "differently, set distill.vocab_size to the tokenizer's size; with different tokenizers take a teacher "
-            "of the student's, distil distill.hidden pairs, or train on text that the teacher generates",
+            "both must share labels or vocabulary. If they share a tokenizer and only padding differs, set "
+            "distill.vocab_size to the tokenizer's size. If tokenizers differ, use a teacher with the student's, "
+            "distil with distill.hidden pairs, or train on text that the teacher generates",
         )
     elif vocab_size is not None and vocab_size > min(student, teacher):
         yield (
@@ -199,12 +199,12 @@ def _misfits(
 
 
 def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
-    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few."""
+    """Raise if the numbers of classes differ, or are smaller than `vocab_size` if it is given."""
     _refuse(_misfits((LOGITS, LOGITS), (student, teacher), vocab_size))
 
 
 def num_classes(module: nn.Module) -> int | None:
-    """Return the width of the logits where a Transformers model tells it, else None."""
+    """Return the width of a Transformers model's logits if known, else None."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
     if isinstance(classes, int):  # a quantised weight is packed
@@ -218,7 +218,7 @@ def num_classes(module: nn.Module) -> int | None:
 
 
 def divergence_of(kind: str, divergence: str, width: int | None) -> str:
-    """Return the divergence that compares outputs of a kind; where the default means nothing there, what is usual.
+    """Return the divergence for outputs of a kind: the given one, or the usual one if the default does not apply.
 
     Example:
         >>> divergence_of("spans", "jsd", 384), divergence_of("scores", "forward_kl", 1)
@@ -230,27 +230,27 @@ def divergence_of(kind: str, divergence: str, width: int | None) -> str:
         if divergence not in ("forward_kl", "logit_mse"):
             raise ConfigError(
                 "distill",
-                "divergence must be left out for embeddings, whose cosine is compared, or be logit_mse, got "
+                "divergence must be left at its default for embeddings (cosine similarity), or be logit_mse, got "
                 f"{divergence!r}",
             )
         return "cosine" if divergence == "forward_kl" else divergence
-    # one score is no distribution
+    # One score is not a distribution.
     return "logit_mse" if kind == SCORES and width == 1 and divergence == "forward_kl" else divergence
 
 
 def is_of_classes(divergence: str) -> bool:
-    """Return True if a divergence compares one distribution over classes, not independent labels or numbers."""
+    """Return True if a divergence compares distributions over classes rather than independent labels or numbers."""
     return divergence not in _NUMBERS
 
 
 def over_positions(
     spans: Outputs, attention_mask: Any, *, of_classes: bool
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return the parts of spans as logits, and which of their rows count: True = it does, None = all.
+    """Return the parts of spans as logits, and a bool mask of the rows that count, None if all do.
 
-    Start and end are one choice each among the positions of an example. Padding is none of them: its logits become
-    -inf, so that a longer batch gives the same loss. As independent numbers (not `of_classes`) each position is a row
-    of its own. An attention mask of another shape than the spans, ``(B, positions)``, is not asked.
+    Start and end each choose one position of an example. Padding cannot be chosen: its logits become -inf, so that a
+    longer batch gives the same loss. As independent numbers (not `of_classes`) each position is a separate row. An
+    attention mask whose shape differs from the spans' ``(B, positions)`` is ignored.
 
     Example:
         >>> spans = Outputs("spans", (torch.zeros(1, 3), torch.ones(1, 3)))
@@ -262,7 +262,7 @@ def over_positions(
         return spans.parts if of_classes else tuple(part.unsqueeze(-1) for part in spans.parts), None
     if not of_classes:
         return tuple(part.unsqueeze(-1) for part in spans.parts), (attention_mask != 0).to(first.device)
-    # Rows are examples and classes are positions here: padding is a class that neither side may choose.
+    # Here rows are examples and classes are positions, so padding is a class that neither model may choose.
     padding = (attention_mask == 0).to(first.device)
     parts = tuple(part.masked_fill(padding.to(part.device), -torch.inf) for part in spans.parts)
     return parts, ~padding.all(-1)
@@ -271,7 +271,7 @@ def over_positions(
 def check_outputs(
     student: Outputs, teacher: Outputs, *, of_classes: bool = True, vocab_size: int | None = None
 ) -> None:
-    """Refuse outputs of two models that cannot be compared, as distributions if `of_classes`."""
+    """Raise if the outputs of two models cannot be compared (as distributions if `of_classes`)."""
     _refuse(_differences(student, teacher, of_classes, vocab_size))
 
 
@@ -284,7 +284,7 @@ def _differences(
         yield (
             "the student must be a classifier or language model with logits (..., classes), got logits of shape "
             f"{tuple(mine.shape)}",
-            "take divergence logit_mse for regression",
+            "use divergence logit_mse for regression",
         )
     has_width = student.kind != SPANS and mine.ndim and its.ndim
     yield from _misfits(kinds, (mine.shape[-1], its.shape[-1]) if has_width else (None, None), vocab_size)

@@ -1,9 +1,9 @@
-"""One pass over the logits for the gradients of both terms, where the task loss is their cross-entropy.
+"""Compute the gradients of both terms in one pass over the logits, if the task loss is their cross-entropy.
 
-The graph of the task loss tells that it is (`cross_entropy_of`), and `fused_sum` then adds its gradient to that of the
-soft term. Whatever else a task loss is, it keeps its own gradient. A student whose trainer fuses its head into the loss
-(TRL) returns log-probabilities of the labels and no logits: `FusedHead` keeps the output of the backbone, and the
-model's own forward, run with that output in place of its backbone, makes the logits that it would have returned.
+`cross_entropy_of` detects this from the task loss's graph, and `fused_sum` adds its gradient to the soft term's. Any
+other task loss keeps its own gradient. If a trainer fuses the student's head into the loss (TRL), the student returns
+log-probabilities of the labels instead of logits. Then `FusedHead` records the backbone's output, and the model's own
+forward computes the logits from it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MEAN, _SUM = 1, 2
 class TaskLoss:
     """A task loss, and how it is mixed with the soft term.
 
-    ``ratio(weight, count)`` is the weight of a row's cross-entropy in the mixture over that of its divergence, if
-    `weight` is the one in the task loss and `count` the number of rows with a soft term.
+    ``ratio(weight, count)`` is a row's cross-entropy weight in the mixture divided by its divergence weight. `weight`
+    is the cross-entropy's weight in the task loss, `count` the number of rows with a soft term.
     """
 
     loss: Tensor
@@ -41,20 +41,20 @@ class TaskLoss:
 
 @dataclass(frozen=True)
 class HardTerm:
-    """The cross-entropy as one pass adds it to the soft term."""
+    """The cross-entropy that one pass adds to the soft term."""
 
     labels: Tensor
-    """int64, one for each row of the logits, -1 where a row has none."""
+    """int64, one per row of the logits; -1 if a row has no label."""
     ratio: float
-    """The weight of a row's cross-entropy over that of its divergence."""
+    """A row's cross-entropy weight divided by its divergence weight."""
     count: int
-    """Number of rows that have a soft term; all that have a label are among them."""
+    """Number of rows with a soft term, which include all rows with a label."""
 
 
 def hard_term(task: TaskLoss, found: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> HardTerm | None:
-    """Return the cross-entropy that a task loss is, as `cross_entropy_of` found it.
+    """Return the task loss as a cross-entropy term, from the result of `cross_entropy_of`.
 
-    None if rows without a soft term (that are not in `mask`) have labels. The host waits for the device once.
+    None if rows without a soft term (outside `mask`) have labels. Waits for the device once.
     """
     if found is None:
         return None
@@ -66,7 +66,7 @@ def hard_term(task: TaskLoss, found: tuple[Tensor, Tensor] | None, mask: Tensor 
 
 
 def cross_entropy_of(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return labels, -1 where a row has none, and the factor of each row's cross-entropy in a loss that has no more.
+    """Return the labels (-1: none) and each row's factor if a loss is only a cross-entropy of these logits, else None.
 
     Example:
         >>> logits = torch.zeros(3, 4, requires_grad=True) * 1
@@ -91,13 +91,13 @@ def cross_entropy_of(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor] | No
     labels = node._saved_target
     if weight.numel() != 1 or labels.dim() != 1 or len(labels) * logits.shape[-1] != logits.numel():
         return None
-    # saved without its sign
+    # ignore_index is saved as an unsigned number.
     ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
     return labels.masked_fill(labels == ignored, -1), weight.reshape(())
 
 
 def without_factors(loss: Tensor) -> tuple[Any, Tensor]:
-    """Return the node of a loss's graph that constants multiply, None if others see its gradient, and their product."""
+    """Return the graph node behind a loss's constant factors (None if others use its gradient), and their product."""
     node: Any = None if loss._backward_hooks or loss.retains_grad else loss.grad_fn
     weight = torch.ones((), device=loss.device)
     while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
@@ -110,7 +110,7 @@ def without_factors(loss: Tensor) -> tuple[Any, Tensor]:
 
 
 def _is_log_softmax(node: Any, logits: Tensor) -> bool:
-    """Return True if a node is log_softmax over the last of two dimensions, of these logits and their rows in order."""
+    """Return True if a node is the log_softmax of these logits over the last of two dimensions, rows in order."""
     if node is None or node.name() != "LogSoftmaxBackward0" or node._saved_dim not in (1, -1, 2**64 - 1):
         return False
     node, output = node.next_functions[0]
@@ -123,11 +123,11 @@ _LOG_PROBS = "log_probs"
 
 
 class FusedHead:
-    """Takes the log-probabilities that a student returns out of its graph, so that one pass can serve both terms.
+    """Detaches the log-probabilities that a student returns, so that one pass can compute both terms' gradients.
 
-    The trainer computes its loss from a leaf that holds the same numbers. `take` asks what the gradient by them is;
-    whoever computes the soft term returns it through the head together with its own, or `Task.rejoined` lets it flow
-    as it would have. A copied or pickled one is off.
+    The trainer computes its loss from a leaf with the same values. `take` computes the gradient for this leaf. Then
+    either the soft term's backward sends it through the head with its own gradient, or `Task.rejoined` sends it as
+    usual. Copies and pickles are off.
     """
 
     def __init__(self, student: nn.Module) -> None:
@@ -157,7 +157,7 @@ class FusedHead:
         return type(output)(**{**output, _LOG_PROBS: leaf})  # type: ignore[call-arg]
 
     def take(self, task_loss: Tensor) -> Task:
-        """Return the task loss with its gradients by the log-probabilities since the last call, and forget those."""
+        """Return the task loss with its gradients for the log-probabilities since the last call, and forget these."""
         cuts, self._cuts = self._cuts, []
         leaves = [leaf for leaf, _ in cuts]
         grads: Any = [None] * len(cuts)
@@ -168,7 +168,7 @@ class FusedHead:
         )
 
     def with_logits(self, forward: Forward) -> Forward:
-        """Return a forward of the student with the output that its own forward makes of the backbone's."""
+        """Return the forward with the logits that the student's own forward computes from the backbone's output."""
         kept, self._kept = self._kept, None
         if _LOG_PROBS not in forward.output:
             return forward
@@ -189,7 +189,7 @@ class FusedHead:
         self._kept, self._cuts = None, []
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.active = False
         self.forget()
         for handle in self._handles:
@@ -198,21 +198,21 @@ class FusedHead:
 
 @dataclass(frozen=True)
 class Task:
-    """A task loss that was computed from leaves, and the log-probabilities that belong there with its gradients."""
+    """A task loss computed from detached leaves, and the original log-probabilities with their gradients."""
 
     loss: Tensor
     parts: list[tuple[Tensor, Tensor]]
 
     @property
     def weight(self) -> float:
-        """The factor of every position's cross-entropy in the loss; 0 if factors differ or are not above 0."""
+        """The common factor of all positions' cross-entropies in the loss; 0 if factors differ or are not positive."""
         if len(self.parts) != 1 or not self.parts[0][1].numel():
             return 0.0
         low, high = (float(end) for end in self.parts[0][1].aminmax())
         return -low if low == high < 0 else 0.0
 
     def rejoined(self) -> Tensor:
-        """Return the loss with its gradient flowing to the log-probabilities."""
+        """Return the loss with its gradient connected to the original log-probabilities."""
         loss = self.loss
         for log_probs, grad in self.parts:
             loss = routed(loss, log_probs, grad)
@@ -220,7 +220,7 @@ class Task:
 
 
 def routed(value: Tensor, other: Tensor, weight: Tensor | float) -> Tensor:
-    """Return a scalar whose gradient goes to itself and, times `weight`, to `other`."""
+    """Return `value`, with its gradient also passed to `other`, times `weight`."""
     result: Tensor = _Routed.apply(value, other, weight)  # type: ignore[no-untyped-call]
     return result
 
@@ -237,7 +237,7 @@ class _Routed(torch.autograd.Function):
 
 
 def with_own_forward(copy: nn.Module) -> nn.Module:
-    """Return a copied model with its class's forward: a fused one would run the model that it was copied from."""
+    """Return a copied model with its class's forward, since a fused forward would run the original model."""
     vars(_base(copy)).pop("forward", None)
     return copy
 
@@ -248,8 +248,8 @@ def _base(model: nn.Module) -> nn.Module:
 
 
 SMALLEST = 1 << 19
-"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU); where a kernel
-takes all rows at once, none are too few."""
+"""Below this number of logits, whole-tensor operations are faster than a few rows at a time (torch 2.13, CPU). Kernels
+that process all rows at once have no minimum."""
 
 
 def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
@@ -258,8 +258,8 @@ def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
         divergence in FUSED
         and (student.numel() >= SMALLEST or (student.is_cuda and compiles_for(student.device)))
         and torch.is_grad_enabled()
-        # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
-        # compiled graphs and functorch need autograd's own operations.
+        # The fused gradient only supports a plain backward. Tensor subclasses, compiled graphs and functorch need
+        # autograd's own operations.
         and student.requires_grad
         and is_plain(student)
         and is_plain(teacher)
@@ -278,10 +278,10 @@ def soft_sum(
     hard: HardTerm | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits."""
+    """Return the result of the function in `DIVERGENCES`, using `fused_sum` if possible."""
     options["temperature"] = temperature
     if fits_fused_sum(divergence, student, teacher):
-        # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.
+        # The fused kernel divides both sides by T. Log-probabilities times T are logits whose softmax at T gives them.
         return fused_sum(divergence, student, teacher * temperature if softened else teacher, hard=hard, **options)
     if softened:
         return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
@@ -299,10 +299,10 @@ def fused_sum(
     beta: float = 0.5,
     hard: HardTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
+    """Return the result of the function in `DIVERGENCES` for two logits. Second derivatives are not supported.
 
-    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save. That of
-    `hard`, a cross-entropy, is added to it, times its ratio.
+    The gradient is computed with the sum, in float32 or wider, because fp16 would lose small values before loss scaling
+    can help. The gradient of `hard`, a cross-entropy, is added, times its ratio.
 
     Example:
         >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)
@@ -315,15 +315,15 @@ def fused_sum(
     check_fraction(divergence, "beta", beta)
     divergence = without_ends(divergence, beta)
     check_mask(divergence, mask, tuple(student.shape[:-1]))
-    # The mask is applied below, by index: boolean indexing here would copy both sides first.
+    # The mask is applied below by index, since boolean indexing here would copy both sides first.
     rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
     labels, ratio = (None, 0.0) if hard is None else (hard.labels, hard.ratio)
     places = None
-    if mask is not None:  # found once: on a GPU the host waits for it, unless it knows how many there are
+    if mask is not None:  # computed once: on a GPU the host waits for it, unless the count is known
         flat = mask.to(student.device).flatten()
         places = (flat.nonzero() if hard is None else torch.nonzero_static(flat, size=hard.count)).squeeze(1)
         count = torch.full_like(count, len(places))
-    # The kernel multiplies by T² itself; without scaling its inverse takes that out.
+    # The kernel always multiplies by T². Without scaling, dividing by T² removes it.
     factor = 1.0 if scale_by_temperature else temperature**-2
     rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
     terms = labels, temperature, factor, ratio, divergence, beta
@@ -347,7 +347,7 @@ class _FusedSum(torch.autograd.Function):
             if places is None:
                 soft, _, gradient = kd_rows(rows, targets, *terms)
             else:
-                # What is chosen is a copy, and can become the gradient.
+                # The indexed rows are a copy and can be overwritten with the gradient.
                 gradient = rows.index_select(0, places).to(arithmetic_dtype(student.dtype, temperature))
                 labels = None if labels is None else labels.index_select(0, places)
                 soft, _ = kd_rows_(gradient, targets.index_select(0, places), labels, *terms[1:])
@@ -363,7 +363,7 @@ class _FusedSum(torch.autograd.Function):
         if not kept:
             ctx.gradient = None
         if ctx.places is not None:
-            # The compact gradient of the rows that count is put back in its places; others get 0.
+            # The compact gradient is scattered to the rows that count; other rows get 0.
             whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
             gradient = whole.index_copy_(0, ctx.places, gradient)
         return gradient.view(ctx.shape), *[None] * 4

@@ -1,7 +1,7 @@
-"""Teachers: frozen models, one or several, or the moving average of the student itself.
+"""Teachers: one or several frozen models, or the student's own moving average.
 
-A teacher may be loaded in fewer bits than it was saved in. The teacher of a sharded student is sharded in the same way,
-so that no process holds a whole one.
+A teacher may be loaded in fewer bits than it was saved in. If the student is sharded, its teacher is sharded in the
+same way, so that no process holds a whole teacher.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from shared_core.modules.running_average import move_towards_
 
 
 def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
-    """Turn a teacher's weights into another format, in place.
+    """Convert a teacher's weights to another format, in place.
 
-    ``int8`` (one scale a row, torchao) and ``nf4`` (64 weights a scale, bitsandbytes) are of linear layers alone, but
-    for the output head; what else there is stays as it was saved.
+    ``int8`` (one scale per row, torchao) and ``nf4`` (one scale per 64 weights, bitsandbytes) apply to linear layers
+    except the output head. Other weights do not change.
 
     Source: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
@@ -46,8 +46,8 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
         name: layer for name, layer in teacher.named_modules() if isinstance(layer, nn.Linear) and layer is not head
     }
     if not linears:
-        raise MatchError("distill", f"teacher_dtype {dtype} needs a linear layer, got {type(teacher).__name__} without")
-    # a run attaches more than once
+        raise MatchError("distill", f"teacher_dtype {dtype} needs a linear layer, got none in {type(teacher).__name__}")
+    # A run may attach more than once.
     found = [name for name, layer in linears.items() if is_plain(layer.weight)]
     try:
         if dtype == "int8":
@@ -57,11 +57,11 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
             _to_nf4_(teacher, found)
     except (NotImplementedError, RuntimeError, OSError, ValueError) as error:
         rule = f"teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}"
-        raise CompatibilityError("distill", rule, "take bfloat16, which runs anywhere") from error
+        raise CompatibilityError("distill", rule, "use bfloat16, which runs anywhere") from error
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return True if a weight is of floating point and not packed by a library."""
+    """Return True if a weight is floating point and not packed by a quantisation library."""
     return weight.is_floating_point() and type(weight.data) is Tensor
 
 
@@ -76,13 +76,13 @@ def _to_nf4_(teacher: nn.Module, names: list[str]) -> None:
 
 
 def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
-    """Shard a teacher over the processes that share the student, in place; nothing if the student is whole.
+    """Shard a teacher over the student's processes, in place. A no-op if the student is not sharded.
 
-    Each layer of a stack (``nn.ModuleList``) is gathered by itself, like the rest of the model. A teacher that is
-    sharded already, or quantised, stays as it is. Products are made in the student's dtype.
+    Each layer of a stack (``nn.ModuleList``) is gathered separately, and the rest of the model together. A teacher that
+    is already sharded or quantised does not change. Products are computed in the student's dtype.
     """
     mesh = next((part.device_mesh for part in student.parameters() if isinstance(part, DTensor)), None)
-    # packed weights have no rows to share: every process holds them, as they are few
+    # Packed weights have no rows to shard. They are small, so every process holds them.
     if mesh is None or any(isinstance(part, DTensor) or not is_plain(part) for part in teacher.parameters()):
         return
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": _policy(student)}
@@ -98,21 +98,21 @@ def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
 def _policy(student: nn.Module) -> MixedPrecisionPolicy:
     wrapped = next((module for module in student.modules() if isinstance(module, FSDPModule)), None)
     state = wrapped._get_fsdp_state() if wrapped is not None else None
-    found = getattr(state, "_mp_policy", None)  # not public as of torch 2.15
+    found = getattr(state, "_mp_policy", None)  # not public in torch 2.15
     return found if isinstance(found, MixedPrecisionPolicy) else MixedPrecisionPolicy()
 
 
 _TRAINING = attrgetter("training")
-# `eval` changes nothing about them; every micro-batch asks the others
+# `eval` does not change these modules; the others are checked in every micro-batch
 _ALIKE_IN_BOTH_MODES = frozenset(
     (nn.Conv1d, nn.Conv2d, nn.Embedding, nn.GELU, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.ReLU, nn.Sequential)
 )
 
 
 class Teachers:
-    """Frozen models outside of the student: in no state dict, no optimizer, always in eval mode.
+    """Frozen models outside the student: in no state dict or optimizer, always in eval mode.
 
-    `weights` tell how much each counts; empty for equally.
+    `weights` are the relative weights of the teachers; empty for equal ones.
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
@@ -126,8 +126,8 @@ class Teachers:
         self._caches = cache_configs(*self.modules)
 
     def ask(self, student: nn.Module, forward: Forward) -> list[Any]:
-        """Return what each says to the student's inputs."""
-        if any(map(_TRAINING, self._parts)):  # `eval` goes through all of a model, slowly
+        """Return each teacher's output for the student's inputs."""
+        if any(map(_TRAINING, self._parts)):  # calling `eval` on a whole model is slow
             for module in self.modules:
                 module.eval()
         with without_cache(self._caches):
@@ -145,19 +145,19 @@ class Teachers:
                 "distill",
                 f"teacher must compute from the student's inputs, of shapes {shapes}, got {type(module).__name__}: "
                 f"{error}",
-                "give a teacher of these inputs, or name as distill.student the part of the model that has the "
+                "pass a teacher for these inputs, or set distill.student to the part of the model that has the "
                 "teacher's",
             ) from error
 
     def begin(self, student: nn.Module) -> None:
-        """Give every process the parts of each teacher that it has of a sharded student, on the student's device."""
+        """Shard each teacher like the student, and move it to the student's device."""
         for module in self.modules:
             if not _is_placed(module):
                 shard_like_(module, student)
         self.follow(student)
 
     def follow(self, student: nn.Module) -> None:
-        """Bring every teacher to the student's device."""
+        """Move every teacher to the student's device."""
         there = first_parameter(student)
         for module in self.modules:
             here = first_parameter(module)
@@ -166,39 +166,39 @@ class Teachers:
             module.to(there.device)
 
     def after_step(self, student: nn.Module) -> None:
-        """The student took a step; frozen teachers do not."""
+        """Called after each applied step; a no-op for frozen teachers."""
 
     @property
     def is_readable(self) -> bool:
-        """True if `state_dict` needs no other process."""
+        """True if `state_dict` needs no communication with other processes."""
         return True
 
     def gather(self) -> None:
-        """Hold whole what `state_dict` returns, until `release`; every process must call it."""
+        """Gather the tensors for `state_dict`, until `release`. Every process must call it."""
 
     def release(self) -> None:
         """Undo `gather`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes during training: nothing."""
+        """Return the state that changes during training; empty for frozen teachers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Restore the state returned by `state_dict`; the student's own was restored before."""
+        """Restore the state returned by `state_dict`, after the student's was restored."""
 
 
 class StudentAverage(Teachers):
     """The student's moving average as its teacher: ``θ' ← d·θ' + (1 - d)·θ`` after each applied step.
 
-    Buffers are those of the student (Tarvainen and Valpola 2017, arXiv:1703.01780). Under FSDP2 a process averages its
-    own part.
+    Buffers are copied from the student (Tarvainen and Valpola 2017, arXiv:1703.01780). Under FSDP2 each process
+    averages its own shard.
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
         if any(map(is_sharded, student.parameters())):
             raise CompatibilityError(
                 "distill",
-                "teacher must not be ema for a model that is sharded already, which FSDP2 does not let be copied",
+                "teacher must not be ema for a model that is already sharded, because FSDP2 cannot copy it",
                 "use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP",
             )
         super().__init__([_copied(student)])
@@ -207,11 +207,11 @@ class StudentAverage(Teachers):
 
     @torch.no_grad()
     def after_step(self, student: nn.Module) -> None:
-        """Move the average one step towards the student."""
+        """Update the average with the student's weights."""
         (average,) = self.modules
         parameters = zip(average.parameters(), student.parameters(), strict=True)
         buffers = zip(average.buffers(), student.buffers(), strict=True)
-        try:  # shapes are compared name by name only where they do not fit: that takes long in every step
+        try:  # comparing shapes by name is slow, so it is done only after an error
             pairs = [(local_part(mean), local_part(now.detach())) for mean, now in parameters if not _is_codes(mean)]
             move_towards_([mean for mean, _ in pairs], [now for _, now in pairs], 1 - self._decay)
             for its, buffer in buffers:
@@ -222,7 +222,7 @@ class StudentAverage(Teachers):
         reshard_(average)
 
     def begin(self, student: nn.Module) -> None:
-        """Bring the average to the device of the student, which must have the layers that it had."""
+        """Move the average to the student's device. The student's layers must not have changed."""
         self._check_same(student)
         super().begin(student)
 
@@ -234,26 +234,26 @@ class StudentAverage(Teachers):
         name = next((name for name in [*now, *kept] if now.get(name) != kept.get(name)), "the order of its tensors")
         raise TrainingError(
             "distill",
-            f"the student of teacher: ema must keep its layers, got a difference at {name}",
+            f"with teacher ema the student must keep its layers, got a difference at {name}",
             "add, remove or replace layers before techniques attach (in Lightning in __init__ or configure_model)",
         )
 
     @property
     def is_readable(self) -> bool:
-        """True if the average is whole here, or gathered."""
+        """True if the average is not sharded, or is gathered."""
         return self._gathered is not None or not any(map(is_sharded, self._tensors().values()))
 
     def gather(self) -> None:
-        """Hold the average whole, on the CPU, if it is sharded."""
+        """Gather a sharded average on the CPU."""
         if not self.is_readable:
             self._gathered = {name: whole(tensor.detach()).cpu() for name, tensor in self._tensors().items()}
 
     def release(self) -> None:
-        """Hold this process's part alone."""
+        """Keep only this process's shard."""
         self._gathered = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average's tensors, whole; of sharded ones those gathered, or every process must call it."""
+        """Return the average's full tensors. If it is sharded and not gathered, every process must call this."""
         if self._gathered is not None:
             return dict(self._gathered)
         return {name: whole(tensor.detach()).clone() for name, tensor in self._tensors().items()}
@@ -265,17 +265,17 @@ class StudentAverage(Teachers):
         for path, module in list(student.named_modules()):
             if any(map(_is_codes, module._parameters.values())):
                 average.set_submodule(path, _copied(module))
-        self._freeze(self.modules)  # the copies are in the student's mode
+        self._freeze(self.modules)  # the copies start in the student's mode
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
-            rule = "the saved average must be of this model"
+            rule = "the saved average must fit this model"
             raise CheckpointError("distill", rule, "resume with the model that wrote the checkpoint")
         for name, tensor in tensors.items():
             fill_(tensor, state[name])
 
     def _tensors(self) -> dict[str, Tensor]:
         (average,) = self.modules
-        reshard_(average)  # its forward leaves the outermost module gathered
+        reshard_(average)  # after a forward the outermost module stays gathered
         parameters = {name: mean for name, mean in average.named_parameters() if not _is_codes(mean)}
         return {**parameters, **dict(average.named_buffers())}
 
@@ -293,46 +293,46 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy that computes with its own weights.
 
-    Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
+    Lightning sets a `torch.compile`d module's compiled ``forward`` on the instance. A plain copy would still call the
     original's.
     """
     refuse_scripted(model, "distill")
     for name, module in model.named_modules():
-        # deepcopy refuses tensors with a history; told by module here, and by tensor there.
+        # deepcopy fails for tensors with a graph. This error names the module.
         if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
             raise CompatibilityError(
                 "distill",
-                f"a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor that is "
+                f"a student that is copied must hold only parameters, got {name or 'a model'} with a tensor that is "
                 "computed from them (torch.nn.utils.weight_norm or spectral_norm)",
-                "use the functions of torch.nn.utils.parametrizations",
+                "use torch.nn.utils.parametrizations instead",
             )
     other = copy.deepcopy(model, memo)
     for module in other.modules():
-        # A compiled forward is bound to the original's weights: the copy would compute with them.
+        # A compiled forward is bound to the original's weights, and the copy would use them.
         if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
             del module.forward
     return other
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy that shares the codes of a frozen base, which no training changes."""
+    """Return a copy that shares the quantised weights of a frozen base."""
     codes = [parameter for parameter in module.parameters() if _is_codes(parameter)]
     return copied(module, {id(parameter): parameter for parameter in codes})
 
 
 def _is_codes(parameter: Tensor | None) -> bool:
-    """Return True if a parameter is of a frozen base in 4 or 8 bits: the student's, as are its scales, not averaged."""
+    """Return True if a parameter belongs to a frozen 4- or 8-bit base, which is shared and not averaged."""
     return parameter is not None and not parameter.is_floating_point()
 
 
 def _is_placed(module: nn.Module) -> bool:
-    """Return True if accelerate placed a model, or bitsandbytes quantised it: `to` is refused or would undo it."""
+    """Return True if Accelerate placed a model or bitsandbytes quantised it, so that `to` would fail or undo this."""
     return hasattr(module, "hf_device_map") or bool(getattr(module, "is_quantized", False))
 
 
 def check_separate(model: nn.Module, teacher: nn.Module) -> None:
-    """Refuse a teacher that is, or is part of, the model: freezing it would freeze the model."""
+    """Raise if the teacher shares weights with the model, because freezing it would freeze the model."""
     own = {id(parameter) for parameter in model.parameters()}
     if teacher in set(model.modules()) or any(id(parameter) in own for parameter in teacher.parameters()):
-        rule = f"teacher must share no weights with the model, got {type(teacher).__name__} that does"
-        raise CompatibilityError("distill", rule, "pass a copy (copy.deepcopy), kept outside the model")
+        rule = f"teacher must not share weights with the model, got {type(teacher).__name__}, which does"
+        raise CompatibilityError("distill", rule, "pass a copy (copy.deepcopy) that is not part of the model")

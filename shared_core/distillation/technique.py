@@ -1,7 +1,7 @@
-"""Distillation as a technique: a hook sees the student's batch, the loss verb asks the teacher about it.
+"""Distillation as a technique: a hook records the student's batch, and `loss` runs the teacher on it.
 
-What a run needs beside that is chosen once, when it attaches: a `Comparison` of outputs (of a teacher's, a cache's, in
-chunks, or of students with each other), and `WatchedPairs` of features, if any.
+`attach` chooses a `Comparison` of outputs (with a teacher, a cache, in chunks, or between students) and, if the options
+ask for it, `WatchedPairs` of features.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.printing import amount, counted
 
-# Students that began with their teacher's layers, and what was copied: training on must not begin again.
+# Students with copied teacher layers, and what was copied. When training continues, they are not copied again.
 _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class Distillation(Technique):
     """Adds the soft term to the task loss: ``L = alpha * task + (1 - alpha) * T² * KL(teacher || student)``.
 
-    A teacher never becomes part of the model: it is in no state dict and no optimizer, always in eval mode,
-    and its parameters are set to ``requires_grad=False``. It runs once a micro-batch, under the autocast that
-    the loss verb is called in. Of several forwards before one loss, the last is distilled. Feature pairs add their own
-    terms, beside that mixture.
+    The teacher never becomes part of the model: it is in no state dict or optimizer, stays in eval mode, and its
+    parameters are set to ``requires_grad=False``. It runs once per micro-batch, under the autocast that is active when
+    `loss` is called. If the student runs several times before one loss, the last forward is distilled. Feature pairs
+    add their own terms to this sum.
 
     Args:
         config: The options.
@@ -66,11 +66,11 @@ class Distillation(Technique):
     def __init__(self, config: DistillConfig) -> None:
         super().__init__(config)
         self.labels: Tensor | None = None
-        """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
+        """Labels of the next loss, if the trainer removes them from the model's inputs; used once."""
         self.fuses_head = False
-        """True if the trainer calls the student for log-probabilities of labels, not logits; set before `attach`."""
+        """True if the student returns log-probabilities of the labels instead of logits; set before `attach`."""
         self.is_causal = False
-        """True if the student's labels are one position ahead; known from `attach` on."""
+        """True if position i predicts label i + 1; known after `attach`."""
         self._examples = Examples(config.unlabelled_field)
         self._schedule = Schedule(config)
         self._comparison: Comparison | None = None
@@ -92,7 +92,7 @@ class Distillation(Technique):
     # -- start and end
 
     def before_attach(self, context: Context) -> None:
-        """Make the other students: no technique has touched the model that they are copies of."""
+        """Make the other students as copies of the model, before any technique changes it."""
         if self.config.mutual and not context.is_preview:
             self._peers = make_peers(self.config, context.model, self._find_student(context.model), context)
 
@@ -120,22 +120,22 @@ class Distillation(Technique):
         self._pairs = open_pairs(config, student, teachers, context.generator)
         for name, pairs in self._pairs.items():
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
-        self._fused = FusedHead(student) if self.fuses_head else None  # its hook makes what the next one keeps
+        self._fused = FusedHead(student) if self.fuses_head else None  # hooks run in this order
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
         return touched
 
     def _detach(self) -> None:
-        """Take the hook off the student and release the teacher."""
+        """Remove the student's hook and release the teacher."""
         if self._handle is not None:
             self._handle.remove()
-        # the state stays readable
+        # `state_dict` still works after this.
         self._saved_pairs = self._pair_states()
         for pairs in self._pairs.values():
             pairs.detach()
         self._pairs = {}
         if self._comparison is not None:
             teachers = self._comparison.teachers
-            # Gathering a sharded average is a collective; `detach` may run on one rank alone, after an exception.
+            # Gathering a sharded average is a collective, but after an exception this may run on one rank only.
             self._saved_teachers = teachers.state_dict() if teachers.is_readable else {}
             self._comparison.detach()
         if self._fused is not None:
@@ -145,20 +145,20 @@ class Distillation(Technique):
         self._forget_batch()
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Resolve the range and bring the teacher to the student's device."""
+        """Resolve begin and end to steps, and move the teacher to the student's device."""
         saved = state or {}
         if state is not None:
             self._batches, self._positions = int(state["batches"]), int(state["positions"])
             self._examples.load_state_dict(state)
         self._schedule = Schedule.resolved(self.config, context)
-        self._schedule.options(context)  # raises where options move and nothing tells until when
+        self._schedule.options(context)  # raises if options change over the run and its length is unknown
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             for pairs in self._pairs.values():
                 pairs.check_shards(self._student)
             self._comparison.teachers.begin(self._student)
             self._comparison.begin(context)
-            # Only now: the average is where the student is, and sharded as it is.
+            # Not earlier: the average must first be on the student's device and sharded like it.
             if teachers := saved.get("teachers"):
                 self._comparison.teachers.load_state_dict(teachers, self._student)
         learned = dict(saved.get("pairs", {}))
@@ -167,10 +167,10 @@ class Distillation(Technique):
                 pairs.load_state_dict(learned[name])
 
     def finish(self, context: Context) -> None:
-        """Detach: the student is a plain model already."""
+        """Detach. The student already is a plain model."""
         self._told |= self._examples.finish(context.model, context)
         if self._comparison is not None:
-            self._comparison.teachers.gather()  # its state stays readable
+            self._comparison.teachers.gather()  # so that `state_dict` still works
         self._detach()
 
     def _find_student(self, model: nn.Module) -> nn.Module:
@@ -186,7 +186,7 @@ class Distillation(Technique):
     # -- the loss
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Return the mixed loss for the latest forward of the student, the task loss outside begin..end."""
+        """Return the mixed loss for the student's latest forward, or the task loss outside begin..end."""
         missed = self._hook.missed
         forward, student, comparison = self._hook.take(), self._student, self._comparison
         inputs = {} if forward is None or student is None else named_inputs(student, forward)
@@ -197,7 +197,7 @@ class Distillation(Technique):
             return task_loss
         if not (active := self._schedule.is_active(context)):
             # Outside of begin..end the hooks are off, so there is no forward to compare.
-            self._means.forget()  # what was last before the end is no figure of later steps
+            self._means.forget()  # do not log old figures for later steps
             if not self._waits(context):
                 return task_loss
         if student is None or comparison is None or forward is None:
@@ -218,14 +218,14 @@ class Distillation(Technique):
             batch = replace(batch, forward=self._fused.with_logits(forward), task_share=share)
         elif not torch.compiler.is_compiling():
             batch = replace(batch, task=TaskLoss(given, ratio))
-        # With alpha 1 the soft term is a figure only: no graph is kept for it.
+        # With alpha 1 the soft term is only logged, so it needs no graph.
         with torch.set_grad_enabled(alpha != 1 or comparison.trains_others):
             compared = comparison.compare(batch)
         if task is not None and not compared.with_task:
             task_loss = task.rejoined()
         elif task is None and compared.with_task:
             task_loss = task_loss.detach()
-        # `normalise` divides sum by count as this trainer does: over the micro-batch, or over its whole window.
+        # `normalise` averages as this trainer does: over the micro-batch or over the whole accumulation window.
         soft = context.normalise(compared.total, compared.count)
         figures = {"distill/soft_loss": soft.detach(), "distill/task_loss": task_loss.detach()}
         mixed = mix(task_loss, soft, alpha)
@@ -239,18 +239,18 @@ class Distillation(Technique):
         return mixed
 
     def _check_causal(self, student: nn.Module, labels: Any, inputs: Mapping[str, Any]) -> None:
-        """Ask for `causal` where the class does not tell that the student is a causal LM, but its labels do."""
+        """Raise if the labels look like a causal LM's but the student's class is unknown and `causal` is not set."""
         told = self.config.causal is not None or self.is_causal or models_inside(student)
         if not told and labels_are_inputs(labels, inputs):
             raise ConfigError(
                 "distill",
-                f"causal must be given for {type(student).__name__}, got none: the labels are the inputs, as those of "
-                "a causal language model, and its class is not known as one",
-                "set distill.causal to True if position i predicts token i + 1, else to False",
+                f"causal must be given for {type(student).__name__}, got none: its labels equal its inputs, as in a "
+                "causal language model, but its class is not a known one",
+                "set distill.causal to True if position i predicts token i + 1, otherwise to False",
             )
 
     def _note(self, batch: StudentBatch, compared: Compared, figures: dict[str, Tensor], context: Context) -> None:
-        """Count a micro-batch, and keep its figures as tensors: reading them waits for a GPU."""
+        """Count a micro-batch and keep its figures as tensors, since reading them would wait for the GPU."""
         count, mask = compared.count, compared.mask
         self._means.add(figures, share_of(count, context))
         flags = self._examples.add(batch.labels, batch.unlabelled, batch.inputs.get("attention_mask"), mask, count)
@@ -260,14 +260,14 @@ class Distillation(Technique):
         self._positions = self._positions + (count if mask is None else mask.sum())
 
     def _waits(self, context: Context) -> bool:
-        """Return True until the first micro-batch of a run that begins later was tried out."""
+        """Return True if the soft term begins later and no micro-batch has been tried out yet."""
         return not self._is_tried and context.step < self._schedule.first
 
     @torch.no_grad()
     def _try_out(self, batch: StudentBatch, comparison: Comparison, context: Context) -> None:
-        """Raise now what could only be raised at `begin`, hours later; the loss stays as it is."""
+        """Raise errors now that would otherwise appear only at `begin`, hours later. The loss does not change."""
         self._is_tried = True
-        # Logits that are not computed, or that the trainer's loss does not compute, are not to be had before.
+        # In these modes no logits are computed before the soft term begins.
         if not (self.config.chunked or self.fuses_head):
             compared = comparison.compare(batch)
             for pairs in self._pairs.values():
@@ -296,28 +296,28 @@ class Distillation(Technique):
     # -- examples without a label
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch as the student may see it, and note for the next loss which of its examples are unlabelled.
+        """Return the batch for the student's forward, and remember its unlabelled examples for the next loss.
 
         Args:
-            batch: A mapping with ``labels``, or with none at all, and `unlabelled_field` if there is one. That key is
-                taken out, and the labels of unlabelled examples become -100 (float ones NaN).
+            batch: A mapping with or without ``labels``, and with `unlabelled_field` if that option is set. The field
+                is removed, and labels of unlabelled examples become -100 (NaN if they are floats).
 
         Raises:
-            ConfigError: If it does not hold the field, or that is not one bool for each example.
+            ConfigError: If the field is missing or does not hold one bool per example.
         """
         prepared = self._examples.prepare(batch)
         self.labels = prepared.get("labels")
         return prepared
 
     def positions_ahead(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return how many positions of a batch the soft term will count, before the student has seen it."""
+        """Return how many positions of a batch the soft term will count, before the student's forward."""
         return self._examples.positions_ahead(batch, causal=self.is_causal, per_token=self._per_token)
 
     def unlabelled_task(self, output: Any) -> Tensor:
         """Return the task loss of a batch without labels: 0, connected to the student's output.
 
         Raises:
-            TrainingError: If the logits are not what `positions_ahead` took them for.
+            TrainingError: If the logits do not have the shape that `positions_ahead` assumed.
         """
         latest = self._hook.latest
         if latest is not None:
@@ -325,9 +325,9 @@ class Distillation(Technique):
             if (logits.ndim > 2) != self._per_token:
                 raise TrainingError(
                     "distill",
-                    "a batch must have labels where the student's class does not tell what its logits "
-                    f"{tuple(logits.shape)} are of",
-                    "give labels of -100, and unlabelled_field for sequences",
+                    "a batch must have labels, because the student's class does not tell whether its logits "
+                    f"{tuple(logits.shape)} are per example or per token",
+                    "add labels of -100, and for sequences also set unlabelled_field",
                 )
         return zero_of(output)
 
@@ -341,41 +341,41 @@ class Distillation(Technique):
 
     @property
     def peers(self) -> list[nn.Module]:
-        """The other students of mutual learning, also after the run."""
+        """The other students in mutual learning, also available after the run."""
         return self._peers.modules if self._peers is not None else []
 
     def one_by_one(self, clip: Callable[[], Any]) -> None:
-        """Call `clip` once for each student while no other has gradients, for a norm over an optimizer's parameters."""
+        """Call `clip` once per student while the others have no gradients, so that each norm covers one model."""
         if self._peers is not None:
             self._peers.one_by_one(clip)
 
     def write(self, folder: Path) -> None:
-        """Write the other students' weights; the student is the user's model."""
+        """Write the weights of the other students. The student itself is the user's model."""
         if self._peers is not None:
             self._peers.write(folder)
 
     # -- events
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Let hooks and an average follow; raise `TrainingError` if no loss of the run had a soft term in it."""
+        """Update hooks and the moving average; raise `TrainingError` if no loss so far had a soft term."""
         self._means.close()
         if not applied:
             if self._peers is not None:
                 self._peers.drop_gradients()
             return
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
-        # The hooks were on and gradients came, but no loss was mixed: a trainer that bypasses the loss verb.
+        # The hooks were active and gradients arrived, but no loss was mixed: the trainer bypasses `loss`.
         if not self._batches and any(parameter.grad is not None for parameter in trained):
-            rule = "each loss must come from session.loss (Trainer.compute_loss), got a step without"
+            rule = "each loss must come from session.loss (Trainer.compute_loss), got a step without it"
             raise TrainingError("distill", rule, "call it")
-        # `step` has moved: the next forward may be the first, or no longer, in begin..end.
+        # `step` has advanced, so the next forward may enter or leave begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Release the last batch for a validation; for a file hold a sharded average whole."""
+        """Release the last batch before validation; gather a sharded average before saving."""
         if purpose == "evaluate":
             self._forget_batch()
         teachers = None if purpose == "evaluate" or self._comparison is None else self._comparison.teachers
@@ -390,11 +390,11 @@ class Distillation(Technique):
     # -- saved state
 
     def plan(self, context: Context) -> Plan:
-        """Return when the soft term joins the loss, and when it leaves."""
+        """Return the steps where the soft term starts and stops."""
         return Plan(Schedule.resolved(self.config, context).events())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
+        """Return counters, projections and the moving average. A frozen teacher is not saved."""
         learned = {
             "teachers": self._comparison.teachers.state_dict() if self._comparison else dict(self._saved_teachers),
             "pairs": self._pair_states(),
@@ -409,12 +409,12 @@ class Distillation(Technique):
     # -- figures
 
     def figures(self) -> dict[str, float]:
-        """Return the latest step's mean task loss, its mean soft term with T², and options that move."""
+        """Return the latest step's mean task loss, mean soft term (with T²), and options that change over the run."""
         figures = self._means.read()
         return figures | self._moving if figures else {}
 
     def report(self) -> dict[str, Any]:
-        """Return who taught, how, and how much."""
+        """Return the teacher, the options and the counts for the receipt."""
         return {
             "divergence": self.config.divergence,
             **self._told,
@@ -427,7 +427,7 @@ class Distillation(Technique):
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
-        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        """Return a report as plain sentences, the result first. The report may come from a file."""
         size = report.get("teacher_parameters")
         taught = f"{report['teacher']}{f' ({amount(size)} parameters)' if size else ''}"
         seen = f"{counted(report['positions'], 'position')} in {counted(report['batches'], 'batch', 'batches')}"
@@ -441,20 +441,20 @@ class Distillation(Technique):
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:
-    """Return the weight of a position's cross-entropy in the mixture over that of its divergence."""
+    """Return the weight of a position's cross-entropy divided by the weight of its divergence."""
     of_divergence = (1 - alpha) * context.normalise(torch.ones_like(weight, dtype=torch.float64), count)
     return alpha * weight / of_divergence.to(weight.device)
 
 
 def _task_share(task: Task, ratio: Callable[[Tensor, Tensor], Tensor], count: Tensor) -> float:
-    """Return the share of a task loss in one pass for both terms: the sums that it mixes have unlike divisors."""
+    """Return the task loss's weight in a joint pass, where the sums of both terms have different divisors."""
     found = float(ratio(torch.tensor(task.weight, device=count.device, dtype=torch.float64), count))
     return found / (1 + found) if 0 < found < math.inf else 0.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps ``first .. last - 1`` have a soft term; `options` moves alpha and temperature over them."""
+    """Steps ``first .. last - 1`` have a soft term; `options` interpolates alpha and temperature over them."""
 
     config: DistillConfig
     first: int = 0
@@ -467,11 +467,11 @@ class Schedule:
         if context.total_steps is not None:
             context.resolve_range(begin, end, "distill")
         first = context.resolve(begin, "distill.begin")
-        # the end of the run needs no length, so that an endless loader can be distilled on
+        # An end of 1.0 needs no run length, so that endless loaders work.
         is_open = parse_position(end) == ParsedPosition(1.0, "fraction")
         last = math.inf if is_open else context.resolve(end, "distill.end")
         if last <= first:
-            rule = f"end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+            rule = f"end must come after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
             raise ConfigError("distill", rule)
         return cls(config, first, last)
 
@@ -496,12 +496,12 @@ class Schedule:
         return first + (last - first) * min(1.0, (context.step - self.first) / max(1.0, end - 1 - self.first))
 
     def figures(self, alpha: float, temperature: float) -> dict[str, float]:
-        """Return those of a step's options that move, for the log."""
+        """Return the options that change over the run, for the log."""
         moving = {"alpha": (alpha, self.config.alpha_end), "temperature": (temperature, self.config.temperature_end)}
         return {f"distill/{name}": value for name, (value, end) in moving.items() if end is not None}
 
     def events(self) -> list[Event]:
-        """Return when the soft term joins the loss, and when it leaves."""
+        """Return the steps where the soft term starts and stops."""
         config = self.config
         told: list[Event] = [(self.first, f"soft term on, alpha {config.alpha:g}, T {config.temperature:g}")]
         return [*told, (int(self.last), "soft term off")] if self.last < math.inf else told

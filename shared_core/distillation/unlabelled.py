@@ -1,4 +1,4 @@
-"""Examples without a label: how a batch tells them, and what the two terms of the loss count of them."""
+"""Examples without a label: how a batch marks them, and how the two terms of the loss count them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
 def rows_that_count(
     shape: tuple[int, ...], labels: Tensor | None, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None
 ) -> Tensor | None:
-    """Return which rows of logits, ``(B,)`` examples or ``(B, L)`` positions, the soft term counts; None: all of them.
+    """Return a mask of the rows that the soft term counts, ``(B,)`` examples or ``(B, L)`` positions; None: all.
 
-    Those whose label is not -100 (None: all but padding), and of `unlabelled` examples ``(B,)`` all but padding,
-    whatever their labels. An attention mask of another shape is not asked. In a causal model the logits at i answer for
-    label i + 1: the last position never counts, nor does padding on the left.
+    Rows count if their label is not -100. Without labels, and in `unlabelled` examples ``(B,)``, all rows except
+    padding count. An attention mask of another shape is ignored. In a causal model the logits at i predict label i + 1,
+    so the last position and padding on the left never count.
 
     Example:
         >>> labels, told = torch.tensor([[-100, 4, -100], [7, 7, 7]]), torch.tensor([False, True])
@@ -36,7 +36,7 @@ def rows_that_count(
                 [ True,  True, False]])
     """
     if len(shape) == 1 and (labels is None or (_one_each(labels, attention_mask) and not causal)):
-        return None  # labelled or not, an example has a soft target
+        return None  # every example has a soft target, with or without a label
     masked = isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape
     real = attention_mask != 0 if masked else None
     if labels is not None:
@@ -53,15 +53,15 @@ def rows_that_count(
     if not causal or len(shape) != 2:
         return counts
     counts = F.pad(counts[:, 1:], (0, 1), value=False)
-    # Padding before a text would predict its first token, from nothing.
+    # Left padding would have to predict the first token from nothing.
     return counts if real is None else counts & (real.cumsum(1) > 0).to(counts.device)
 
 
 def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:
-    """Return how many rows of a batch the soft term will count, before a model has seen it: int64 scalar."""
+    """Return how many rows of a batch the soft term will count, before a model's forward: int64 scalar."""
     labels, attention = batch.get("labels"), batch.get("attention_mask")
     if isinstance(labels, Tensor):
-        # numbers and independent labels: one row for all outputs of an example
+        # Numbers and independent labels: one row holds all outputs of an example.
         shape = tuple(labels.shape[:-1] if labels.is_floating_point() and labels.ndim > 1 else labels.shape)
         labels = None if labels.is_floating_point() else labels
     elif per_token:
@@ -73,11 +73,11 @@ def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, caus
 
 
 def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, Any], Tensor | None]:
-    """Return a batch without `field`, the labels of unlabelled examples taken out, and which examples those are.
+    """Return a batch without `field` and without labels of unlabelled examples, and a mask of these examples.
 
-    A label taken out is -100, NaN among float labels: a loss that does not leave it out turns NaN at once. All examples
-    of a batch without ``labels`` are unlabelled. Without a field nothing is told of a batch with labels (None). The
-    field holds one bool, or 0 or 1, for each example; True = unlabelled.
+    A removed label becomes -100, or NaN among float labels, so that a loss that fails to ignore it is NaN at once. If a
+    batch has no ``labels``, all its examples are unlabelled. Without a field the mask of a batch with labels is None.
+    The field holds one bool, or 0 or 1, per example; True = unlabelled.
 
     Example:
         >>> batch, told = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")
@@ -87,7 +87,7 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
     is_mapping = isinstance(batch, Mapping)
     if not is_mapping or (field is not None and batch.get("labels") is not None and field not in batch):
         got = ", ".join(map(str, batch)) if is_mapping else f"a {type(batch).__name__}"
-        remedy = "the data set or its collator drops it" if is_mapping else "let batches be dicts"
+        remedy = "keep it in the data set and its collator" if is_mapping else "make batches dicts"
         raise ConfigError("distill", f"unlabelled_field {field!r} must be a key of every batch, got {got}", remedy)
     rest = {name: value for name, value in batch.items() if name != field}
     if rest.get("labels") is None:
@@ -103,10 +103,11 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
 
 
 def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
-    """Return the task loss, or 0 with zero gradients where no label of the micro-batch counts: there a mean is 0/0.
+    """Return the task loss, or 0 with zero gradients if no label of the micro-batch counts (its mean would be 0/0).
 
-    Labels are class indices, -100 = ignored, or floats, NaN = none; something else changes nothing. In a causal model
-    the first label of each sequence is not predicted. The loss's own gradients must be finite, as cross-entropy's are.
+    Labels are class indices (-100: ignored) or floats (NaN: none). With other labels the loss does not change. In a
+    causal model the first label of each sequence is not predicted. The loss's own gradients must be finite, as those of
+    cross-entropy are.
 
     Example:
         >>> labelled_part(torch.tensor(float("nan")), torch.tensor([-100, -100]), causal=False)
@@ -120,25 +121,25 @@ def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
 
 
 def zero_of(output: Any) -> Tensor:
-    """Return 0 with zero gradients for all that a forward's output depends on, be it infinite."""
+    """Return 0, with zero gradients for everything a forward's output depends on, even if the output is infinite."""
     items: Iterable[Any] = [output] if isinstance(output, Tensor) else output
     items = items.values() if isinstance(items, Mapping) else items
     found = next((item for item in items if isinstance(item, Tensor) and item.requires_grad), None)
     if found is None:
-        raise TrainingError("distill", "a batch without labels needs a forward that returns logits with gradients")
+        raise TrainingError("distill", "with a batch without labels, forward must return logits with gradients")
     return found.flatten()[:0].sum()
 
 
 def is_per_token(student: nn.Module, *, causal: bool) -> bool:
-    """Return True if a model has logits for every token, as far as its class tells."""
+    """Return True if a model's class shows that it has logits for every token."""
     return causal or any(kind.__name__.endswith(_PER_TOKEN) for kind in type(student).__mro__)
 
 
 class Examples:
-    """Which examples of the next loss are unlabelled, and how many had a label, none, and positions without.
+    """Tracks the unlabelled examples of the next loss, and counts labelled and unlabelled examples.
 
     Args:
-        field: Key of a batch that tells unlabelled examples, None where labels alone tell.
+        field: Key of a batch that marks unlabelled examples; None if only the labels mark them.
     """
 
     NAMES = ("labelled_examples", "unlabelled_examples", "unlabelled_positions")
@@ -149,41 +150,44 @@ class Examples:
         self._sums: Tensor | None = None
 
     def check(self, student: nn.Module) -> None:
-        """Refuse a field for a model whose inputs are made of its labels."""
+        """Raise if a field is set for a model that builds inputs from its labels."""
         if self._field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
-            rule = f"unlabelled_field must be none for an encoder-decoder, which is fed its labels, got {self._field!r}"
-            raise ConfigError("distill", rule, "give the teacher's texts as labels")
+            rule = (
+                f"unlabelled_field must be none for an encoder-decoder, whose inputs need labels, got {self._field!r}"
+            )
+            raise ConfigError("distill", rule, "use texts generated by the teacher as labels")
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch without the field and labels of unlabelled examples, which are kept for the next loss."""
+        """Return a batch without the field and labels of unlabelled examples, and remember these for the next loss."""
         prepared, self._told = split_batch(batch, self._field)
         return prepared
 
     def positions_ahead(self, batch: Mapping[str, Any], *, causal: bool, per_token: bool) -> Tensor:
-        """Return `positions_ahead` of a batch as it comes."""
+        """Return `positions_ahead` of a batch that is not prepared yet."""
         return positions_ahead(*split_batch(batch, self._field), causal=causal, per_token=per_token)
 
     def take(self) -> Tensor | None:
-        """Return which examples of the next loss are unlabelled, ``(B,)`` bool, where that was told, and forget it."""
+        """Return and forget the mask of unlabelled examples of the next loss, ``(B,)`` bool, None if unknown."""
         told, self._told = self._told, None
         return told
 
     def check_told(self, told: Tensor | None) -> None:
-        """Refuse a loss of a batch that was not prepared."""
+        """Raise if the batch of a loss was not prepared."""
         if self._field and told is None:
             raise TrainingError(
                 "distill",
-                f"unlabelled_field {self._field!r} must be told of every micro-batch, and was not",
-                "in a loop of your own call batch = session.techniques['distill'].prepare_batch(batch) before the "
+                f"unlabelled_field {self._field!r} must be read from every micro-batch, but this one was not prepared",
+                "in your own loop, call batch = session.techniques['distill'].prepare_batch(batch) before the "
                 "student's forward",
             )
 
     def add(
         self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor
     ) -> Tensor | None:
-        """Count a micro-batch; return which of its examples are unlabelled, None if neither labels nor a field tell.
+        """Count a micro-batch; return a mask of its unlabelled examples, None if unknown.
 
-        `told` is that of `split_batch`, `counted` tells the rows with a soft target (None: all), `rows` their number.
+        `told` is the mask from `split_batch`, `counted` the mask of rows with a soft target (None: all), `rows` their
+        number.
         """
         flags = told if told is not None else _unlabelled(labels, attention_mask)
         if flags is None:
@@ -197,25 +201,25 @@ class Examples:
         return flags
 
     def finish(self, model: nn.Module, context: Context) -> dict[str, str]:
-        """Return what the receipt says of a field that called no example of any process unlabelled."""
+        """Return a note for the receipt if the field marked no example of any process as unlabelled."""
         device = next((parameter.device for parameter in model.parameters()), "cpu")
         if not self._field or any_rank(self.state_dict().get("unlabelled_examples", 0) > 0, device):
             return {}
-        told = f"{self._field} called not one example unlabelled"
-        context.services.say(f"distill: {told}; every one was trained on its label")
+        told = f"{self._field} marked no example as unlabelled"
+        context.services.say(f"distill: {told}; all examples were trained on their labels")
         return {"unlabelled_field": told}
 
     def report(self) -> dict[str, int]:
-        """Return the counts, where examples are unlabelled or could be."""
+        """Return the counts if there are or could be unlabelled examples."""
         counts = self.state_dict()
         return counts if self._field or counts.get("unlabelled_examples") else {}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts by name; empty where nothing was told."""
+        """Return the counts by name; empty if nothing was counted."""
         return {} if self._sums is None else dict(zip(self.NAMES, self._sums.tolist(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts among a technique's state."""
+        """Restore the counts from a technique's state."""
         told = all(name in state for name in self.NAMES)
         self._sums = torch.tensor([int(state[name]) for name in self.NAMES]) if told else None
 
@@ -227,12 +231,12 @@ def _unlabelled(labels: Any, attention_mask: Any) -> Tensor | None:
         return labels.isnan().reshape(len(labels), -1).all(1)
     if labels.ndim == 1:
         return labels == IGNORED if _one_each(labels, attention_mask) else None
-    # -100 within a sequence is padding or a prompt, even where nothing else is
+    # In a sequence, -100 means padding or prompt, even if all labels are -100.
     return torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
 
 
 def _one_each(labels: Tensor, attention_mask: Any) -> bool:
-    """Return True if labels are one for each example, not those of a flattened batch of sequences."""
+    """Return True if there is one label per example, not a flattened batch of sequences."""
     return not isinstance(attention_mask, Tensor) or attention_mask.ndim == 0 or len(attention_mask) == len(labels)
 
 
@@ -241,7 +245,7 @@ def _flags(values: Any, field: str, labels: Any) -> Tensor:
     told = told.squeeze(1) if told.ndim == 2 and told.shape[1] == 1 else told
     wrong = ""
     if told.is_floating_point() or told.is_complex() or tuple(told.shape) != tuple(labels.shape[:1]):
-        wrong = f"a bool for each of {len(labels)} examples, got {told.dtype} of shape {tuple(told.shape)}"
+        wrong = f"one bool for each of {len(labels)} examples, got {told.dtype} of shape {tuple(told.shape)}"
     elif told.device.type == "cpu" and told.numel() and not 0 <= int(told.min()) <= int(told.max()) <= 1:
         wrong = f"bools, or 0 and 1, got {told.tolist()}"
     if wrong:
@@ -251,7 +255,9 @@ def _flags(values: Any, field: str, labels: Any) -> Tensor:
 
 def _taken_out(labels: Tensor, told: Tensor) -> Tensor:
     if labels.dtype in (torch.bool, torch.uint8):
-        raise ConfigError("distill", f"labels must be signed integers or floats to be taken out, got {labels.dtype}")
+        raise ConfigError(
+            "distill", f"labels must be signed integers or floats so that they can be ignored, got {labels.dtype}"
+        )
     return labels.masked_fill(_column(told, labels), math.nan if labels.is_floating_point() else IGNORED)
 
 

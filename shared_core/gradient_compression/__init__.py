@@ -1,4 +1,4 @@
-"""Gradients reduced over processes in fewer bytes: in 16 bits, or as matrices of low rank with error feedback."""
+"""Reduce gradients over processes in fewer bytes: in 16 bits, or as low-rank matrices with error feedback."""
 
 from shared_core.lazy_exports import export_lazily
 

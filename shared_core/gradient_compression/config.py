@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(TechniqueConfig):
-    """Sends gradients between processes in fewer bytes.
+    """Options for sending gradients between processes in fewer bytes.
 
     Example:
         >>> CommConfig(hook="powersgd").rank
@@ -53,12 +53,12 @@ class CommConfig(TechniqueConfig):
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return refused where torch has no processes."""
+        """Return "refused" if torch was built without distributed support."""
         import torch
 
         if not torch.distributed.is_available():
             return Ability("refused", "torch was built without torch.distributed")
-        return Ability("native", "in two processes and more, under DDP or FSDP2")
+        return Ability("native", "with two or more processes, under DDP or FSDP2")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
@@ -66,13 +66,13 @@ class CommConfig(TechniqueConfig):
             return
         if "fsdp2" in environment:
             yield (
-                f"comm with hook powersgd cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: its products average "
-                "whole gradients on every process, of which FSDP2 wants a part on each; take hook bf16 or fp16"
+                f"comm with hook powersgd cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: it averages "
+                "full gradients on every process, but FSDP2 needs only a shard on each; use hook bf16 or fp16"
             )
         for other in ("loss_scale", "fp16"):
             if other in recipe or other in environment:
                 yield (
-                    f"comm with hook powersgd cannot be combined with {RUN_ENVIRONMENTS.get(other, other)}: what it "
-                    "lost of a gradient is kept in units of the loss scale, which changes; take hook bf16 or fp16, or "
+                    f"comm with hook powersgd cannot be combined with {RUN_ENVIRONMENTS.get(other, other)}: its "
+                    "error feedback is stored in units of the loss scale, which changes; use hook bf16 or fp16, or "
                     "train in bf16"
                 )

@@ -1,5 +1,5 @@
-"""Gradient compression as a technique: in DDP's one communication hook, or FSDP2's reduce-scatter."""
-# No postponed annotations: DDP compares those of its hook with the classes themselves.
+"""Gradient compression as a technique, in DDP's communication hook or FSDP2's reduce-scatter."""
+# No postponed annotations: DDP compares its hook's annotations with the classes themselves.
 
 import contextlib
 import functools
@@ -24,21 +24,21 @@ from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
 from shared_core.printing import counted, size_text
 
-# torch 2.13 gave it this name, and warns of the one before
+# The name in torch 2.13, which warns about the earlier one.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RoundedReduceScatter:
-    """Communication that FSDP2 calls to sum gradients and to give every process its part; it has torch's methods.
+    """A reduce-scatter for FSDP2 that sums gradients and returns each process's shard, with torch's interface.
 
-    Gradients are divided by the number of processes in 16 bits, as DDP's hooks do it, so that both give the same sums.
+    Gradients are divided by the number of processes in 16 bits, as in DDP's hooks, so that both give the same sums.
     """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        """The dtype to send in; None sends gradients as they are."""
+        """The dtype to send in; None sends gradients unchanged."""
         self.step = {"gradients": 0, "sent": 0}
-        """Bytes since the last optimizer step, that gradients have and that this process sent of them."""
+        """Since the last optimizer step: the bytes of the gradients and the bytes that this process sent."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for gradients."""
@@ -47,44 +47,44 @@ class RoundedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Overwrite `output_tensor` with this process's part of what all inputs add up to, or their mean, by `op`."""
-        # 16-bit gradients travel as they are: a cast between fp16 and bf16 would only lose.
+        """Overwrite `output_tensor` with this process's shard of the inputs' sum or mean, as `op` says."""
+        # 16-bit gradients are sent unchanged: a cast between fp16 and bf16 would only lose precision.
         narrow = self.dtype if self.dtype is not None and input_tensor.dtype.itemsize > 2 else input_tensor.dtype
         self.step["gradients"] += input_tensor.nbytes
         self.step["sent"] += input_tensor.numel() * narrow.itemsize
         if narrow == input_tensor.dtype:
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
         sent = input_tensor.to(narrow)
-        # Divided before the sum: n fp16 gradients may add up to more than 65504 where their mean does not.
+        # Divided before the sum, because n fp16 gradients may sum to more than 65504 even if their mean does not.
         if op == dist.ReduceOp.AVG:
             sent, op = sent.div_(dist.get_world_size(group)), dist.ReduceOp.SUM
         received = torch.empty_like(output_tensor, dtype=narrow)
         _reduce_scatter(received, sent, op=op, group=group)
-        # None tells FSDP2 that there is nothing to wait for: the copy back runs on the stream that received.
+        # None means that FSDP2 need not wait: the copy back runs on the receiving stream.
         output_tensor.copy_(received)
         return None
 
 
 def put_into(model: nn.Module) -> RoundedReduceScatter | None:
-    """Return what the sharded modules of a model reduce gradients by from now on; None if none is sharded."""
+    """Install and return a reduce-scatter for the sharded modules of a model; None if none is sharded."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         return None
-    # HSDP all-reduces the parts after this, in a call that has no hook: it would send them in full.
+    # HSDP then all-reduces the shards in a call without a hook, which would send them in full.
     kept: Any = next((p for p in model.parameters() if is_sharded(p) and p.device_mesh.ndim > 1), None)  # type: ignore[attr-defined]
     if kept is not None:
         raise CompatibilityError(
             "comm",
-            f"weights must be sharded over all processes, got {tuple(kept.placements)}: sums over copies are made by "
-            "another collective, which nothing rounds",
-            "shard without copies (no HSDP), or leave comm out",
+            f"weights must be sharded over all processes, got {tuple(kept.placements)}: replicas are summed by "
+            "another collective, which cannot be compressed",
+            "shard without replicas (no HSDP), or leave comm out",
         )
     scatter = RoundedReduceScatter()
     for module in modules:
         try:
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         except ValueError as error:
-            raise CompatibilityError("comm", f"FSDP2 must take a reduce-scatter of ours, got {error}") from error
+            raise CompatibilityError("comm", f"FSDP2 must accept a custom reduce-scatter, got {error}") from error
     return scatter
 
 
@@ -94,7 +94,7 @@ _MOST_DISCARDED = 50
 
 
 class _Switch:
-    """The hook that DDP calls for every bucket. DDP takes one for its whole life, so its work can be replaced."""
+    """The hook that DDP calls for each bucket. DDP accepts only one hook ever, so this one can be redirected."""
 
     compress: Callable[[GradBucket], Future[Tensor]] | None = None
 
@@ -106,7 +106,7 @@ def _reduce(switch: _Switch, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 class GradientCompression(Technique):
-    """Has DDP send gradients in 16 bits or as products of low rank, FSDP2 in 16 bits, and counts the bytes."""
+    """Sends gradients in 16 bits (DDP, FSDP2) or as low-rank products (DDP), and counts the bytes."""
 
     key: ClassVar[str] = "comm"
     config: CommConfig
@@ -124,7 +124,7 @@ class GradientCompression(Technique):
         self._discarded = self._in_a_row = 0
 
     def attach(self, context: Context) -> Touched:
-        """Refuse a run of one process, which sends nothing."""
+        """Raise if there is only one process, which sends nothing."""
         context.undo.callback(self._detach)
         context.windows[self.key] = self
         if world_size() < 2 and not context.is_preview:
@@ -137,21 +137,21 @@ class GradientCompression(Technique):
         return trained(context.model)
 
     def plan(self, context: Context) -> Plan:
-        """Return from when on gradients are compressed; a step that overflowed in fp16 is discarded."""
+        """Return the step where compression starts."""
         if self.config.hook == "powersgd":
             self._first = context.resolve(self.config.begin, "comm.begin")
         return Plan([(self._first, f"gradients are sent as {self.config.hook}")], acts_on_gradients=True)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Register with the DDP module, or with those that FSDP2 sharded."""
+        """Register with the DDP module, or with the modules that FSDP2 sharded."""
         saved = state or {}
-        if state is not None:  # whatever number of processes saved it
+        if state is not None:  # from any number of processes
             self._total, self._last = dict(state["total"]), dict(state["last"])
             self._discarded = int(state["discarded"])
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
-            # Of the wrapped model: FSDP2 has replaced parameters by sharded ones.
+            # From the wrapped model, because FSDP2 has replaced parameters by sharded ones.
             self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
             self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
             return
@@ -161,18 +161,18 @@ class GradientCompression(Technique):
             raise CompatibilityError(
                 "comm",
                 f"model must be wrapped in DistributedDataParallel or sharded by FSDP2, got {type(wrapped).__name__}",
-                "train with DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns "
+                "train with DDP; in your own loop pass Session(services=...) whose wrapped_model() returns "
                 "the DDP module",
             )
-        # DDP's buckets hold the parameters of its own module, so names must be of those.
+        # DDP's buckets hold the parameters of its own module, so use that module's names.
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
             self.plan(context)
             parameters = {name: parameter for parameter, name in names.items()}
-            # The seed from the run's generator, which is equal on all processes: each must draw the same first Q.
+            # All processes must draw the same first Q, so the seed comes from the run's generator.
             self.power_sgd = PowerSgd(parameters, rank=self.config.rank, seed=context.generator.initial_seed() % 2**32)
-            # Cloned: errors change in place, and the loaded state may be another holder's.
+            # Cloned, because errors change in place and others may use the loaded state.
             self.power_sgd.errors = {name: value.clone() for name, value in saved.get("errors", {}).items()}
             self.power_sgd.queries = dict(saved.get("queries", {}))
         self._is_active = context.step >= self._first
@@ -190,20 +190,20 @@ class GradientCompression(Technique):
             return _ROUNDED[self.config.hook](cast(Any, None), bucket)
         reduced, sent = self.power_sgd.reduce(bucket.parameters(), bucket.gradients())
         self._step["sent"] += sent
-        # The hook's future must give the bucket's buffer; the chain's own value is None.
+        # The hook's future must return the bucket's buffer, but the chain's own value is None.
         return cast("Future[Tensor]", reduced.then(functools.partial(_value, buffer)))
 
     def before_step(self, context: Context) -> None:
-        """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike."""
+        """Discard a step if its gradients overflowed in fp16 on any process."""
         rule = remedy = ""
         if not self._step["gradients"]:
             rule = "gradients must be reduced in every step, but were not in this one"
             remedy = "leave DDP's no_sync() for the last micro-batch, or leave comm out"
-        # Sent as much as there was: gradients were of 16 bits already, and this would do nothing.
+        # Nothing was saved: gradients already were 16-bit.
         elif self._scatter is not None and self._step["sent"] == self._step["gradients"]:
             rule = (
-                "FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
-                "already, by its mixed precision (reduce_dtype)"
+                "FSDP2 must reduce gradients in float32 for comm to save anything, but its mixed precision "
+                "(reduce_dtype) already reduces them in 16 bits"
             )
             remedy = "leave comm out, or set reduce_dtype to float32"
         if rule:
@@ -221,38 +221,38 @@ class GradientCompression(Technique):
             raise TrainingError(
                 "comm",
                 f"gradients must stay below 65504 with hook fp16, got infinity or NaN {_MOST_DISCARDED} times in a row",
-                "take hook bf16, or lower the learning rate",
+                "use hook bf16, or lower the learning rate",
             )
 
     def _overflowed(self) -> bool:
         grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
         found = not all_finite(grads)
-        # After DDP's all-reduce all hold the same gradients; FSDP2 leaves each with a part.
+        # After DDP's all-reduce all processes hold the same gradients. Under FSDP2 each holds a shard.
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Begin to compress at its first step; forget what a step with NaN or infinity left in the errors."""
+        """Start compression at its first step, and drop errors after a step with NaN or infinity."""
         if applied:
             self._is_active = context.step >= self._first
         elif self.power_sgd is not None:
             self.power_sgd.forget()
 
     def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """Share the errors, on every process, so that the main one's are all that need saving."""
+        """Average the errors over all processes, so that only the main process's need saving."""
         if self.power_sgd is not None and purpose == "checkpoint":
             self.power_sgd.share_errors_()
         return contextlib.nullcontext()
 
     def _detach(self) -> None:
-        """Have gradients reduced whole again."""
+        """Stop compressing gradients."""
         if self._switch is not None:
-            # DDP cannot be given another hook: the one that it has passes gradients on as they are.
+            # DDP does not accept another hook, so the existing one passes gradients on unchanged.
             self._switch.compress = None
         if self._scatter is not None:
             self._scatter.dtype = None
 
     def finish(self, context: Context) -> None:
-        """Have gradients reduced whole again; weights need no baking."""
+        """Stop compressing gradients. The weights need no conversion."""
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,20 +260,20 @@ class GradientCompression(Technique):
         state = {"total": dict(self._total), "last": dict(self._last), "discarded": self._discarded}
         if self.power_sgd is None:
             return state
-        # copies: the next step changes the errors in place
+        # Copied, because the next step changes the errors in place.
         errors = {name: value.clone() for name, value in self.power_sgd.errors.items()}
         return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
 
     def window_state(self) -> dict[str, Any]:
-        """Return the bytes of the step that is not over."""
+        """Return the bytes sent so far in the unfinished step."""
         return dict(self._step) if any(self._step.values()) else {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore the state returned by `window_state`."""
         self._step.update(state)
 
     def report(self) -> dict[str, Any]:
-        """Return how many tensors were sent in which form, and the bytes that each process put into collectives."""
+        """Return how many tensors were sent in which form, and the bytes that each process sent in collectives."""
         report: dict[str, Any] = {
             "hook": self.config.hook,
             "processes": world_size(),
@@ -294,7 +294,7 @@ class GradientCompression(Technique):
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
-        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        """Return a report as plain sentences, the result first. The report may come from a file."""
         step = report["bytes_per_step"]
         if not step.get("sent"):
             return [f"Sent nothing over {report['hook']}: {counted(report['processes'], 'process', 'processes')}."]
@@ -307,7 +307,7 @@ class GradientCompression(Technique):
 
 
 def _value(buffer: Tensor, future: Future[Any]) -> Tensor:
-    future.value()  # raises what went wrong on the way
+    future.value()  # raises errors of earlier futures
     return buffer
 
 
@@ -319,7 +319,7 @@ def _switch_of(ddp: Any) -> _Switch:
         raise CompatibilityError(
             "comm",
             f"DDP must have no other communication hook, got {ddp._comm_hooks[0][0].__qualname__}",
-            "drop one of the two",
+            "remove one of the two",
         )
     switch = _Switch()
     ddp.register_comm_hook(switch, _reduce)

@@ -1,4 +1,4 @@
-"""The option of the precision of float32 matrix products."""
+"""The option for the precision of float32 matrix products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPrecisionConfig(TechniqueConfig):
-    """Sets how precisely float32 matrices are multiplied.
+    """Options for the precision of float32 matrix products.
 
     Example:
         >>> MatmulPrecisionConfig(precision="high").precision
@@ -40,7 +40,7 @@ class MatmulPrecisionConfig(TechniqueConfig):
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return inactive where neither TF32 nor bfloat16 takes the place of float32, by measuring it."""
+        """Measure products, and return "inactive" if neither TF32 nor bfloat16 replaces float32."""
         from shared_core.matmul_precision.switches import tried
 
         reason = ""

@@ -1,4 +1,4 @@
-"""The precision of float32 matrix products: TF32 or bf16 where the hardware has them, told where it has not."""
+"""The precision of float32 matrix products: TF32 or bf16 if the hardware has them, or else a note that it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared_core.matmul_precision.switches import restore, switches, why_inactiv
 
 
 class MatmulPrecision(Technique):
-    """Sets torch's ``float32_matmul_precision`` for one run, measures what it does here, and puts it back.
+    """Sets torch's ``float32_matmul_precision`` for one run, measures its effect, and restores it at the end.
 
     Args:
         config: The options.
@@ -27,14 +27,14 @@ class MatmulPrecision(Technique):
     key: ClassVar[str] = "matmul"
     config: MatmulPrecisionConfig
     _live: ClassVar[weakref.WeakValueDictionary[int, MatmulPrecision]] = weakref.WeakValueDictionary()
-    """Those that set the precision and have not put it back, in order: torch has one setting for all of them."""
+    """Instances that set the precision and have not restored it yet, in order: torch has one global setting."""
 
     def __init__(self, config: MatmulPrecisionConfig) -> None:
         super().__init__(config)
         self.loss_dtype = LossDtype()
         """The dtype of the first training loss."""
         self.previous: str | None = None
-        """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
+        """Torch's setting before this run, ``"mixed"`` if its newer switches were set. None before `attach`."""
         self._before, self._set = switches(), switches()
         """Torch's settings before `attach` and after it."""
         self._device = torch.device("cpu")
@@ -47,27 +47,27 @@ class MatmulPrecision(Technique):
             return Touched(what="all float32 matrix products")
         self.previous = float32_matmul_precision()
         self._before = switches()
-        # Numbers rise, so that the order of setting is known.
+        # Increasing numbers record the order of setting.
         self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
         self._set = switches()
         return Touched(what="all float32 matrix products")
 
     def _detach(self) -> None:
-        """Put torch's setting back; where a later run has set its own since, that one puts it back in our place."""
+        """Restore torch's setting. If a later run has set its own since, that run restores ours."""
         mine = next((number for number, one in self._live.items() if one is self), None)
         if mine is None:
             return
         del self._live[mine]
-        # Runs may end in another order than they began in: the setting of before is passed on to the next.
+        # Runs may end in a different order than they began, so the earlier setting is passed on to the next run.
         later = [one for number, one in sorted(self._live.items()) if number > mine]
         if not later:
             restore(self._before)
-        elif later[0]._before == self._set:  # else somebody set another one in between, which stays theirs
+        elif later[0]._before == self._set:  # otherwise other code changed it, so leave it
             later[0]._before = self._before
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Measure a product on the model's device, and say aloud if the setting changes nothing there."""
+        """Measure a product on the model's device, and warn if the setting changes nothing there."""
         if state is not None:
             self.loss_dtype.load_state_dict(state.get("loss", {}))
         parameter = next(context.model.parameters(), None)
@@ -77,28 +77,28 @@ class MatmulPrecision(Technique):
             context.services.say(f"efftrain: matmul: {self.config.precision} is INACTIVE: {reason}")
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Return the loss as it is; the first one tells what it was computed in."""
+        """Return the loss unchanged, and record the dtype of the first one."""
         self.loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
     @property
     def is_active(self) -> bool:
-        """True if products are computed in what was asked for: measured, not looked up. False before `begin`."""
+        """True if products are measured to have the requested precision. False before `begin`."""
         return self._format is not None and not self._reason()
 
     def _reason(self) -> str:
         return why_inactive(self.config.precision, self._device, self._format)
 
     def finish(self, context: Context) -> None:
-        """Put torch's setting back; weights need no baking."""
+        """Restore torch's setting. The weights need no conversion."""
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loss was computed in; all else is measured anew."""
+        """Return the dtype of the loss. Everything else is measured again."""
         return {"loss": self.loss_dtype.state_dict()}
 
     def report(self) -> dict[str, Any]:
-        """Return what was asked for, what was before, what products were really computed in, and the loss's dtypes."""
+        """Return the requested and earlier setting, the measured format of products, and the loss's dtype."""
         return {
             "requested": self.config.precision,
             "previous": self.previous,
@@ -111,9 +111,9 @@ class MatmulPrecision(Technique):
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
-        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        """Return a report as plain sentences, the result first. The report may come from a file."""
         if report["active"]:
             return [f"Multiplied float32 in {report['products_in']} on {report['device']}."]
         if report["products_in"] is None:
-            return ["Changed nothing: training never began."]
+            return ["Changed nothing: training did not start."]
         return [f"Changed nothing: {report['reason']}."]

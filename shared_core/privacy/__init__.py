@@ -1,4 +1,4 @@
-"""Training with differential privacy (DP-SGD): sampled batches, clipped examples, noise, and what it all adds up to."""
+"""Training with differential privacy (DP-SGD): sampled batches, clipped gradients, noise and accounting."""
 
 from shared_core.lazy_exports import export_lazily
 

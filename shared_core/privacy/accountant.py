@@ -1,4 +1,4 @@
-"""Account the epsilon of DP-SGD at a delta, from how often which noise went onto which share of the data."""
+"""Compute the epsilon of DP-SGD at a delta from noise multiplier, sample rate and number of steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shared_core.errors import ConfigError
 from shared_core.libraries import optional
 
 Spending = tuple[float, float, int]
-"""Noise multiplier, sample rate, steps."""
+"""Noise multiplier, sample rate and number of steps."""
 
 
 @functools.cache
 def opacus(module: str) -> Any:
-    """Return a module of Opacus."""
+    """Import and return a module of Opacus."""
     handlers = list(logging.root.handlers)
     try:
         return optional(f"opacus.{module}", "privacy", "dp")
@@ -27,10 +27,10 @@ def opacus(module: str) -> Any:
 
 
 def classic_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Return ε of DP-SGD by the moments of the sampled Gaussian mechanism at whole orders, converted the classic way.
+    """Return ε of DP-SGD from moments of the sampled Gaussian mechanism at integer orders (classic conversion).
 
-    ``ε = min_α T/(α−1) · log Σₖ C(α,k) (1−q)^(α−k) q^k exp(k(k−1)/2σ²) + log(1/δ)/(α−1)``. Looser than `epsilon`; it is
-    what papers before 2020 print.
+    ``ε = min_α T/(α−1) · log Σₖ C(α,k) (1−q)^(α−k) q^k exp(k(k−1)/2σ²) + log(1/δ)/(α−1)``. Looser than
+    `epsilon`. Papers before 2020 report this value.
 
     Args:
         noise_multiplier: σ, above 0.
@@ -47,7 +47,7 @@ def classic_epsilon(noise_multiplier: float, sample_rate: float, steps: int, del
     if noise_multiplier == 0:
         return math.inf
 
-    # log E[(p/q)^order] of the sampled Gaussian at whole orders, by its binomial expansion (Mironov et al. 2019,
+    # log E[(p/q)^order] of the sampled Gaussian at integer orders, by its binomial expansion (Mironov et al. 2019,
     # arXiv:1908.10530).
     def moment(order: int) -> float:
         if sample_rate == 1:
@@ -59,15 +59,15 @@ def classic_epsilon(noise_multiplier: float, sample_rate: float, steps: int, del
             + k * (k - 1) / (2 * noise_multiplier**2)
             for k in range(order + 1)
         ]
-        # log-sum-exp: single terms overflow float64 at small noise.
+        # log-sum-exp, because single terms overflow float64 at small noise.
         return max(terms) + math.log(sum(math.exp(term - max(terms)) for term in terms))
 
-    # Converted by ε = (moment · steps - log δ) / (order - 1) at the best order.
+    # Convert with ε = (moment · steps - log δ) / (order - 1) at the best order.
     return min((steps * moment(order) - math.log(delta)) / (order - 1) for order in range(2, 257))
 
 
 def epsilon(spent: Iterable[Spending], delta: float, accountant: str = "rdp") -> float:
-    """Return ε of steps of DP-SGD with Poisson sampling, by one of Opacus' accountants.
+    """Return ε of DP-SGD steps with Poisson sampling, computed by one of Opacus' accountants.
 
     Args:
         spent: Noise multiplier, sample rate in (0, 1] and number of steps of each part of the run.
@@ -90,13 +90,13 @@ def epsilon(spent: Iterable[Spending], delta: float, accountant: str = "rdp") ->
     counting = opacus("accountants").create_accountant(mechanism=accountant)
     counting.history = history
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the best order is the last one: the bound holds at every order
+        warnings.simplefilter("ignore")  # the best order is the last one; the bound holds anyway
         try:
             return float(counting.get_epsilon(delta=delta))
         except ValueError:
             if accountant != "prv":
                 raise
-            return epsilon(history, delta)  # no array is long enough for so little noise; rdp's bound holds as well
+            return epsilon(history, delta)  # prv needs too long an array for so little noise; use rdp's bound
 
 
 def noise_multiplier_for(
@@ -108,15 +108,15 @@ def noise_multiplier_for(
     accountant: str = "rdp",
     spent: Iterable[Spending] = (),
 ) -> float:
-    """Return the smallest noise multiplier, to 0.1 %, with which that many more steps end at ε ≤ `target`.
+    """Return the smallest noise multiplier, to 0.1 %, with which `steps` more steps end at ε ≤ `target`.
 
     Args:
         target: ε, above 0.
         sample_rate: q, in (0, 1].
-        steps: Steps that are still to come.
+        steps: Number of remaining steps.
         delta: δ, in (0, 1).
-        accountant: As for `epsilon`.
-        spent: What was spent before.
+        accountant: See `epsilon`.
+        spent: Earlier steps, in the format of `epsilon`.
 
     Raises:
         ConfigError: If no noise up to 10⁴ is enough.
@@ -130,9 +130,9 @@ def noise_multiplier_for(
     def suffices(noise: float) -> bool:
         return epsilon([*before, (noise, sample_rate, steps)], delta, accountant) <= target
 
-    # Bisection between a noise that is too small and one that suffices.
+    # Bisect between a noise that is too small and one that suffices.
     low = 0.1
-    if accountant != "rdp":  # prv is slow where noise is small, and never needs more noise than rdp
+    if accountant != "rdp":  # prv is slow at small noise, and never needs more noise than rdp
         low = 0.7 * noise_multiplier_for(target, sample_rate, steps, delta, spent=before)
     high = low / 0.7
     while not suffices(high):
@@ -142,9 +142,9 @@ def noise_multiplier_for(
                 "dp",
                 f"target_epsilon must be reachable with some noise, got {target} at delta {delta} for {steps} steps "
                 f"of sample rate {sample_rate:.4g}",
-                "take fewer steps, smaller batches or a larger epsilon",
+                "use fewer steps, smaller batches or a larger epsilon",
             )
-    # 0.1 % of the noise is below what any accountant resolves.
+    # No accountant resolves 0.1 % of the noise.
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
         low, high = (low, middle) if suffices(middle) else (middle, high)

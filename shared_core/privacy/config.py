@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig(TechniqueConfig):
-    """Trains with differential privacy (DP-SGD).
+    """Options for training with differential privacy (DP-SGD).
 
     Example:
         >>> PrivacyConfig(target_epsilon=8.0).max_grad_norm
@@ -97,17 +97,17 @@ class PrivacyConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Refuse no noise multiplier, or two."""
+        """Check that exactly one of `noise_multiplier` and `target_epsilon` is given."""
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ConfigError(
                 "dp",
-                f"one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
+                f"exactly one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
                 f"{self.target_epsilon}",
             )
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return refused without Opacus."""
+        """Return "refused" if Opacus is not installed."""
         return needs("opacus", "privacy", "dp") or super().ability(device)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
@@ -116,42 +116,41 @@ class PrivacyConfig(TechniqueConfig):
         low_rank, activations = recipe.get("low_rank"), recipe.get("activations")
         if prune is not None and not prune.sees_weights_alone:
             yield (
-                "dp with these options of prune cannot be combined: what they see of gradients and activations of "
-                "single examples is not accounted for; take criterion magnitude, threshold or random of single "
+                "dp with these options of prune cannot be combined: they use gradients and activations of single "
+                "examples, which epsilon does not cover; use criterion magnitude, threshold or random for single "
                 "weights, n_m or blocks"
             )
         if distill is not None and not distill.works_on_single_examples:
             yield (
                 "dp with these options of distill cannot be combined: other students, projections, relations between "
-                "examples and heads in chunks are trained past the gradients of single examples; leave out teacher "
-                "mutual, hidden, attention, chunked and unlabelled_field"
+                "examples and chunked heads bypass the gradients of single examples; leave out teacher mutual, hidden, "
+                "attention, chunked and unlabelled_field"
             )
         if low_rank is not None and low_rank.needs_batches:
             yield (
-                f"dp with decomposition {low_rank.decomposition} of low_rank cannot be combined: factors are made from "
-                "inputs of single examples, which no noise hides; take decomposition svd, which looks at weights alone"
+                f"dp with decomposition {low_rank.decomposition} of low_rank cannot be combined: its factors depend on "
+                "inputs of single examples without noise; use decomposition svd, which reads only weights"
             )
         if activations is not None and activations.rounds:
             yield (
-                f"dp with pack {activations.pack} of activations cannot be combined: the rules for single examples "
-                "keep the inputs of layers whole, so that rounding saves nothing, and where neighbours share a scale "
-                "one example changes the gradients of others; pack exact"
+                f"dp with pack {activations.pack} of activations cannot be combined: gradients of single examples need "
+                "the layers' full inputs, so rounding saves nothing, and with shared scales one example would change "
+                "the gradients of others; use pack exact"
             )
 
     def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what is outside the guarantee."""
+        """Yield a line for everything that the guarantee does not cover."""
         if "distill" in recipe:
             yield (
-                "dp: what the teacher learned from these data is outside the guarantee; it holds for a teacher that "
-                "never saw them"
+                "dp: the guarantee does not cover what the teacher learned from these data; it holds only if the "
+                "teacher never saw them"
             )
         if "low_rank" in recipe and recipe["low_rank"].rule.kind == "report":
             yield (
-                "dp: what a report of eff low-rank saw of these data is outside the guarantee; it holds for ranks that "
-                "were found on others"
+                "dp: the guarantee does not cover ranks that eff low-rank found on these data; it holds only if they "
+                "were found on other data"
             )
         if "soup" in recipe:
             yield (
-                "dp: a soup is chosen by the validation data, which are outside the guarantee; it covers the training "
-                "data"
+                "dp: the guarantee does not cover the validation data that select a soup; it covers the training data"
             )

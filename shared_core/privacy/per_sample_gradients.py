@@ -1,4 +1,4 @@
-"""Gradients of single examples, by Opacus' hooks on the user's own modules, and their clipped sum."""
+"""Gradients of single examples with Opacus' hooks on the user's own modules, and their clipped sum."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from shared_core.numerics.deferred_checks import read_together
 from shared_core.privacy.accountant import opacus
 
 _FACTORED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-"""Layers of whose weight an example's gradient is ``Σₜ lₜrₜᵀ`` over positions: no matrix an example need be made."""
+"""Layers whose weight gradient per example is ``Σₜ lₜrₜᵀ`` over positions, so that no matrix per example is needed."""
 
 _GRAM_ELEMENTS = 1 << 24
 
 
 @dataclass
 class Use:
-    """A pass of a batch through a layer of such a kind."""
+    """One pass of a batch through a layer of `FACTORED`."""
 
     layer: nn.Module
     inputs: Tensor
     outputs: Tensor
-    """The gradient of the outputs."""
+    """Gradient of the outputs."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight, whole where it is sharded."""
+        """Full shape of the weight, also if it is sharded."""
         return cast(Tensor, self.layer.weight).shape
 
     def size(self) -> int:
-        """Return the elements of all factors."""
+        """Return the number of elements in all factors."""
         rows, columns = self.shape[0], self.shape[1:].numel()
         if isinstance(self.layer, nn.Embedding):
             return self.inputs.numel() * (1 + columns)
         return self.outputs.numel() // rows * (rows + columns)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return l, (examples, positions, out) or the rows looked up, (examples, positions), and r, (…, in)."""
+        """Return l, (examples, positions, out) or for lookups the row numbers (examples, positions), and r, (…, in)."""
         layer, inputs, outputs = self.layer, self.inputs, in_full(self.outputs)
         if isinstance(layer, nn.Embedding):
             places = inputs.reshape(len(inputs), -1)
@@ -93,14 +93,15 @@ class Use:
 def ghost_squares(uses: Iterable[Use]) -> Tensor:
     """Return each example's squared norm of ``Σₜ lₜrₜᵀ``, from the products of positions ``(lₛ·lₜ)(rₛ·rₜ)``.
 
-    What rounding can hide where positions cancel is added: a norm told too small would break the bound on an example.
+    A bound on the rounding error is added, because positions may cancel and a norm that is too small would break the
+    bound on an example.
 
     Source: Li et al. 2021, arXiv:2110.05679, section 4.
     """
     kinds: dict[bool, list[tuple[Tensor, Tensor]]] = {}
     for left, right in (use.factors() for use in uses):
         kinds.setdefault(left.is_floating_point(), []).append((left, right))
-    # One group of dense l and one of rows looked up: a weight may be an embedding's and a head's.
+    # One group of dense l and one of lookups: a weight may be shared by an embedding and a head.
     groups = [
         found[0] if len(found) == 1 else tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
         for found in kinds.values()
@@ -129,7 +130,7 @@ def _dot(gram: Tensor, other: Tensor) -> Tensor:
 
 
 def _gram(left: Tensor, other: Tensor) -> Tensor:
-    """Return the products of rows, of which those looked up stand for rows of the unit matrix."""
+    """Return the products of rows; looked-up row numbers stand for rows of the unit matrix."""
     if left.is_floating_point() and other.is_floating_point():
         return left @ other.mT
     if left.is_floating_point():
@@ -139,23 +140,23 @@ def _gram(left: Tensor, other: Tensor) -> Tensor:
 
 @dataclass
 class ExampleGradients:
-    """The gradients of one parameter in one backward, an example a row, or the inputs that they are made of."""
+    """One parameter's gradients in one backward, one row per example, or the inputs to compute them from."""
 
     norms: Tensor
-    """(examples,), in float32 or float64; squared where `samples` is None, until the backward has ended."""
+    """(examples,), float32 or float64. Until the backward ends, squared if `samples` is None."""
     samples: Tensor | None
-    """(examples, ...), None where the layers' inputs and gradients of outputs are kept instead, which are smaller."""
+    """(examples, ...); None if the layers' inputs and output gradients are kept instead because they are smaller."""
     uses: list[Use] = field(default_factory=list)
     coarse: bool = False
-    """True if the backward ran in 16 bits, as under autocast: the gradient of the whole batch is rounded to them."""
+    """True if the backward ran in 16 bits, as under autocast, so that the whole batch's gradient is rounded."""
 
     def weighted_sum(self, factors: Tensor, all_finite: bool) -> Tensor:
-        """Return ``Σᵢ fᵢgᵢ``; a factor of 0 leaves an example out, also one that is not finite.
+        """Return ``Σᵢ fᵢgᵢ``. A factor of 0 excludes an example, even if its gradient is not finite.
 
         Source of the sum without a second backward: Bu et al. 2022, arXiv:2210.00038.
         """
 
-        # A factor of 0 does not remove NaN: 0 * NaN is NaN.
+        # 0 * NaN is NaN, so a factor of 0 alone does not remove NaN.
         def cleaned(values: Tensor) -> Tensor:
             is_number = values.is_floating_point() or values.is_complex()
             return values.nan_to_num(0, 0, 0) if is_number and not all_finite else values
@@ -164,7 +165,7 @@ class ExampleGradients:
             samples = cleaned(in_full(self.samples))
             # Σ_n f_n g_n, (n, ...) contracted over examples.
             return torch.einsum("n,n...->...", factors.to(samples.dtype), samples)
-        # gᵢ is the sum of lₜrₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fl)ᵀr over all positions
+        # gᵢ sums lₜrₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fl)ᵀr over all positions.
         sums = []
         for use in self.uses:
             left, right = map(cleaned, use.factors())
@@ -174,7 +175,7 @@ class ExampleGradients:
             else:
                 right = right * weights
             left, right = left.flatten(0, 1), right.flatten(0, 1)
-            # An embedding's gradient adds rows of δ at the looked-up places.
+            # An embedding's gradient adds δ to the looked-up rows.
             if left.is_floating_point():
                 sums.append((left.T @ right).view(use.shape))
             else:
@@ -183,50 +184,50 @@ class ExampleGradients:
 
 
 def in_full(values: Tensor) -> Tensor:
-    """Return values in float32 at least, in which norms and sums are exact enough for what is promised of them."""
+    """Return values in float32 or wider, so that norms and sums are precise enough for the guarantee."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def check_each(name: str, examples: int, rows: object) -> None:
-    """Refuse a parameter that has not one gradient from each example."""
+    """Raise if a parameter does not have one gradient per example."""
     if rows != examples:
         raise TrainingError(
             "dp",
             f"{name} must get a gradient from each of the {examples} examples, got {rows}",
-            "every layer's input must have the batch in its first dimension, one row an example, and every batch must "
+            "every layer's input must have the batch in its first dimension, one row per example, and every batch must "
             "give a loss",
         )
 
 
-_GradSampleHooks: Any = object  # Opacus is imported where it is needed: it takes seconds
+_GradSampleHooks: Any = object  # importing Opacus takes seconds, so it is imported on use
 
 
 class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
-    """Opacus' hooks, which keep gradients by name: FSDP2 has other parameters in forward and backward.
+    """Opacus' hooks, storing gradients by name because FSDP2 uses different parameter objects in forward and backward.
 
-    They sit on the layers of a module that lists a layer's parameter as its own, as BERT's head does. The class that
-    `opacus_hooks` returns has Opacus' own behind it.
+    If a module lists an inner layer's parameter as its own (BERT's head does), the hooks go on the inner layer. The
+    class that `opacus_hooks` returns also derives from Opacus' own hooks.
     """
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
         self.force_functorch = functorch
-        # By name: FSDP2 has other parameter objects in forward (gathered) than in backward.
+        # By name, because FSDP2 uses different parameter objects in forward (gathered) and backward.
         names = {value: name for name, value in model.named_parameters() if value.requires_grad}
         self._names = {
             module: {own: names[value] for own, value in module.named_parameters() if value in names}
             for module in self.iterate_submodules(model)
         }
         self.made: dict[str, list[ExampleGradients]] = {}
-        """By parameter, one entry for each backward since they were taken."""
+        """Per parameter, one entry for each backward since the last read."""
         self.ghosts: dict[str, bool] = {}
-        """By parameter, whether its last norms were found without gradients of single examples."""
+        """Per parameter, True if its last norms were computed without gradients of single examples."""
         self._ahead: Counter[str] = Counter()
         self._coarse: set[str] = set()
         self._samples: dict[str, Tensor] = {}
         self._uses: dict[str, list[Use]] = {}
         self._order: dict[nn.Module, Tensor] = {}
         self.is_checking = True
-        """True if a part of autograd's own gradients is kept in `gradients`: until the first backward has been seen."""
+        """True until the first backward ends: `gradients` keeps a part of autograd's own gradients for a check."""
         self.gradients: dict[str, Tensor] = {}
         self._kept: dict[str, Any] = {}
         prepared = {module: _by_example(module) for module in self._names if not self._has_rule(module)}
@@ -243,15 +244,15 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         ]
 
     def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the modules that own trained parameters, and none that lists those of a layer inside it."""
+        """Yield the modules that own trained parameters, except those that list parameters of an inner layer."""
         own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
         inner = {parameter for child in module.children() for parameter in child.parameters()}
         listed = bool(own) and own <= inner
-        # A layer that lists parameters of a child of its own (containers) would count them twice.
+        # A container that lists its child's parameters would count them twice.
         if own and not listed:
             yield module
             if not self._has_rule(module):
-                return  # vmap differentiates it as a whole
+                return  # vmap differentiates the whole module
         for child in module.children():
             yield from self.iterate_submodules(child)
 
@@ -262,13 +263,13 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         return not is_vmapped(module, self.force_functorch)
 
     def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Keep a layer's inputs in forward."""
+        """Store a layer's inputs in forward."""
         trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if not (self.hooks_enabled and trains and module.training and torch.is_grad_enabled()):
             return
         order = [self._order[module]] if module in self._order else []
         vars(module).setdefault("activations", []).append([value.detach() for value in inputs] + order)
-        # How many backwards each parameter still expects: weight sharing gives several to one parameter.
+        # Count the backwards that each parameter still expects: a shared weight has several.
         self._ahead.update(self._names[module].values())
         if self.is_checking:
             for own, parameter in module.named_parameters():
@@ -278,12 +279,12 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
                     self._kept[name] = parameter.register_hook(keep)  # type: ignore[no-untyped-call]
 
     def _keep_gradient(self, name: str, gradient: Tensor) -> None:
-        # Before DDP and FSDP2 reduce it. Each process keeps other elements, so that this fits beside a sharded model.
+        # Before DDP and FSDP2 reduce it. Each process keeps different elements, to fit next to a sharded model.
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         self.gradients[name] = part_to_check(dense).clone()
 
     def end_checking(self) -> None:
-        """Keep no more of autograd's gradients."""
+        """Stop keeping autograd's gradients."""
         for handle in self._kept.values():
             handle.remove()
         self.is_checking, self.gradients, self._kept = False, {}, {}
@@ -295,15 +296,15 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         others = () if self._has_rule(module) else inputs[1:]
         if self.hooks_enabled and (by_name or others or not all(isinstance(value, Tensor) for value in inputs)):
             kinds = [*(type(value).__name__ for value in inputs), *by_name]
-            self._refuse(module, f"input, by position, got ({', '.join(kinds)}) for {own_class(module).__name__}")
+            self._refuse(module, f"positional input, got ({', '.join(kinds)}) for {own_class(module).__name__}")
 
     def _refuse(self, module: nn.Module, rule: str) -> None:
         name = next(iter(self._names[module].values()))
-        remedy = "freeze it, or put torch.nn.Linear layers in its place"
-        raise TrainingError("dp", f"{name} must be of a layer with one tensor as {rule}", remedy)
+        remedy = "freeze it, or replace it by torch.nn.Linear layers"
+        raise TrainingError("dp", f"{name} must belong to a layer with one tensor as {rule}", remedy)
 
     def _keep_order(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Keep where the rows of a packed sequence were: torch sorts them by length."""
+        """Store the original order of a packed sequence's rows, which torch sorts by length."""
         for layer in module.modules():
             self._order.pop(layer, None)
             if isinstance(inputs[0], PackedSequence) and inputs[0].unsorted_indices is not None:
@@ -312,18 +313,18 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     def capture_backprops_hook(
         self, module: nn.Module, inputs: Any, outputs: Any, loss_reduction: str, batch_first: bool
     ) -> None:
-        """Make the gradients of examples of a layer's inputs and of the gradient of its outputs."""
+        """Compute the gradients of single examples from a layer's inputs and output gradients."""
         if not self.hooks_enabled:
             return
         kind, names = own_class(module), self._names[module]
         by_rule = self._has_rule(module)
         if not by_rule and (len(outputs) > 1 or outputs[0] is None):
             self._refuse(module, f"output, got {len(outputs)} from {kind.__name__}, which has no rule")
-        # Opacus puts the batch first and undoes the loss's mean here.
+        # Opacus moves the batch first and undoes the loss's mean here.
         activations, backprops = self.rearrange_grad_samples(
             module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
         )
-        # Padding has no gradient, and Opacus' rule does not know of padding_idx.
+        # Padding has no gradient, but Opacus' rule ignores padding_idx.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             backprops = backprops.masked_fill((activations[0] == module.padding_idx).unsqueeze(-1), 0)
         rows = vars(module)["max_batch_len"]
@@ -337,19 +338,19 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
             rule = self.GRAD_SAMPLERS[kind] if by_rule else self._by_vmap
             now: dict[Tensor, str] = {value: names.get(own, "") for own, value in module.named_parameters()}
             for parameter, found in rule(module, activations, backprops).items():
-                # Packed sequences: later steps have fewer examples; those that are over get a gradient of 0.
+                # Packed sequences: later steps have fewer examples. Finished ones get a gradient of 0.
                 if len(found) < rows:
                     found = torch.cat([found, found.new_zeros(rows - len(found), *found.shape[1:])])
                 if len(activations) > 1 and kind is opacus("layers.dp_rnn").RNNLinear:
-                    # torch sorted the sequence by length: back to the order of the batch.
+                    # torch sorted the sequence by length: restore the order of the batch.
                     found = found[activations[1]]
                 if now.get(parameter):
                     self._add(now[parameter], found)
-        # 16-bit outputs: the whole batch's gradient is rounded, which the later comparison must allow for.
+        # With 16-bit outputs the whole batch's gradient is rounded; the later comparison must allow for this.
         if torch.finfo(outputs[0].dtype).bits < 32:
             self._coarse.update(names.values())
         self._ahead.subtract(names.values())
-        # All backwards of the parameter have come: its norm is known now.
+        # All backwards of the parameter are done, so its norm is known.
         for name in names.values():
             if self._ahead[name] == 0 and (name in self._samples or name in self._uses):
                 self.made.setdefault(name, []).append(self._keep(name))
@@ -365,11 +366,11 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         return dict(zip(parameters, found, strict=True))
 
     def _add_use(self, name: str, use: Use) -> None:
-        """Keep a layer's factors as long as they are smaller than the gradients of single examples."""
+        """Store a layer's factors if they are smaller than the gradients of single examples."""
         uses = self._uses.setdefault(name, [])
         uses.append(use)
         check_each(name, len(uses[0].outputs), len(use.outputs))
-        # The smaller is also the faster: T positions cost T²(out + in) for the norm, the gradients T·out·in.
+        # The smaller is also faster: for T positions the norm costs T²(out + in), the gradients cost T·out·in.
         if name in self._samples or sum(each.size() for each in uses) >= len(use.outputs) * use.shape.numel():
             self._add(name)
 
@@ -390,15 +391,14 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
 
 
 def _is_factored(layer: nn.Module) -> bool:
-    """Return True if the layer's weight has a gradient of factors; a convolution in groups has several."""
+    """Return True if the layer's weight gradient is a sum of factors; not for grouped convolutions."""
     return own_class(layer) in _FACTORED and getattr(layer, "groups", 1) == 1
 
 
 def is_vmapped(layer: nn.Module, functorch: bool) -> bool:
-    """Return True if no rule gives the gradients of a layer, so that vmap differentiates it as a whole.
+    """Return True if no rule covers a layer, so that vmap must differentiate it.
 
-    Rules of Opacus (1.6) pad with zeros whatever the layer pads with, know no norm without bias, and leave the
-    imaginary part out.
+    The rules of Opacus (1.6) assume zero padding, do not support norms without bias, and drop imaginary parts.
     """
     has_rule = own_class(layer) in opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS
     return (
@@ -411,7 +411,7 @@ def is_vmapped(layer: nn.Module, functorch: bool) -> bool:
 
 
 def _by_example(layer: nn.Module) -> Callable[..., Any]:
-    """Return the function of parameters, inputs and gradients of outputs that gives a layer's gradients by example."""
+    """Return a function that maps parameters, inputs and output gradients to a layer's gradients per example."""
     functorch = opacus("grad_sample.functorch")
     if not any(parameter.is_complex() for parameter in layer.parameters()):
         functorch.prepare_layer(layer)
@@ -432,7 +432,7 @@ def part_to_check(gradient: Tensor) -> Tensor:
 
 @functools.cache
 def opacus_hooks() -> Any:
-    """Return the class of the hooks; Opacus is imported by this call."""
+    """Import Opacus and return the class of the hooks."""
     return type("OpacusLayerHooks", (LayerHooks, opacus("grad_sample").GradSampleHooks), {})
 
 
@@ -440,12 +440,12 @@ _NAMED = 3
 
 
 def check_model(model: nn.Module, functorch: bool = False) -> None:
-    """Refuse a model in which gradients of single examples do not exist, or cannot be had."""
+    """Raise if gradients of single examples do not exist in this model, or cannot be computed."""
     refuse_scripted(model, "dp")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise MatchError("dp", "model must have a trainable parameter, got none", "unfreeze what is to be trained")
+        raise MatchError("dp", "model must have a trainable parameter, got none", "unfreeze the weights to train")
     validators = opacus("validators").ModuleValidator.VALIDATORS
-    wrong: dict[str, list[str]] = {}  # a model often lacks one thing in all its layers
+    wrong: dict[str, list[str]] = {}  # often all layers have the same problem
     for name, module in model.named_modules():
         kind = own_class(module).__name__
         reason = _reason(module, kind, validators.get(own_class(module)), is_vmapped(module, functorch))
@@ -461,19 +461,19 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
 
 
 def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, is_vmapped: bool) -> str:
-    """Return why a module gives no gradients of single examples, or nothing."""
+    """Return why a module gives no gradients of single examples, or an empty text."""
     trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     if isinstance(module, _BatchNorm):
         return (
-            "normalises an example by the others of its batch; put torch.nn.GroupNorm in its place, or convert the "
+            "normalises each example with others of its batch; replace it by torch.nn.GroupNorm, or convert the "
             "model with opacus.validators.ModuleValidator.fix"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (reason := _embedding_reason(module, is_vmapped)):
         return reason
     if trained and isinstance(module, nn.RNN | nn.RNNCellBase):
-        return f"has no rule; put opacus.layers.dp_rnn.DP{kind} in its place"
+        return f"has no rule; replace it by opacus.layers.dp_rnn.DP{kind}"
     if trained and validator is not None and validator(module):
-        return "has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
+        return "has no rule; opacus.validators.ModuleValidator.fix replaces it by Opacus' own"
     if trained and any(isinstance(value, Tensor) and value.grad_fn is not None for value in vars(module).values()):
         return (
             "computes a weight in a hook before its forward (torch.nn.utils.weight_norm), which vmap cannot follow; "
@@ -481,48 +481,48 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
         )
     if trained and parametrize.is_parametrized(module) and list(module.buffers()):
         return (
-            "computes its weight with buffers, which vmap cannot follow (as spectral_norm does); train without, or "
+            "computes its weight from buffers (as spectral_norm does), which vmap cannot follow; train without it, or "
             "call torch.nn.utils.parametrize.remove_parametrizations first"
         )
     if trained and list(module.buffers()):
         return (
-            "trains beside buffers, which Opacus does not take, constants (position_ids) or not, as they may hold what "
-            "was seen without noise; freeze or replace it"
+            "has trained weights and buffers. Opacus accepts no buffers, not even constants (position_ids), as they "
+            "may hold data without noise; freeze or replace it"
         )
     if trained and type(module) is not own_class(module) and is_vmapped:
         return (
-            "is sharded by itself, and vmap differentiates a copy of it, which FSDP2 lets nobody make; shard the block "
-            "that it is in, or leave sharding to strategy eff_fsdp"
+            "is sharded on its own, but vmap needs a copy of it, which FSDP2 does not allow; shard the block that "
+            "contains it, or leave sharding to strategy eff_fsdp"
         )
     if trained and is_vmapped and len(inputs := _inputs(module)) > 1:
         return (
-            f"has no rule, and vmap differentiates layers of one input, got {', '.join(inputs)}; freeze it, or take a "
-            "model without such layers (stacked experts are among them)"
+            f"has no rule, and vmap supports only layers with one input, got {', '.join(inputs)}; freeze it, or use a "
+            "model without such layers (for example without stacked experts)"
         )
     if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
-        return "is compiled, and hooks of single layers do not run; leave torch.compile out"
+        return "is compiled, so hooks of single layers do not run; do not use torch.compile"
     return ""
 
 
 def _embedding_reason(module: nn.Embedding | nn.EmbeddingBag, is_vmapped: bool) -> str:
     if module.max_norm is not None:
-        return "shrinks the rows that it looks up (max_norm), in which examples can be seen without noise; leave it out"
+        return "shrinks the rows that it looks up (max_norm), which reveals examples without noise; remove max_norm"
     if not module.weight.requires_grad:
         return ""
     if module.scale_grad_by_freq:
         return (
-            "divides gradients by how often a row is looked up in the whole batch (scale_grad_by_freq), which lets one "
-            "example change how much others count; leave it out"
+            "divides gradients by how often the whole batch looks up a row (scale_grad_by_freq), so one example "
+            "changes the weight of others; remove it"
         )
     if isinstance(module, nn.EmbeddingBag):
-        return "has no rule that counts a row twice; put torch.nn.Embedding and a sum or mean in its place"
+        return "has no rule for repeated rows; replace it by torch.nn.Embedding and a sum or mean"
     if module.sparse and is_vmapped:
-        return "has sparse gradients, which vmap does not know; set sparse=False, as noise is on every row"
+        return "has sparse gradients, which vmap does not support; set sparse=False, as every row gets noise"
     return ""
 
 
 def _inputs(module: nn.Module) -> list[str]:
-    """Return the arguments that a layer's forward cannot do without."""
+    """Return the required arguments of a layer's forward."""
     arguments = inspect.signature(module.forward).parameters.values()
     in_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in arguments if each.kind in in_place and each.default is each.empty]
@@ -532,11 +532,11 @@ def _likewise(names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f" (so too {', '.join(names[:_NAMED])}{more})"
+    return f" (also {', '.join(names[:_NAMED])}{more})"
 
 
 class PerSample:
-    """Hooks on a model's layers that keep the gradient of each example; the model's modules and keys stay its own."""
+    """Hooks on a model's layers that record each example's gradient, without changing its modules and keys."""
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
         self._model = model
@@ -547,17 +547,17 @@ class PerSample:
         self._in_place = [module for module in model.modules() if getattr(module, "inplace", False) is True]
         for module in self._in_place:
             vars(module)["inplace"] = False  # torch refuses to change the output of a module with a full backward hook
-        # the first layer's input needs no gradient, which is as it should be
+        # The first layer's input needs no gradient, so this warning does not apply.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
         self._hooks = opacus_hooks()(model, functorch)
-        self._expanding = [  # only now: vmap differentiates copies of the layers, which were made with their hooks
+        self._expanding = [  # only now: vmap copies layers together with their hooks
             module.register_forward_pre_hook(self._expand)
             for module in model.modules()
             if isinstance(module, nn.Embedding)
         ]
 
     def _expand(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        # transformers look positions up once for the whole batch: (1, length)
+        # transformers looks up positions once for the whole batch: (1, length)
         first = inputs[0] if inputs and module.training and torch.is_grad_enabled() else None
         if isinstance(first, Tensor) and first.dim() > 1 and len(first) == 1:
             return (first.expand(self.rows_ahead(), *first.shape[1:]), *inputs[1:])
@@ -565,13 +565,13 @@ class PerSample:
 
     @property
     def ghosts(self) -> Mapping[str, bool]:
-        """By parameter, whether its last norms were found without gradients of single examples."""
+        """Per parameter, True if its last norms were computed without gradients of single examples."""
         return cast(Mapping[str, bool], self._hooks.ghosts)
 
     def clipped_sums(self, scale: Tensor, max_norm: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter; forget its gradients.
+        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward per parameter, and forget its gradients.
 
-        Of the first one it is checked that the sum of all gᵢ is the gradient that autograd found, on every process.
+        After the first backward, every process checks that the sum of all gᵢ equals autograd's gradient.
 
         Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
         """
@@ -579,9 +579,9 @@ class PerSample:
         if self._hooks.is_checking:
             self._check_sums(made)
         for parameter in self._model.parameters():
-            parameter.grad = None  # the sum of unclipped gradients has no use, and takes the memory of these sums
+            parameter.grad = None  # frees the sum of unclipped gradients, which is not needed
         if made:
-            # The norm is over all parameters of an example: norms of parts, then the norm of these.
+            # An example's norm covers all parameters: the norm of the parameters' norms.
             norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)
             factors, all_finite = clip_factors(norms, scale, max_norm), bool(norms.isfinite().all())
             for name in list(made):
@@ -597,19 +597,19 @@ class PerSample:
             elif parameter.requires_grad and parameter.grad is not None:
                 raise TrainingError(
                     "dp",
-                    f"{name} must get its gradient through the forward of its own module, once, got one without",
-                    "use layers as modules, and leave gradient checkpointing out",
+                    f"{name} must get its gradient through exactly one forward of its own module, got another gradient",
+                    "call layers as modules, and do not use gradient checkpointing",
                 )
         self._hooks.made = {}
         ghosts = [found for found in taken.values() if found.samples is None]
-        if ghosts:  # all roots at once: a kernel for each layer would take as long as its products
+        if ghosts:  # all roots at once: one kernel per layer would be slow
             roots = torch.stack([found.norms for found in ghosts]).clamp(min=0).sqrt()
             for found, root in zip(ghosts, roots, strict=True):
                 found.norms = root
         return taken
 
     def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:
-        # A layer whose rule does not fit shows here: the sum over examples must be the gradient that autograd found.
+        # This detects layers with a wrong rule: the sum over examples must equal autograd's gradient.
         known, found = {name: value for name, value in self._hooks.gradients.items() if name in made}, []
         for name, gradient in known.items():
             norms = made[name].norms
@@ -621,19 +621,19 @@ class PerSample:
         sizes = dict(zip(known, read[::2], strict=True))
         wrong = ""
         for name, apart in zip(known, read[1::2], strict=True):
-            # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
+            # Skip gradients that are 0 up to rounding, such as a key's bias in attention: they never agree.
             if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
-                wrong = wrong or f"{name}, got a difference of {apart / sizes[name]:.2g} of their size"
-        # all raise it, or the others would wait for this one
+                wrong = wrong or f"{name}, got a relative difference of {apart / sizes[name]:.2g}"
+        # All processes raise together, or the others would wait for this one.
         if wrong := next(filter(None, all_gather_object(wrong) if world_size() > 1 else [wrong]), ""):
             raise TrainingError(
                 "dp",
                 f"gradients of single examples must sum to the gradient of {wrong}",
-                "its layer has no rule that fits how it is used; try grad_sample_mode functorch, or freeze it",
+                "no rule fits the way this layer is used; try grad_sample_mode functorch, or freeze it",
             )
 
     def remove(self) -> None:
-        """Leave the model without hooks and without anything kept on modules and parameters."""
+        """Remove all hooks and stored values from modules and parameters."""
         self._hooks.end_checking()
         self._hooks.cleanup()
         for hook in self._expanding:
@@ -648,7 +648,7 @@ class PerSample:
 def clip_factors(norms: Tensor, scale: Tensor, max_norm: float) -> Tensor:
     """Return ``sᵢ · min(1, C / ‖sᵢgᵢ‖)``, 0 for an example whose gradient is not finite."""
     norms = norms * scale.abs()
-    # min(1, C / ‖g‖) with ‖g‖ in the scaled units: the loss's factor is divided out by `scale`.
+    # min(1, C / ‖g‖) with ‖g‖ in scaled units: `scale` divides out the loss's factor.
     clipped = scale * (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
-    # An example that is not finite is left out: clipping cannot bound it.
+    # Clipping cannot bound a gradient that is not finite, so such an example is left out.
     return clipped.where(norms.isfinite(), 0)

@@ -1,4 +1,4 @@
-"""Poisson sampling: every example joins a step's batch by a coin of its own, on which the accounting rests."""
+"""Poisson sampling: each example joins a step's batch independently, as the accounting assumes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from shared_core.errors import CompatibilityError, ConfigError
 
 _ORDERS = ("RandomSampler", "SequentialSampler", "SeedableRandomSampler", "DistributedSampler")
 _AHEAD = 16
-"""Draws that are kept: loaders with workers are that many ahead, and draw again beyond."""
+"""Number of cached draws. Loaders with workers prefetch about this many; older ones are drawn again."""
 _WORDS, _FIRST_WORD = 624, 24
-"""Words of a CPU generator, of 32 bits in 64, and the byte where they begin in torch's `get_state`."""
+"""Number of 32-bit words (stored in 64 bits) in a CPU generator, and their byte offset in torch's `get_state`."""
 
 
 class Secret:
-    """Random numbers of any step, as a function of a key alone: a resumed run, or another process, draws the same.
+    """Random numbers that depend only on a key and the step, so a resumed run or another process draws the same.
 
-    torch's generators draw them. They are not cryptographic ones: whoever sees enough of a tensor's noise can tell the
-    rest of it. Each tensor and step has a generator of its own, which tells nothing of the key, 16 bytes.
+    torch's generators draw them. These are not cryptographic: enough of a tensor's noise reveals the rest of it. Each
+    tensor and step has a separate generator, which reveals nothing about the key (16 bytes).
     """
 
     def __init__(self, key: bytes) -> None:
         self.key = key
 
     def generator(self, name: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return the generator of this name at this step."""
+        """Return the generator for this name and step."""
         made = torch.Generator(device)
         seed = hashlib.shake_256(self.key + f"{name} {step}".encode()).digest(4 * _WORDS)
         if made.device.type != "cpu":
             return made.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
-        # `manual_seed` keeps 32 bits of a seed on a CPU (torch 2.13), which can be tried out: fill the whole state.
+        # On a CPU `manual_seed` uses only 32 bits of a seed (torch 2.13), which can be guessed: fill the whole state.
         state = made.get_state()
         words = torch.frombuffer(bytearray(seed), dtype=torch.int32).long() & 0xFFFFFFFF
         state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS] = words.view(torch.uint8)
@@ -44,10 +44,10 @@ class Secret:
         return made
 
     def noise(self, like: Iterable[Tensor], std: float, step: int, *, secure_mode: bool = False) -> Iterator[Tensor]:
-        """Yield N(0, std²) in the shape, dtype and place of each of these tensors; in the whole shape of a sharded one.
+        """Yield N(0, std²) in the shape, dtype and device of each tensor; for a sharded one in its full shape.
 
-        All processes draw the same: each adds its part of it, which is none of another's, once. Of complex numbers
-        both parts are drawn.
+        All processes draw the same noise, and each adds only the part for its own shard. For complex numbers real and
+        imaginary parts are drawn.
         """
         for number, tensor in enumerate(like):
             generator = self.generator(f"noise {number}", step, tensor.device)
@@ -63,21 +63,20 @@ class Secret:
 
 
 class PoissonBatches(Sampler[list[int]]):
-    """Batches for a DataLoader: one draw over all examples a step, cut into its micro-batches on all processes.
+    """Batches for a DataLoader: one draw over all examples per step, split into micro-batches on all processes.
 
-    Each example is in a step's batch with probability ``q = batch_size · accumulate · processes / num_examples``. A
-    micro-batch that none fell into holds example 0, whose gradient the technique drops: code that makes batches never
-    meets an empty one.
+    Each example is in a step's batch with probability ``q = batch_size · accumulate · processes / num_examples``. An
+    empty micro-batch gets example 0, whose gradient is dropped, so that collators never see an empty batch.
 
     Args:
         num_examples: N.
-        batch_size: Expected examples of a micro-batch.
-        accumulate: Micro-batches of a step.
-        secret: Whose numbers decide, a function because a resume replaces it.
-        drawn: Returns how many micro-batches were trained on before: iterating goes on from there.
+        batch_size: Expected number of examples per micro-batch.
+        accumulate: Micro-batches per step.
+        secret: Returns the source of random numbers; a function, because a resume replaces it.
+        drawn: Returns how many micro-batches were trained on. Iteration continues from there.
 
     Raises:
-        ConfigError: If a step would expect more examples than there are.
+        ConfigError: If a step would expect more examples than exist.
 
     Example:
         >>> batches = PoissonBatches(1000, 10, 2, lambda: Secret(bytes(16)), lambda: 0)
@@ -94,41 +93,41 @@ class PoissonBatches(Sampler[list[int]]):
         drawn: Callable[[], int],
     ) -> None:
         self.num_examples, self.accumulate = num_examples, accumulate
-        # The sum is divided by what a step expects, not by what it drew: the draw must not be visible in the
-        # division.
+        # Sums are divided by the expected number of examples, because dividing by the drawn number would reveal the
+        # draw.
         self.expected = batch_size * accumulate * world_size()
-        """Examples that a step expects: what sums are divided by, whatever the draw was."""
+        """Expected number of examples per step, the divisor of all sums."""
         if self.expected > num_examples:
             raise ConfigError(
                 "dp",
                 f"a step must expect at most the {num_examples} examples of the data set, got {self.expected} = "
                 f"{batch_size} x {accumulate} micro-batches x {world_size()} processes",
-                "take smaller batches",
+                "use smaller batches",
             )
         self.sample_rate = self.expected / num_examples
         self.steps_per_epoch = -(-num_examples // self.expected)
         self._secret, self._drawn = secret, drawn
         self._known: dict[tuple[int, bytes], Tensor] = {}
         self.replayed = 0
-        """Micro-batches that a resumed loop will skip at the next iteration, because it begins its epoch again."""
+        """Micro-batches that a resumed loop will skip in the next iteration, because it restarts its epoch."""
         self.is_read = False
-        """True once a loop has begun to read the batches."""
+        """True once a loop has started to read batches."""
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.accumulate
 
     def begin_epoch_again(self) -> None:
-        """Have the next iteration begin at the epoch's first step: a resumed loop will skip what it has trained on."""
+        """Start the next iteration at the epoch's first step, for a resumed loop that skips trained batches itself."""
         self.replayed = self._drawn() % len(self)
 
     def chosen(self, step: int) -> Tensor:
-        """Return the examples of a step, those of all processes."""
+        """Return a step's examples on all processes."""
         secret = self._secret()
         found = self._known.get((step, secret.key))
         if found is None:
-            # other rates draw by other numbers: a run that goes on with another batch size repeats none of its draws
+            # The name includes the rate, so a run resumed with another batch size does not repeat earlier draws.
             generator = secret.generator(f"sample {self.num_examples} {self.expected}", step)
-            # In float64: a coin of 24 bits would land a little more often than a small rate says.
+            # In float64, because 24 random bits would select slightly too often at small rates.
             coins = torch.rand(self.num_examples, generator=generator, dtype=torch.float64)
             found = self._known[step, secret.key] = (coins < self.sample_rate).nonzero().flatten()
             if len(self._known) > _AHEAD:
@@ -136,41 +135,41 @@ class PoissonBatches(Sampler[list[int]]):
         return found
 
     def part(self, step: int, micro_batch: int) -> list[int]:
-        """Return this process's examples of a micro-batch of a step; there may be none."""
+        """Return this process's examples of a step's micro-batch; possibly none."""
         found: list[int] = self.chosen(step)[
-            # Micro-batches and ranks share one draw: strided, so that each example is in exactly one part.
+            # Micro-batches and ranks share one draw. Striding puts each example into exactly one part.
             micro_batch * world_size() + rank() :: self.accumulate * world_size()
         ].tolist()
         return found
 
     def __iter__(self) -> Iterator[list[int]]:
         first, self.replayed, self.is_read = self._drawn() - self.replayed, 0, True
-        # to the end of a step: behind a resume from inside of one the rest of its draw comes first
+        # Ends at a step's end: after a resume within a step, the rest of its draw comes first.
         for number in range(first, first + len(self) - first % self.accumulate):
-            # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
+            # If no example was drawn, return one example, which counts with factor 0.
             yield self.part(*divmod(number, self.accumulate)) or [0]
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what Poisson sampling cannot take the place of."""
+    """Raise if Poisson sampling cannot replace the batches of this loader."""
     data, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "batch_sampler", batches)
     kind = type(getattr(sampler, "sampler", sampler)).__name__
     if not hasattr(loader, "dataset") or not hasattr(loader, "batch_sampler"):
-        rule, remedy = f"come from one DataLoader, got {type(loader).__name__}", "batches are drawn anew"
+        rule, remedy = f"come from one DataLoader, got {type(loader).__name__}", "dp draws the batches itself"
     elif isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         rule = f"be a data set with a length and an index, got {type(data).__name__}, which is read in its own order"
-        remedy = "Poisson sampling has to pick any example at any step"
+        remedy = "Poisson sampling must be able to pick any example at any step"
     elif kind not in _ORDERS:
-        rule = f"be shuffled by the DataLoader, all examples alike, got {kind}"
-        remedy = "Poisson sampling cannot keep weights, lengths or subsets: leave the sampler out"
+        rule = f"be shuffled by the DataLoader with equal probabilities, got {kind}"
+        remedy = "leave the sampler out: Poisson sampling does not support weights, lengths or subsets"
     else:
         return
     raise CompatibilityError("dp", f"training data must {rule}", remedy)
 
 
 def loader_options(loader: Any) -> dict[str, Any]:
-    """Return a DataLoader's options other than those that say what a batch is."""
+    """Return a DataLoader's options except those that define batches."""
     names = (
         "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
         "prefetch_factor", "persistent_workers", "pin_memory_device",

@@ -1,4 +1,4 @@
-"""DP-SGD as a technique: the optimizer sees a noised sum of clipped gradients of single examples, and nothing else."""
+"""DP-SGD as a technique: the optimizer sees only a noised sum of clipped gradients of single examples."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SAMPLING = "poisson"
 
 
 class DifferentialPrivacy(Technique):
-    """Makes each step's gradient ``(Σᵢ clip(gᵢ, C) + N(0, σ²C²)) / B``, and counts what the steps have spent.
+    """Replaces each step's gradient by ``(Σᵢ clip(gᵢ, C) + N(0, σ²C²)) / B``, and tracks the epsilon spent.
 
-    The sum runs over a Poisson sample of the data with B expected examples, whatever number of micro-batches and
-    processes it is spread over; noise is added once. Batches must come from `loader`; the front ends see to it.
+    The sum runs over a Poisson sample of the data with B expected examples, over all micro-batches and processes. Noise
+    is added once. Batches must come from `loader`; the front ends take care of this.
 
     Source: Abadi et al. 2016, arXiv:1607.00133.
 
@@ -55,7 +55,7 @@ class DifferentialPrivacy(Technique):
         ...     optimizer.step()
         ...     _ = session.after_step()
         ...     optimizer.zero_grad()
-        efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
+        efftrain: dp: could not check that the loss is a mean over the examples: the model does not return it
         >>> round(session.figures()["dp/epsilon"], 2)
         4.87
         >>> session.finish()
@@ -80,19 +80,19 @@ class DifferentialPrivacy(Technique):
         self._factor: Tensor | None = None
         self._ghosts: Mapping[str, bool] = {}
         self.checks_loss = config.check_loss
-        """True if the loss still has to be seen as a mean over examples; a front end that can does so and calls
+        """True until the loss was checked to be a mean over examples. A front end that can check it calls
         `check_loss`."""
         self.sees_loss_in_forward = True
-        """True: the loss that the model's forward returns is checked. A front end that checks it itself sets False."""
+        """True if the loss that the model's forward returns is checked; front ends that check it set False."""
         self._shown = (0, 0.0)
         self.weights: Tensor | None = None
-        """Set by a front end before `loss`: the factor that makes each row's share of the loss the row's own loss; None
-        where the loss is the mean over rows."""
+        """Set by a front end before `loss`: the factor that turns each row's share of the loss into the row's own loss;
+        None if the loss is the mean over rows."""
 
     # -- start
 
     def attach(self, context: Context) -> Touched:
-        """Put the hooks on."""
+        """Register the hooks."""
         model = context.model
         context.undo.callback(self._detach)
         functorch = self.config.grad_sample_mode == "functorch"
@@ -106,14 +106,14 @@ class DifferentialPrivacy(Technique):
         return trained(model)
 
     def _detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self._per_sample is not None:
             self._per_sample.remove()
             self._handle.remove()
         self._per_sample, self._sums = None, {}
 
     def sample(self, loader: Any, batch_size: int, accumulate: int = 1) -> PoissonBatches:
-        """Return the batches that replace those of a DataLoader, which has the whole data set on every process."""
+        """Return batches that replace those of a DataLoader, which must hold the whole data set on every process."""
         check_loader(loader)
         if self._secret is None:
             self._secret = self._make_secret()
@@ -129,7 +129,7 @@ class DifferentialPrivacy(Technique):
     def loader(
         self, loader: DataLoader[Any], accumulate: int = 1, batch_size: int | None = None, **more: Any
     ) -> DataLoader[Any]:
-        """Return a DataLoader whose batches are drawn as the accounting says, of as many expected examples."""
+        """Return a DataLoader with Poisson-sampled batches of the same expected size."""
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", 1) if batch_size is None else batch_size
         batches = self.sample(loader, size, accumulate)
         made: Any = type(loader) if more else DataLoader
@@ -149,34 +149,36 @@ class DifferentialPrivacy(Technique):
                 "dp",
                 "training batches must be drawn by Poisson sampling, got none",
                 "pass the DataLoader to efftrain.hf.prepare, to training(loader=...) or, with Fabric, "
-                "to fabric.setup_dataloaders, and train on what comes back",
+                "to fabric.setup_dataloaders, and train on the returned loader",
             )
         return value
 
     def plan(self, context: Context) -> Plan:
-        """Return how much more was spent than `target_epsilon`, as by steps beyond the plan; the layers must stay."""
+        """Return the plan: `missing` tells if more than `target_epsilon` was spent, `guards` are the hooked layers."""
         target, shown = self.config.target_epsilon, self._shown_epsilon()
         return Plan(
             missing="" if target is None or shown <= target else f"epsilon {shown:.4g} was spent, not {target:g}",
-            guards=self._layers,  # one that takes the place of another would get noise and no signal
+            guards=self._layers,  # a replaced layer would get only noise
             acts_on_gradients=True,
         )
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Settle the noise and say what the run will have spent."""
+        """Choose the noise multiplier and report the epsilon at the end of the run."""
         config, batches = self.config, self._known(self._batches)
         total, rule = context.total_steps, ""
         left = None if total is None else max(total - context.step, 0)
         if config.delta >= 1 / batches.num_examples:
-            rule = f"delta must be below one over the {batches.num_examples} examples, got {config.delta}"
-            remedy = "publishing a few whole examples would meet it otherwise"
+            rule = f"delta must be below 1 / {batches.num_examples} (the number of examples), got {config.delta}"
+            remedy = "with a larger delta, even publishing a few whole examples would count as private"
         elif config.target_epsilon is not None and left is None:
             rule, remedy = "target_epsilon must come with a known number of steps, got none", "set max_steps"
         if rule:
             raise ConfigError("dp", rule, remedy)
         if config.target_epsilon is not None and left is not None:
             planned = epsilon(self._planned(left), config.delta, config.accountant) if self._noise else 0.0
-            if not 0.98 * config.target_epsilon <= planned <= config.target_epsilon:  # a resume keeps what it had
+            if (
+                not 0.98 * config.target_epsilon <= planned <= config.target_epsilon
+            ):  # a resumed run keeps its noise if possible
                 self._noise = noise_multiplier_for(
                     config.target_epsilon, batches.sample_rate, max(left, 1), config.delta,
                     accountant=config.accountant, spent=self._spent,
@@ -204,24 +206,24 @@ class DifferentialPrivacy(Technique):
 
     @property
     def rows(self) -> int:
-        """Rows of the micro-batch that comes next, one at least."""
+        """Rows of the next micro-batch, at least one."""
         return max(len(self._known(self._batches).part(self._draws, self._micro_batch)), 1)
 
     def check_loss(self, whole: float, parts: list[tuple[int, float]]) -> None:
-        """Refuse once a loss of a batch that is not the mean of its parts' losses, each by its rows."""
+        """Raise if a batch's loss is not the mean of its parts' losses, weighted by rows. Checked once."""
         self.checks_loss = False
         mean = sum(rows * loss for rows, loss in parts) / sum(rows for rows, _ in parts)
         if abs(whole - mean) > 1e-2 * max(abs(whole), abs(mean), *(abs(loss) for _, loss in parts)):
             raise CompatibilityError(
                 "dp",
-                f"loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch whose "
+                f"loss must be the mean of the examples' own losses, got {whole:.6g} for a batch whose "
                 f"halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}",
-                "a mean over tokens, or terms between examples, let one example change how much others count: "
-                "average over each row first, then over rows (check_loss: false for a loss that draws random numbers)",
+                "with a mean over tokens, or terms between examples, one example changes the weight of others: average "
+                "over each row first, then over rows (if the loss draws random numbers, set check_loss: false)",
             )
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the loss of a model that computes it itself, before the first forward of a drawn batch of two rows."""
+        """Check the loss of a model that returns it, before the first forward with at least two drawn rows."""
         if self._batches is None or not (self.sees_loss_in_forward and model.training and torch.is_grad_enabled()):
             return
         self._batches_in_use()
@@ -241,26 +243,23 @@ class DifferentialPrivacy(Technique):
             self.check_loss(*found)
         elif found is not None:
             self.checks_loss = False
-            self._note(
-                "dp: that the loss is a mean over the examples of each one's own was not checked: the model does not "
-                "return it"
-            )
+            self._note("dp: could not check that the loss is a mean over the examples: the model does not return it")
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Have the backward of this loss clip each example's gradient."""
+        """Make the backward of this loss clip each example's gradient."""
         if self._per_sample is None or not task_loss.requires_grad:
             return task_loss
         batches = self._batches_in_use()
-        # A micro-batch outside of an accumulation window would be counted as part of another draw.
+        # A micro-batch outside an accumulation window would be counted as part of another draw.
         self._check_window(self._micro_batch < batches.accumulate, "more")
         self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
-        # Default: the loss is a mean over rows, so each row's own loss is rows times its share.
+        # By default the loss is a mean over rows, so each row's own loss is rows times its share.
         if weights is None:
             weights = torch.full((rows,), float(rows), device=task_loss.device)
         self._factor = weights * bool(batches.part(self._draws, self._micro_batch))
         self._micro_batch += 1
-        # The gradient arriving at the loss is what the trainer multiplied it by (1 / accumulation, its scaler).
+        # The gradient that arrives at the loss is the trainer's factor (1 / accumulation, its scaler).
         task_loss.register_hook(self._after_backward)  # type: ignore[no-untyped-call]
         return task_loss
 
@@ -269,35 +268,35 @@ class DifferentialPrivacy(Technique):
             number = self._known(self._batches).accumulate
             raise TrainingError(
                 "dp",
-                f"a step must have the {number} micro-batches that its draw was cut into, got {found}",
-                "give the same accumulation to the trainer and to loader(...), leave no batch out, and return the loss "
+                f"a step must have all {number} micro-batches of its draw, got {found}",
+                "use the same accumulation in the trainer and in loader(...), skip no batch, and return the loss "
                 "of each",
             )
 
     def _after_backward(self, arriving: Tensor) -> None:
         self._factor = self._known(self._factor) / arriving
-        # queued again from there, after what FSDP2 and DDP queue for the end of this backward
+        # The callback queues itself once more, to run after the callbacks that FSDP2 and DDP queue.
         queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
         # Queued twice: this runs after the callbacks that DDP and FSDP2 queue for the end of backward.
         queue(lambda: queue(self._clip))
 
     def _clip(self) -> None:
-        """Clip and add up the micro-batch's gradients once its backward has ended."""
+        """Clip and sum the micro-batch's gradients after its backward."""
         per_sample, model = self._known(self._per_sample), self._known(self._model)
         reshard_(model)
         parameters = dict(model.named_parameters())
         for name, total in per_sample.clipped_sums(self._known(self._factor), self.config.max_grad_norm):
             if is_sharded(parameters[name]):
                 total = sum_parts(total, parameters[name])
-            if name in self._sums:  # a checkpoint is read onto the CPU
+            if name in self._sums:  # checkpoints load to the CPU
                 total = self._sums[name].to(total.device) + total
             self._sums[name] = total
         self._factor, self._ghosts = None, per_sample.ghosts
 
     def before_step(self, context: Context) -> None:
-        """Put the noised mean in place of every gradient, and count the step."""
+        """Replace every gradient by the noised mean, and count the step."""
         batches = self._known(self._batches)
-        # With another number of micro-batches the draw would not be the one that is accounted for.
+        # With another number of micro-batches the draw would differ from the one in the accounting.
         self._check_window(self._micro_batch == batches.accumulate and self._factor is None, str(self._micro_batch))
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         std = float(self._noise or 0) * self.config.max_grad_norm
@@ -308,9 +307,9 @@ class DifferentialPrivacy(Technique):
             # A parameter that no example reached still gets noise: its gradient is 0 plus N(0, σ² C²).
             if total is None:
                 total = torch.zeros_like(local_part(parameter))
-            if not is_sharded(parameter):  # else it was summed with every micro-batch
+            if not is_sharded(parameter):  # sharded ones were summed in each micro-batch
                 all_reduce_(total, "sum")
-            # Divided by the expected batch size, a constant: the true one is private.
+            # Divided by the expected batch size, a constant, because the true size is private.
             total.add_(drawn[place_of(parameter)].to(total)).div_(batches.expected)
             lies_alike = (total.dtype, total.device) == (parameter.dtype, parameter.device)
             if lies_alike and not is_sharded(parameter) and total.stride() == parameter.stride():
@@ -319,14 +318,14 @@ class DifferentialPrivacy(Technique):
                 parameter.grad = torch.empty_like(parameter)
                 local_part(parameter.grad).copy_(total)
         self._sums, self._micro_batch = {}, 0
-        # Counted here: the noised gradient exists, whatever the optimizer does with it.
+        # Counted here, because the noised gradient now exists, even if the optimizer skips the step.
         self._draws += 1
         self._spent = _with_step(self._spent, float(self._noise or 0), batches.sample_rate)
 
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was spent, the secret that batches and noise come from, and sums of a step half done."""
+        """Return the steps spent, the secret behind batches and noise, and sums of an unfinished step."""
         return {
             "secret": self._secret.key.hex() if self._secret else "",
             "draws": self._draws,
@@ -338,7 +337,7 @@ class DifferentialPrivacy(Technique):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; what this run has spent since is never taken back."""
+        """Continue from a saved state. What this run has already spent stays counted."""
         try:
             draws, micro_batch = int(state["draws"]), int(state["micro_batch"])
             spent = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state["spent"]]
@@ -348,13 +347,13 @@ class DifferentialPrivacy(Technique):
         if sums and state.get("processes", world_size()) != world_size():
             raise CheckpointError(
                 "dp",
-                f"checkpoint must lie between two steps to be resumed by {world_size()} processes, got one from "
-                f"inside a step of {state['processes']}, each of which held a part of the sum",
-                "resume with as many",
+                f"checkpoint must be from between two steps to resume with {world_size()} processes, got one from "
+                f"within a step, where each of {state['processes']} processes holds a part of the sum",
+                "resume with the same number of processes",
             )
-        # A checkpoint from before this run's step has spent less; what was spent stays spent.
+        # An earlier checkpoint of this run has spent less, but what was spent stays spent.
         if draws < self._draws:
-            return  # the best model of a run is loaded at its end
+            return  # at the end of a run its best model is loaded
         self._draws, self._micro_batch, self._spent, self._sums = draws, micro_batch, spent, sums
         self._secret = Secret(key) if key else self._secret
         if self.config.target_epsilon is not None:
@@ -363,11 +362,11 @@ class DifferentialPrivacy(Technique):
     # -- figures
 
     def spent(self) -> float:
-        """Return the epsilon of all steps so far."""
+        """Return the epsilon spent by all steps so far."""
         return epsilon(self._spent, self.config.delta, self.config.accountant)
 
     def figures(self) -> dict[str, float]:
-        """Return ``dp/epsilon``, spent so far."""
+        """Return ``dp/epsilon``, the epsilon spent so far."""
         return {} if self._noise == 0 else {"dp/epsilon": self._shown_epsilon()}
 
     def _shown_epsilon(self) -> float:
@@ -376,7 +375,7 @@ class DifferentialPrivacy(Technique):
         return self._shown[1]
 
     def report(self) -> dict[str, Any]:
-        """Return what was promised: epsilon, delta, accountant, sampling; the rate, noise and clipping behind it."""
+        """Return the guarantee (epsilon, delta, accountant, sampling) and the rate, noise and clipping behind it."""
         config, batches = self.config, self._batches
         return {
             "epsilon": "infinite" if self._noise == 0 else self.spent(),
@@ -397,7 +396,7 @@ class DifferentialPrivacy(Technique):
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
-        """Return a report in plain sentences, the result first. It may have been read from a file."""
+        """Return a report as plain sentences, the result first. The report may come from a file."""
         epsilon = report["epsilon"]
         spent = epsilon if isinstance(epsilon, str) else f"{epsilon:.3g}"
         steps = counted(report["steps"], "step")
@@ -411,17 +410,17 @@ class DifferentialPrivacy(Technique):
 
 
 def _check_labels(labels: Any) -> None:
-    """Refuse tokens of which rows have different numbers: a model's own loss is the mean over all of them."""
-    # Halves do not show it while every token's loss is that of chance.
+    """Raise if rows have different numbers of label tokens, since a model's own loss is the mean over all tokens."""
+    # Comparing halves does not detect this while all tokens have about the same loss.
     if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
         counts = labels.flatten(1).ne(-100).sum(1)
         if counts.min() != counts.max():
             raise CompatibilityError(
                 "dp",
-                f"labels must be as many in each row, got {int(counts.min())} to {int(counts.max())}: the model's loss "
-                "is a mean over tokens, by which one example changes how much others count",
-                "fill the rows, average over each row first in a loss of your own (check_loss: false), or use hf_eff "
-                "with transformers' Trainer, which counts each row alike",
+                f"all rows must have equally many labels, got {int(counts.min())} to {int(counts.max())}: the model's "
+                "loss is a mean over tokens, so one example changes the weight of others",
+                "make rows equally long, average over each row first in your own loss (check_loss: false), or use "
+                "hf_eff with transformers' Trainer, which weights all rows equally",
             )
 
 
@@ -437,18 +436,18 @@ _STATE_DIMS = 3
 def losses_of_halves(
     model: nn.Module, run: Callable[[Any], Any], batch: Any, rows: int
 ) -> tuple[float, list[tuple[int, float]]] | tuple[()] | None:
-    """Return the loss of a batch and, by their rows, those of its halves; nothing where the outputs hold no loss.
+    """Return the loss of a batch and the rows and losses of its halves; empty if the outputs hold no loss.
 
-    None for a batch that has a single row, on any process, or whose rows cannot be told.
+    None if the batch has a single row on any process, or its rows cannot be identified.
     """
     cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
-    # all processes or none: a sharded module gathers its weights in every forward
+    # All processes or none, because a sharded module gathers its weights in every forward.
     if any_rank(rows < 2 or _is_unclear(batch, rows), next(model.parameters()).device):
         return None
     random = rng_state()
     try:
         with modes_restored(model), torch.no_grad():
-            for part in model.modules():  # dropout would differ, and hooks keep what they see; `eval` is more to a loop
+            for part in model.modules():  # no dropout; `eval()` may have side effects
                 part.training = False
             outputs = [run(part) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
     finally:
@@ -463,7 +462,7 @@ def losses_of_halves(
 
 
 def _cut(batch: Any, rows: slice, count: int) -> Any:
-    """Return those rows of everything in a batch that has one entry an example."""
+    """Return these rows of all values in a batch that have one entry per example."""
     if isinstance(batch, Tensor):
         if batch.dim() and len(batch) == count:
             return batch[rows]
@@ -479,25 +478,25 @@ def _cut(batch: Any, rows: slice, count: int) -> Any:
     parts = {name: _cut(value, rows, count) for name, value in _fields(batch).items()}
     if not isinstance(batch, MutableMapping) and not dataclasses.is_dataclass(batch):
         return parts or batch
-    other: Any = copy.copy(batch)  # not its class, which may take other arguments, as defaultdict does
+    other: Any = copy.copy(batch)  # its class may take other arguments (defaultdict)
     (vars(other) if dataclasses.is_dataclass(batch) else other).update(parts)
     return other
 
 
 def _fields(batch: Any) -> Mapping[Any, Any]:
-    """Return the values of a mapping or a dataclass by name, of anything else nothing."""
+    """Return the values of a mapping or a dataclass by name; empty for other types."""
     if dataclasses.is_dataclass(batch):
         return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return batch if isinstance(batch, Mapping) else {}
 
 
 def _is_state(value: Tensor, count: int) -> bool:
-    """Return True if a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
+    """Return True if a tensor's second dimension is the examples, like (layers, batch, width) of torch.nn.LSTM."""
     return value.dim() == _STATE_DIMS and value.shape[1] == count
 
 
 def _is_unclear(batch: Any, count: int) -> bool:
-    """Return True if both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
+    """Return True if either dimension could be the examples. Poisson sampling soon draws another number."""
     if isinstance(batch, Tensor):
         return _is_state(batch, count) and len(batch) == count
     values = batch if isinstance(batch, list | tuple) else _fields(batch).values()

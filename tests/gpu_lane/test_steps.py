@@ -444,7 +444,7 @@ def told_of_tf32(device: PretendedDevice) -> str:
 
 
 def test_a_gpu_that_measures_as_without_tf32_is_not_said_to_lack_it():
-    assert "TF32, which this GPU has" in told_of_tf32()
+    assert "NVIDIA_TF32_OVERRIDE" in told_of_tf32()
 
 
 @on_pretended_device

@@ -47,7 +47,7 @@ def fit(module, folder, data=None, **options):
 
 
 def test_a_mean_over_tokens_is_refused_and_one_over_rows_is_not(tmp_path):
-    with pytest.raises(CompatibilityError, match="mean over the examples of each one's own loss"):
+    with pytest.raises(CompatibilityError, match="loss must be the mean"):
         fit(Tokens(by_row=False), tmp_path)
     trainer, private = fit(Tokens(by_row=True), tmp_path)
     assert trainer.global_step == 3
@@ -84,7 +84,7 @@ def test_batches_of_any_class_are_halved(make, tmp_path):
     loader = DataLoader(data, batch_size=10, collate_fn=lambda rows: make(*default_collate(rows)))
     _, private = fit(Named(by_row=True), tmp_path, data=loader)
     assert not private.session.techniques["dp"].checks_loss
-    with pytest.raises(CompatibilityError, match="mean over the examples of each one's own loss"):
+    with pytest.raises(CompatibilityError, match="loss must be the mean"):
         fit(Named(by_row=False), tmp_path, data=loader)
 
 
@@ -121,7 +121,7 @@ def test_initial_states_have_the_batch_in_their_second_dimension(batch_size, tmp
     data = DataLoader(TensorDataset(*parts), batch_size=batch_size, shuffle=True, collate_fn=with_states)
     _, private = fit(Recurrent(by_row=True), tmp_path, data=data, max_steps=6)
     assert not private.session.techniques["dp"].checks_loss  # compared with its halves
-    with pytest.raises(CompatibilityError, match="mean over the examples of each one's own loss"):
+    with pytest.raises(CompatibilityError, match="loss must be the mean"):
         fit(Recurrent(by_row=False), tmp_path, data=data, max_steps=6)
 
 

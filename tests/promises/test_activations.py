@@ -160,7 +160,7 @@ def test_a_compiled_module(tmp_path):
 
 def test_offloading_is_refused_on_a_cpu_and_the_module_stays_as_it_was(tmp_path):
     module = lightning_module()
-    with pytest.raises(CompatibilityError, match="there is nothing to offload"):
+    with pytest.raises(CompatibilityError, match="already in host memory"):
         fit(module, tmp_path, lightning_eff.ActivationCompression(pack="none", offload=True))
     assert type(module.net.head) is nn.Linear
     assert "training_step" not in vars(module)

@@ -73,7 +73,7 @@ def test_what_needs_logits_is_refused(make, tmp_path):
             self.right = (outputs.logits.argmax(-1) == inputs["labels"]).sum()
             return loss
 
-    with pytest.raises(TrainingError, match=r"logits are not computed in training .* got argmax; compute metrics in"):
+    with pytest.raises(TrainingError, match=r"with chunked.*got argmax; .*evaluation"):
         chunked(make, tmp_path, LogsAccuracy).train()
 
 
@@ -83,7 +83,7 @@ def test_padded_vocabularies(make, tmp_path):
     def run(**options):
         return first_gradients(make, tmp_path, 8, 1, teacher=teacher, distill=options)
 
-    with pytest.raises(ConfigError, match=r"24 classes, got 30.*set distill.vocab_size.*different tokenizers"):
+    with pytest.raises(ConfigError, match=r"24 classes, got 30.*set distill.vocab_size.*tokenizers"):
         run()
     with pytest.raises(ConfigError, match="vocab_size must be at most 24"):
         run(vocab_size=25)
@@ -109,7 +109,7 @@ def test_a_teacher_of_another_tokenizer(make, tmp_path):
         )
         attach(trainer, {"distill": {"teacher": str(folder)}})
 
-    with pytest.raises(ConfigError, match=r"22 of 24 numbers mean other tokens, such as 1: 'w1' and 'w23'"):
+    with pytest.raises(ConfigError, match=r"22 of 24 .*mean other tokens, such as 1: 'w1' and 'w23'"):
         run(tokenizer(words))
     run(None)
     tokenizer(words[:20]).save_pretrained(folder)

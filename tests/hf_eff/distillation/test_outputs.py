@@ -75,7 +75,7 @@ class TestQuestionAnswering:
 
     def test_a_teacher_that_classifies_is_refused_before_training(self, make, tmp_path):
         trainer = make.trainer(tmp_path, model=reader(0), data=questions())
-        with pytest.raises(ConfigError, match="teacher must return what the student does, spans, got logits"):
+        with pytest.raises(ConfigError, match=r"teacher must return .*spans.* got logits"):
             attach(trainer, {"distill": {"teacher": make.classifier()}})
             trainer.train()
         assert trainer.state.global_step == 0

@@ -102,7 +102,7 @@ def test_models_keep_their_attention_and_the_receipt_names_the_pairs(make, tmp_p
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({}, {"attention": ["*attention.self=*attention.self"]}, r"row whose sum is .* dropout.* to 0"),
+        ({}, {"attention": ["*attention.self=*attention.self"]}, r"probabilities.* dropout.* to 0"),
         (QUIET, {"attention": ["*output.dense=*output.dense"]}, "must return its map"),
         (QUIET, {"hidden": ["*attention=*nothing"]}, "hidden must name submodules"),
     ],

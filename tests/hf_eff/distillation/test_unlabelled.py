@@ -202,7 +202,7 @@ def test_what_cannot_work_is_refused(make, tmp_path):
         def forward(self, input_ids=None, attention_mask=None, labels=None):
             return {"logits": self.net(input_ids)}
 
-    with pytest.raises(TrainingError, match=r"must have labels where the student's class does not tell"):
+    with pytest.raises(TrainingError, match=r"must have labels.*unlabelled_field"):
         train(tmp_path, 2, 4, data=nothing, model=Tokens(), options={"teacher": Tokens(), "unlabelled_field": None})
 
 
@@ -226,7 +226,7 @@ def test_a_model_with_a_loss_of_its_own_keeps_it_without_labels(make, tmp_path):
 
 def test_a_column_that_calls_nothing_unlabelled_is_told(tmp_path):
     train(tmp_path, 2, 4, data=texts([0] * 8))
-    assert told(tmp_path)["unlabelled_field"] == "is_new called not one example unlabelled"
+    assert told(tmp_path)["unlabelled_field"] == "is_new marked no example as unlabelled"
 
 
 def test_a_hugging_face_data_set_keeps_its_column(tmp_path):

@@ -74,5 +74,5 @@ def test_a_teacher_of_another_tokenizer_is_refused_before_training(tmp_path):
 
     reader(1).save_pretrained(tmp_path / "teacher")
     (tmp_path / "teacher" / "vocab.txt").write_text("\n".join(f"w{number}" for number in reversed(range(12))))
-    with pytest.raises(ConfigError, match="12 of 12 numbers mean other tokens"):
+    with pytest.raises(ConfigError, match=r"12 of 12 .*mean other tokens"):
         fitted(BOTH[0], tmp_path / "run", str(tmp_path / "teacher"), Tokenizer())

@@ -286,7 +286,7 @@ class TestRefusals:
                 "1: its weights must not be changed between forward and backward",
             ),
             (Overwrites, None, "a tensor needed for its gradient must not be changed in place"),
-            (lambda: Fickle(4, 4), None, "1: must compute in backward what it computed in forward"),
+            (lambda: Fickle(4, 4), None, "1: must compute .* in backward"),
         ],
         ids=["input inside", "input", "weights", "saved tensor", "values"],
     )
@@ -306,9 +306,9 @@ class TestRefusals:
             apply_segments(net, [])
         with pytest.raises(MatchError, match=r"'layers.9'; did you mean"):
             apply_segments(net, [["layers.9"]])
-        with pytest.raises(CompatibilityError, match=r"none inside another, got layers\.0\.first"):
+        with pytest.raises(CompatibilityError, match=r"inside another, got layers\.0\.first"):
             apply_segments(net, [["layers.0", "layers.0.first"]])
-        with pytest.raises(CompatibilityError, match=r"once and none inside another, got layers\.0;"):
+        with pytest.raises(CompatibilityError, match=r"inside another, got layers\.0;"):
             apply_segments(net, [["layers.0"], ["layers.0"]])
         assert not any("forward" in vars(module) for module in net.modules())
 

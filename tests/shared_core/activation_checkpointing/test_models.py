@@ -177,9 +177,9 @@ def test_segments_of_policies():
 
 class TestRefusals:
     def test_policies(self):
-        with pytest.raises(ConfigError, match=r"policy must be one that exists, got 'blok'; did you mean 'block'"):
+        with pytest.raises(ConfigError, match=r"policy must be .*, got 'blok'; did you mean 'block'"):
             apply_policy(make_cnn(), "blok")
-        with pytest.raises(ConfigError, match="a budget must have example_inputs or a step to profile"):
+        with pytest.raises(ConfigError, match="example_inputs or a step"):
             apply_policy(make_cnn(), "budget:0.5")
 
     def test_models_without_blocks(self):
@@ -210,7 +210,7 @@ class TestRefusals:
         apply_policy(net, "selective")
         loss = net(torch.ones(2, 4)).sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(TrainingError, match=r"2: with selective, backward must run once .* take block"):
+        with pytest.raises(TrainingError, match=r"2: with selective, backward must run .* block"):
             loss.backward()
 
     def test_a_filled_cache(self):

@@ -168,7 +168,7 @@ def test_like_blocks_take_like_times_and_chains_end_where_something_comes_betwee
 
 def test_a_block_that_runs_twice_or_never_is_refused():
     net, _ = transformer()
-    for layers, rule in ([0, 1, 0], "must run once in a step"), ([0, 2], "must run in a step of training"):
+    for layers, rule in ([0, 1, 0], "once per step"), ([0, 2], "must run in a training step"):
         profile = StepProfile(net, ["layers.0", "layers.1"])
         profile.start()
         with pytest.raises(TrainingError, match=rule):

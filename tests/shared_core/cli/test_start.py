@@ -180,7 +180,7 @@ def test_matched_tensors_are_those_of_the_receipt():
     ({"prune": {"sparsity": 0.5, "skip": "nothing*"}}, "skip pattern 'nothing\\*' matches no module"),
     ({"prune": {"sparsity": 0.5, "begin": 6, "end": 7}, "cluster": {"bits": 4, "begin": 3}}, "cluster: begin must not"),
     ({"average": {"kind": "ema", "begin": 9}}, "within the 8 steps"),
-    ({"activations": {"pack": "none", "offload": True}}, "nothing to offload"),
+    ({"activations": {"pack": "none", "offload": True}}, "already in host memory"),
 ])  # fmt: skip
 def test_conflicts_are_the_errors_of_the_start(recipe, told):
     recipe = Recipe.from_dict(recipe)

@@ -110,7 +110,7 @@ def test_a_graph_that_is_kept_gives_its_gradients_again():
 def test_second_derivatives_are_refused():
     student, teacher = problem()
     ours = leaves(student)
-    with pytest.raises(TrainingError, match="must be first ones, got a backward with create_graph"):
+    with pytest.raises(TrainingError, match="create_graph"):
         torch.autograd.grad(chunked(ours, teacher), ours[0], create_graph=True)
 
 

@@ -16,9 +16,9 @@ REFUSED = [
     ({"teacher": None}, A_TEACHER),
     ({"teacher": 3}, A_TEACHER),
     ({"teacher": nn.Linear}, A_TEACHER),
-    ({"teacher": "ema, runs/a"}, "teacher must be ema, mutual or cache:FOLDER alone"),
-    ({"teacher": "mutual, runs/a"}, "teacher must be ema, mutual or cache:FOLDER alone"),
-    ({"teacher_weights": [1, 2]}, "for each of 1 teachers"),
+    ({"teacher": "ema, runs/a"}, "teacher must be .*cache:FOLDER"),
+    ({"teacher": "mutual, runs/a"}, "teacher must be .*cache:FOLDER"),
+    ({"teacher_weights": [1, 2]}, "each of .*1 teachers"),
     ({"teacher_dtype": "int3"}, "teacher_dtype must be"),
     ({"teacher": "ema", "teacher_dtype": "int8"}, f"teacher_dtype {ANOTHER_THAN} ema or mutual"),
     ({"temperature": 0.0}, "temperature must be in"),
@@ -33,7 +33,7 @@ REFUSED = [
     ({"divergence": "bernouli_kl"}, "bernoulli_kl"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"hidden": ["2"]}, "student=teacher pairs"),
-    ({"unlabelled_field": "labels"}, "unlabelled_field must be a column of its own, got 'labels'"),
+    ({"unlabelled_field": "labels"}, "unlabelled_field must be .*, got 'labels'"),
     *(({"init_layers": value}, "init_layers") for value in ("odd", "", "1;2", "1.5")),
     ({"chunked": True, "divergence": "hard_label"}, "with divergence={}, {} or {}, got".format(*DIVERGENCES)),
     *(({"chunked": True, "teacher": teacher}, "chunked must come with teacher=one model or ema")
@@ -41,7 +41,7 @@ REFUSED = [
     ({"chunked": True, "confidence": 0.5}, "chunked must come with confidence=0.0, got confidence=0.5"),
     ({"budget_mib": 1.0}, "budget_mib must come with chunked"),
     ({"divergence": "logit_mse", "confidence": 0.5}, "confidence must come with a divergence of classes"),
-    *(({"teacher": "mutual", "peers": count}, "peers must be at least 2 students")
+    *(({"teacher": "mutual", "peers": count}, "peers must be .*at least 2")
       for count in (1, "1", [], 2.5, True)),
     ({"peers": 3}, "peers must come with teacher=mutual, got teacher=one model"),
     ({"teacher": "mutual", "hidden": ["a=a"]}, "hidden must come with teacher=one model, got teacher=mutual"),

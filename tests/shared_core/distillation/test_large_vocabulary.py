@@ -298,7 +298,7 @@ class TestRefusals:
         student = make("llama")
         attached(student, make("llama", 1), chunked=True)
         logits = student(**batch()).logits.view(-1, VOCAB)
-        with pytest.raises(ConfigError, match=r"one for each of the logits' rows \(28,\)"):
+        with pytest.raises(ConfigError, match=r"class indices.* rows? .*\(28,\)"):
             F.cross_entropy(logits, torch.zeros(27, dtype=torch.long))
         with pytest.raises(ConfigError, match="class indices"):
             F.cross_entropy(logits, torch.zeros(28, VOCAB))
@@ -313,13 +313,13 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"student's output head to be a plain nn.Linear, got Scaled"):
             attached(student, teacher, chunked=True)
         teacher.lm_head.register_forward_hook(lambda *_: None)
-        with pytest.raises(ConfigError, match=r"teacher's output head .* hooks put on it"):
+        with pytest.raises(ConfigError, match=r"teacher's output head .* hooks"):
             attached(make("llama"), teacher, chunked=True)
-        with pytest.raises(ConfigError, match=r"tell one output head .* got 0 from Linear"):
+        with pytest.raises(ConfigError, match=r"one output head .* got 0 from Linear"):
             attached(nn.Linear(2, 3), make("llama"), chunked=True)
         compiled = make("llama")
         compiled.model.compile()
-        with pytest.raises(ConfigError, match=r"drop torch.compile"):
+        with pytest.raises(ConfigError, match=r"torch.compile"):
             attached(compiled, make("llama"), chunked=True)
         assert type(compiled.lm_head) is nn.Linear
 
@@ -335,5 +335,5 @@ class TestRefusals:
         student = Bypass()
         technique, context = attached(student, make("llama", 1), chunked=True)
         student(**batch())
-        with pytest.raises(TrainingError, match="must be what its head returns"):
+        with pytest.raises(TrainingError, match="with chunked the"):
             technique.loss(torch.ones((), requires_grad=True), context)

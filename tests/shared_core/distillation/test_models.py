@@ -158,7 +158,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="problem_type 'multi_label_classification'"):
             attached(bert(), bert(problem_type="multi_label_classification"))
         technique, context = attached(mlp(classes=1), mlp(16, classes=1))
-        with pytest.raises(ConfigError, match="take divergence logit_mse for regression"):
+        with pytest.raises(ConfigError, match="logit_mse for regression"):
             technique.loss(context.model(torch.randn(2, 4)).sum(), context)
 
     @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ class TestRefusals:
         [
             (torch.zeros(2, 3), "bernoulli_kl for multi-label targets"),
             (torch.zeros(2), "logit_mse for regression"),
-            (torch.zeros(3, dtype=torch.long), "that CTC aligns have none"),
+            (torch.zeros(3, dtype=torch.long), "CTC"),
             ("x", "boxes"),
         ],
     )
@@ -400,6 +400,6 @@ def test_a_decoder_of_the_users_own_is_asked_for_at_the_first_batch(tmp_path):
     window = language_runs.cut(language_runs.documents(), 3, language_runs.padded)
     for causal in (None, True, False):
         recipe = {"distill": {"teacher": OwnDecoder(), "alpha": 0.2, "causal": causal}}
-        refused = pytest.raises(ConfigError, match="causal must be given for OwnDecoder, got none: the labels are")
+        refused = pytest.raises(ConfigError, match="causal must be given for OwnDecoder, got none")
         with refused if causal is None else contextlib.nullcontext():
             language_runs.gradients("bare", OwnDecoder(), recipe, window, tmp_path)

@@ -80,7 +80,7 @@ def test_numbers_that_mean_other_tokens_are_refused_though_the_sizes_agree(make,
     teacher, student = with_tokenizer(make(24, 1), tmp_path / "teacher", OTHERS, form), make(24)
     if known_by == "folder":
         student = with_tokenizer(student, tmp_path / "student", WORDS, form)
-    with pytest.raises(ConfigError, match=r"18 of 20 numbers mean other tokens, such as 1: 'w1' and 'w19'; take a"):
+    with pytest.raises(ConfigError, match=r"18 of 20 .*mean other tokens, such as 1: 'w1' and 'w19'"):
         attached(student, teacher, WORDS if known_by == "trainer" else None)
 
 
@@ -95,7 +95,7 @@ class Holds(nn.Module):
 
 def test_a_module_that_holds_the_model_is_compared_too(tmp_path):
     teacher = Holds(with_tokenizer(classifier(24, 1), tmp_path / "teacher", OTHERS))
-    with pytest.raises(ConfigError, match="18 of 20 numbers mean other tokens"):
+    with pytest.raises(ConfigError, match=r"18 of 20 .*mean other tokens"):
         attached(Holds(classifier(24)), teacher, WORDS)
     padded = Holds(with_tokenizer(language_model(32, 1), tmp_path / "padded", WORDS))
     assert attached(Holds(language_model(24)), padded, WORDS)[0].report()["vocab_size"] == 24
@@ -111,13 +111,13 @@ def test_common_columns_of_heads_that_are_padded_differently(ours, theirs, tmp_p
         mine, its = (model.eval()(**batch).logits[:, :-1, :24] for model in (student, teacher))
     torch.testing.assert_close(loss.detach(), kd_loss(mine, its))
     assert technique.report()["vocab_size"] == 24
-    assert any("first 24 classes are compared" in note for note in notes)
+    assert any("first 24 classes" in note for note in notes)
 
 
 @pytest.mark.parametrize("make", [language_model, classifier])
 def test_a_teacher_that_lacks_tokens_of_the_tokenizer_is_refused(make, tmp_path):
     teacher = with_tokenizer(make(16, 1), tmp_path / "teacher", WORDS[:16])
-    with pytest.raises(ConfigError, match=r"must know the student's 20 tokens, got .* with 16; add them to"):
+    with pytest.raises(ConfigError, match=r"must know the student's 20 tokens, got .* with 16; add them"):
         attached(make(24), teacher, WORDS)
 
 
@@ -208,7 +208,7 @@ def test_a_cached_teacher(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "vocab_size", "message"),
     [
-        ((9, 12), None, r"the student's 9 classes, got 12; .* set distill.vocab_size .* different tokenizers take"),
+        ((9, 12), None, r"the student's 9 classes, got 12; .* set distill.vocab_size .* tokenizers"),
         ((9, 12), 10, r"vocab_size must be at most 9, the smaller of the student's 9 and the teacher's 12"),
         ((9, 6), 7, r"vocab_size must be at most 6"),
     ],

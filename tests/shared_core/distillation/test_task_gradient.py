@@ -135,14 +135,14 @@ def test_a_second_backward_needs_the_graph():
     first = student.grad.clone()
     total.backward()
     assert torch.equal(student.grad, 2 * first)
-    with pytest.raises(TrainingError, match="backward must run once"):
+    with pytest.raises(TrainingError, match="backward must run only once"):
         total.backward()
 
 
 def test_a_second_derivative_is_refused():
     student, teacher = pair(torch.float32)
     total, _ = fused_sum("forward_kl", student, teacher)
-    with pytest.raises(TrainingError, match="got a backward with create_graph"):
+    with pytest.raises(TrainingError, match="create_graph"):
         total.backward(create_graph=True)
 
 

@@ -151,7 +151,7 @@ class TestTeacher:
 
     def test_a_saved_recipe_asks_for_the_module_again(self):
         saved = DistillConfig(teacher=mlp()).to_dict()["teacher"]
-        with pytest.raises(ConfigError, match="teacher must be given again, got '<Sequential>'"):
+        with pytest.raises(ConfigError, match=r"teacher must be .* again, got '<Sequential>'"):
             attached(mlp(), saved)
 
     @pytest.mark.parametrize("share", ["itself", "part", "weights"])
@@ -163,7 +163,7 @@ class TestTeacher:
             student.append(teacher)
         else:
             teacher[3].bias = student[3].bias
-        with pytest.raises(CompatibilityError, match="teacher must share no weights with the model"):
+        with pytest.raises(CompatibilityError, match=r"share.* weights with the model"):
             attached(student, teacher)
         assert all(parameter.requires_grad for parameter in student.parameters())
 
@@ -347,7 +347,7 @@ LATE = {
     "a hidden layer that does not run": (calls, {"hidden": ["third=first"]}, "module third of the student must run"),
     "hidden layers of other shapes": (calls, {"hidden": ["first=twice"]}, "must have the teacher's shape"),
     "attention that does not run": (calls, {"attention": ["third=first"]}, "module third of the student must run"),
-    "examples that are not told": (calls, {"unlabelled_field": "new"}, "must be told of every micro-batch"),
+    "examples that are not told": (calls, {"unlabelled_field": "new"}, "unlabelled_field 'new' must be"),
     "examples that are not cached": (calls, {"teacher": cached_elsewhere}, "every example of a batch must be in"),
 }
 

@@ -121,12 +121,10 @@ def test_the_reason_on_a_cpu(monkeypatch):
         monkeypatch.setattr(switches, "matmul_hardware", lambda device, able=able: {"bf16": able})
         assert reason in run("medium")[1].services.lines[0]
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert "oneDNN is not there" in run("medium")[1].services.lines[0]
+    assert "oneDNN is missing" in run("medium")[1].services.lines[0]
 
 
-@pytest.mark.parametrize(
-    ("capability", "reason"), [((9, 0), "TF32, which this GPU has, is switched off"), ((7, 5), "7.5 has no TF32")]
-)
+@pytest.mark.parametrize(("capability", "reason"), [((9, 0), "NVIDIA_TF32_OVERRIDE"), ((7, 5), "7.5 has no TF32")])
 def test_the_reason_on_a_gpu(capability, reason, monkeypatch):
     technique, _ = run("high")
     technique._device, technique._format = torch.device("cuda"), "float32"

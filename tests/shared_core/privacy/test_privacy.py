@@ -341,7 +341,7 @@ class Cell(nn.Module):
 def test_a_layer_without_a_rule_that_gets_a_state_is_refused_by_name(call):
     cell = Cell()
     per_sample = PerSample(nn.Sequential(cell), False)
-    with pytest.raises(TrainingError, match=r"0\.weight must be of a layer with one tensor as input, by position"):
+    with pytest.raises(TrainingError, match=r"0\.weight must .* one tensor as positional input"):
         call(cell, torch.ones(3, 4))
     per_sample.remove()
 
@@ -366,7 +366,7 @@ class Routed(nn.Sequential):
 def test_a_layer_without_a_rule_that_gives_several_tensors_is_refused_by_name():
     model = Routed(nn.Linear(4, 2), Router())
     per_sample = PerSample(model, False)
-    with pytest.raises(TrainingError, match=r"1\.weight must be of a layer with one tensor as output, got 2"):
+    with pytest.raises(TrainingError, match=r"1\.weight must .* one tensor as output, got 2"):
         model(torch.ones(3, 4)).sum().backward()
     per_sample.remove()
 
@@ -419,14 +419,14 @@ class Token(nn.Module):
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), CompatibilityError, r"1 \(BatchNorm1d\).*GroupNorm"),
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).requires_grad_(False)), CompatibilityError, "BatchNorm"),
         (nn.LSTM(3, 4), CompatibilityError, "LSTM"),
-        (nn.RNN(3, 4), CompatibilityError, "DPRNN in its place"),
-        (nn.GRUCell(3, 4), CompatibilityError, "DPGRUCell in its place"),
+        (nn.RNN(3, 4), CompatibilityError, "DPRNN"),
+        (nn.GRUCell(3, 4), CompatibilityError, "DPGRUCell"),
         (nn.Embedding(3, 4, max_norm=1.0), CompatibilityError, "max_norm"),
         (nn.Embedding(3, 4, scale_grad_by_freq=True), CompatibilityError, "scale_grad_by_freq"),
         (nn.EmbeddingBag(3, 4), CompatibilityError, r"EmbeddingBag\) has no rule"),
-        (Buffered(), CompatibilityError, "beside buffers"),
-        (nn.Sequential(Token()), CompatibilityError, r"0 \(Token\) trains beside buffers"),
-        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), CompatibilityError, "computes its weight with buff"),
+        (Buffered(), CompatibilityError, "buffers"),
+        (nn.Sequential(Token()), CompatibilityError, r"0 \(Token\) .* buffers"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), CompatibilityError, "computes its weight .* buff"),
         (nn.utils.parametrizations.orthogonal(nn.Linear(3, 2)), CompatibilityError, "remove_parametrizations first"),
         (nn.utils.weight_norm(nn.Linear(3, 2)), CompatibilityError, "use torch.nn.utils.parametrizations.weight_norm"),
         (nn.Linear(3, 2).bfloat16(), CompatibilityError, "would round the noise"),
@@ -445,7 +445,7 @@ def test_the_reason_of_many_layers_is_told_once_in_one_line():
     told = str(refused.value)
     assert told.count("GroupNorm") == 1
     assert "\n" not in told
-    assert told.endswith("(so too 1 (BatchNorm1d), 2 (BatchNorm1d), 3 (BatchNorm1d) and 4 more)")
+    assert told.endswith("(also 1 (BatchNorm1d), 2 (BatchNorm1d), 3 (BatchNorm1d) and 4 more)")
 
 
 def one_batch_too_many(run):
@@ -461,13 +461,13 @@ def one_batch_too_few(run):
 @pytest.mark.parametrize(
     ("model", "act", "words"),
     [
-        (Loose, lambda run: run.step(0), r"layer\.weight must get its gradient through the forward of its own module"),
+        (Loose, lambda run: run.step(0), r"layer\.weight must get its gradient through .* own module"),
         (
             lambda: nn.Linear(3, 2),
             lambda run: run.session.loss(run.loss(run.x, run.y)).backward(),
             "must get a gradient from each of the",
         ),
-        (lambda: nn.Linear(3, 2), one_batch_too_few, "must have the 2 micro-batches"),
+        (lambda: nn.Linear(3, 2), one_batch_too_few, "must have .*2 micro-batches"),
         (lambda: nn.Linear(3, 2), one_batch_too_many, "got more"),
     ],
     ids=["past its module", "other rows", "too few", "too many"],
@@ -536,7 +536,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
     assert whole.technique.report()["steps"] == 4
     saved = {**state["techniques"]["dp"], "processes": 2}
-    with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
+    with pytest.raises(EffError, match="between two steps to resume with 1 processes"):
         again.technique.restore(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
         again.technique.restore({"draws": 1})
@@ -596,7 +596,7 @@ def test_no_noise_is_told_as_no_privacy():
 def test_a_loss_that_is_no_mean_over_examples_is_refused():
     run = Run(nn.Linear(3, 2), noise_multiplier=1.0)
     run.technique.check_loss(2.0, [(3, 1.0), (1, 5.0)])
-    with pytest.raises(CompatibilityError, match="mean over the examples"):
+    with pytest.raises(CompatibilityError, match="loss must be the mean"):
         run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
 
 

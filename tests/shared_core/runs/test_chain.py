@@ -87,7 +87,7 @@ def test_a_baseline_is_a_chain_without_its_teacher():
     ({"teacher": "ema", "students": ["a"]}, ConfigError, "got ema"),
     ({"teacher": "./nowhere", "students": ["a"]}, CheckpointError, "or a Hub name, got"),
     ({"teacher": "/nowhere/at/all", "students": ["a"]}, CheckpointError, "or a Hub name, got"),
-    ({"teacher": "cache:nowhere", "students": ["a"]}, CheckpointError, "a cached one that exists"),
+    ({"teacher": "cache:nowhere", "students": ["a"]}, CheckpointError, "eff cache-teacher"),
     ({"students": ["a", "b"], "options": {"alpha": ["2"]}}, ConfigError, "alpha must be"),
     ({"students": ["a", "b"], "options": {"alpa": ["0.2"]}}, ConfigError, "did you mean 'distill_alpha'"),
     ({"students": ["a", "b"], "options": {"teacher": ["x"]}}, ConfigError, "distill_teacher must not be given"),
