@@ -73,7 +73,7 @@ def test_a_tensor_that_is_gone_is_told_of_the_model_alone():
     del weights["0.weight"]
     session.verify(weights, "a file that leaves some out")
     model[0] = nn.Identity()
-    with pytest.raises(ReceiptError, match=r"prune: 0.weight is not there"):
+    with pytest.raises(ReceiptError, match=r"prune: 0.weight is missing"):
         session.verify(None, "the model")
 
 
