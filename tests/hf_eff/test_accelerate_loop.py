@@ -131,7 +131,7 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
     assert Receipt.read(tmp_path / "end")["finished"]
     loop.accelerator.end_training()
     assert {type(module) for module in loop.model.modules()} == {type(module) for module in make.classifier().modules()}
-    with pytest.raises(TrainingError, match="stepped after the model was finished.* 4"):
+    with pytest.raises(TrainingError, match=r"stepped after the model was finished.* 4"):
         loop.steps(1)
 
 
@@ -241,7 +241,7 @@ def test_a_private_loop_trains_on_drawn_batches_alone(make):
     assert not loop.session.notes  # the model returns its loss, which is compared with its halves'
     other = Loop(make, PRIVATE)
     other.accelerator.backward(other.model(**next(iter(other.loader))).loss)
-    with pytest.raises(TrainingError, match="one drawn batch in 1 parts.* after 1"):
+    with pytest.raises(TrainingError, match=r"one drawn batch in 1 parts.* after 1"):
         other.model(**next(iter(other.loader)))
     other = Loop(make, PRIVATE)
     other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
