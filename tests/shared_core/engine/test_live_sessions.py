@@ -39,7 +39,7 @@ def test_a_second_session_is_refused_on_the_model_its_parts_and_what_holds_it(ha
         begun(first, model)
     with pytest.raises(TrainingError, match=REFUSED.format("bare")):
         attached(model, SHARE)
-    with pytest.raises(TrainingError, match="got Linear"):
+    with pytest.raises(TrainingError, match="Linear already has"):
         attached(model[0], SHARE)
     with pytest.raises(TrainingError, match=REFUSED.format("bare")):
         attached(nn.Sequential(model, nn.Linear(4, 2)), SHARE, front_end="hf")

@@ -44,7 +44,7 @@ def test_a_weight_that_moved_is_found(recipe):
     with torch.no_grad():
         model[0].weight += 1e-3 * torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
     for weights in (None, dict(model.state_dict())):
-        with pytest.raises(ReceiptError, match=r"^run/model: .*0.weight.* changed by Swa, Ema"):
+        with pytest.raises(ReceiptError, match=r"^run/model: .*0.weight.* Swa, Ema may have changed"):
             session.verify(weights, "run/model", ["Swa", "Ema", "Swa"])
     assert any("differ from this receipt" in note for note in session.receipt()["notes"])
 

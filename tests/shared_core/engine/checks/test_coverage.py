@@ -183,7 +183,7 @@ def test_a_mixture_of_experts_stops(key):
     assert "MixtralExperts" in text
     assert "--eff_allow_partial true (allow_partial: true beside the techniques of a recipe)" in text
     (note,) = notes(mixtral(), {key: options, "allow_partial": True})
-    assert note.startswith(f"{key}: 1")
+    assert note.startswith(f"{key}: covers 1")
 
 
 def test_the_user_may_mean_it():
@@ -236,7 +236,7 @@ def test_explain_tells_it_and_that_the_run_would_stop():
     recipe = {"cluster": {"bits": 2, "min_size": 0}}
     told = explain(Recipe.from_dict(recipe), mixtral(), total_steps=10)
     assert told.coverage["cluster"].share < 0.5
-    assert "at least 50% of the weights" in told.conflicts[0]
+    assert "at least 50% is required" in told.conflicts[0]
     told = explain(Recipe.from_dict({**recipe, "allow_partial": True}), mixtral(), total_steps=10)
     assert not told.conflicts
     assert "multiply activations" in told.remarks[0]
