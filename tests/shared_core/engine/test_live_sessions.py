@@ -13,7 +13,7 @@ from shared_core.errors import TrainingError
 
 PRUNE = {"prune": {"sparsity": 0.5}}
 SHARE = {"cluster": {"bits": 2, "begin": 0, "min_size": 1}}
-REFUSED = "a model must have one session, got Sequential, which a {} session with prune is attached to"
+REFUSED = "Sequential already has a {} session with prune"
 
 
 def net():

@@ -288,7 +288,7 @@ def test_a_state_file_round_trip(tmp_path):
     assert (loaded["d"], loaded["e"], loaded["f"], bool(loaded["b"][1]["c"])) == (1e-3, None, "x", True)
     assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
     (tmp_path / STATE_FILE).unlink()
-    with pytest.raises(CheckpointError, match="must exist"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load_state(tmp_path)
     with pytest.raises(TypeError, match="cannot be saved"):
         save_state(tmp_path, {"x": object()})

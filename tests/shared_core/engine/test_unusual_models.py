@@ -29,7 +29,7 @@ def scripted(blocks=1):
         (
             lambda: scripted(3),
             {"checkpointing": {"policy": "block", "include": ["1"]}},
-            r"checkpointing: 1: .* torch.jit",
+            r"checkpointing: 1: .*torch.jit",
         ),
     ],
 )

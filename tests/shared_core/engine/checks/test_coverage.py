@@ -135,7 +135,7 @@ def test_the_number_is_told_first(recipe, keys):
         assert ": covers 60.0 % of the weights that multiply activations; unchanged: 26.6 % in" in note
         assert "Experts" in note
         assert "Transposed" in note
-        assert "beside them: 20 of biases, 16 of others" in note
+        assert "not counted: 20 of biases, 16 of others" in note
     told = session.receipt()["coverage"]
     assert [*told] == keys
     assert all((one["within"], one["total"]) == (1154, 1922) for one in told.values())
