@@ -97,7 +97,7 @@ def test_a_trainers_session_that_has_not_begun_gives_way_and_comes_back():
     model = net()
     waiting = attached(model, front_end="hf")
     other = begun(attached(model, SHARE), model)
-    with pytest.raises(TrainingError, match="attached"):
+    with pytest.raises(TrainingError, match="already has"):
         waiting.attach(model)
     other.finish()
     waiting.attach(model)
