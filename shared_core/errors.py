@@ -1,4 +1,4 @@
-"""Every error a user can meet, one class a kind, all under `EffError`."""
+"""Every error a user can meet, one class per kind, all derived from `EffError`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LISTED = 30  # all techniques, formats and a technique's options; not all modul
 
 
 class EffError(Exception):
-    """Base of all errors raised on purpose, shown as ``<where>: <rule>; <remedy>``.
+    """Base class of all errors raised on purpose, shown as ``<where>: <rule>; <remedy>``.
 
-    A value in it may be anything that a file holds: what is too long to be read is cut, what no terminal takes escaped.
+    Texts may quote untrusted files, so long ones are cut and unprintable characters escaped.
 
     Args:
         where: The technique, option, tool or file; or the whole text, which is split at its first colon.
-        rule: What must hold and what was found instead, as ``sparsity must be in (0, 1], got 2``.
-        remedy: What to do, where there is something to say.
+        rule: What is wrong, such as ``sparsity must be in (0, 1], got 2``.
+        remedy: What to do, if known.
 
     Example:
         >>> error = ConfigError("prune", "sparsity must be in (0, 1], got 80", "80 % is written 0.8")
@@ -37,7 +37,7 @@ class EffError(Exception):
 
     @property
     def option(self) -> str:
-        """The subject of the rule: the words before its *must*; empty where it has none."""
+        """The option that the rule is about: the words before *must*; empty without one."""
         name, must, _ = self.rule.partition(" must ")
         return name if must else ""
 
@@ -52,11 +52,11 @@ class ConfigError(EffError, ValueError):
 
 
 class UnknownLengthError(ConfigError):
-    """A position is a share or an epoch of a run whose length nobody knows."""
+    """A position is given as a fraction or in epochs, but the length of the run is unknown."""
 
 
 class MatchError(EffError, ValueError):
-    """A technique matched no module: it would have been a silent no-op."""
+    """A technique matches no module, or too few, and would silently do little or nothing."""
 
 
 class CompatibilityError(EffError, ValueError):
@@ -64,15 +64,15 @@ class CompatibilityError(EffError, ValueError):
 
 
 class CheckpointError(EffError, RuntimeError):
-    """A file is missing, damaged, unsafe, or not what it was taken for."""
+    """A file is missing, damaged, unsafe, or of the wrong kind."""
 
 
 class TrainingError(EffError, RuntimeError):
-    """Training reached a state that no technique can go on from."""
+    """Training reached a state from which it cannot continue."""
 
 
 class ReceiptError(EffError, RuntimeError):
-    """A final model, or a file of it, is not what the receipt says of it."""
+    """A final model or its file differs from the receipt."""
 
 
 class MissingExtraError(EffError, ImportError):
@@ -80,11 +80,11 @@ class MissingExtraError(EffError, ImportError):
 
     def __init__(self, where: str, library: str, extra: str) -> None:
         super().__init__(where, f"needs {library}, which is not installed", f"pip install 'efftrain[{extra}]'")
-        self.args = (where, library, extra)  # what unpickling calls it with
+        self.args = (where, library, extra)  # arguments for unpickling
 
 
 def require(holds: object, where: object, rule: str, remedy: str = "", error: type[EffError] = ConfigError) -> None:
-    """Raise an error unless its rule holds.
+    """Raise an error with this rule unless `holds` is true.
 
     Example:
         >>> require(2 > 1, "soup", "jobs must be above 1, got 2")
@@ -94,10 +94,10 @@ def require(holds: object, where: object, rule: str, remedy: str = "", error: ty
 
 
 def by_reason(left_out: Mapping[str, str]) -> str:
-    """Return each reason once, rare ones first, with a name that it holds for and how many more there are.
+    """Return each reason once, rare ones first, with one of its names and the number of others.
 
     Args:
-        left_out: The reason of each name.
+        left_out: Name → reason.
 
     Example:
         >>> by_reason({"a": "frozen", "b": "frozen", "c": "tied"})
@@ -111,11 +111,11 @@ def by_reason(left_out: Mapping[str, str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the first known names if any.
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or a list of the first known names.
 
     Args:
-        name: What was given.
-        known: What could have been.
+        name: The given name.
+        known: All valid names.
 
     Example:
         >>> nearest("sparsitty", ["sparsity", "begin"])
@@ -129,7 +129,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, whatever its case, or nothing.
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, ignoring case, or "".
 
     Example:
         >>> did_you_mean("EMA", ["ema", "swa"]), did_you_mean("zzz", ["ema", "swa"])
@@ -141,7 +141,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def as_share(value: object) -> str:
-    """Return how a percentage that was given for a share is written, or nothing.
+    """Return a hint how to write a percentage as a share, or "".
 
     Example:
         >>> as_share("80%"), as_share(80), as_share("half"), as_share(800)

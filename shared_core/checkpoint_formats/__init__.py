@@ -1,4 +1,4 @@
-"""Where ingredients come from: Hugging Face folders, Lightning, distributed and plain checkpoints, adapters."""
+"""Read model weights from Hugging Face folders, Lightning, distributed and plain checkpoints, and adapters."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters: read without PEFT, and what of them must be alike."""
+"""Read PEFT LoRA adapters without PEFT, and check that they can be averaged."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ ADAPTER_CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _A = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?A(?P<suffix>\.weight)?")
 KEY_PREFIX = "base_model.model."
-"""Of PEFT's names before those of the model."""
+"""PEFT's prefix before the names of the model."""
 
-# Their effect is no linear function of BA, or not of BA alone.
+# Options whose effect is not linear in BA, or depends on more than BA.
 _NOT_LINEAR = {
     "use_dora": "DoRA divides by the norm of W + BA",
     "kasa_config": "KaSA changes the base weight",
-    "velora_config": "VeLoRA is no sum of W and BA",
-    "monteclora_config": "MonteCLoRA is no sum of W and BA",
+    "velora_config": "VeLoRA is not a sum of W and BA",
+    "monteclora_config": "MonteCLoRA is not a sum of W and BA",
     "use_bdlora": "its factors are block-diagonal",
     "use_qalora": "QA-LoRA pools its input",
     "arrow_config": "Arrow routes between adapters",
-    "target_parameters": "adapters of stacked experts are not read",
+    "target_parameters": "adapters of stacked experts are not supported",
 }
-# These draw A and B, or find them in data; all others (PiSSA, OLoRA, CorDA, LoftQ, ...) also change the base weight, by
-# an amount that depends on the rank.
+# These initialise A and B at random or from data. All others (PiSSA, OLoRA, CorDA, LoftQ, ...) also change the base
+# weight, by an amount that depends on the rank.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-# May differ: what the algebra takes care of, and what does not change the function.
+# Fields that may differ: the algebra handles them, or they don't change the function.
 _FREE_FIELDS = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "inference_mode",
     "init_lora_weights", "peft_version", "runtime_config", "loftq_config", "eva_config",
 })  # fmt: skip
-# None where PEFT did not know it.
+# May be None if PEFT did not know them.
 _OPTIONAL_FIELDS = frozenset({"base_model_name_or_path", "revision", "auto_mapping"})
 
 
@@ -60,7 +60,7 @@ class LoraLayer:
     a: str
     b: str
     bias: str
-    """Of B (``lora_bias``); may not exist."""
+    """Bias of B (``lora_bias``); may not exist."""
 
 
 def open_adapter(folder: Path) -> Ingredient:
@@ -74,7 +74,7 @@ def open_adapter(folder: Path) -> Ingredient:
             raise CheckpointError(folder, f"{field} must be a {kind}, got {config[field]!r}", "it is damaged")
     file = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if file is None:
-        raise CheckpointError(folder, f"folder must hold one of {', '.join(_FILES)}, got none", "check the path")
+        raise CheckpointError(folder, f"the folder holds none of {', '.join(_FILES)}", "check the path")
 
     def load() -> Mapping[str, Tensor]:
         if file.suffix == ".safetensors":
@@ -83,7 +83,7 @@ def open_adapter(folder: Path) -> Ingredient:
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}  # no ties
 
     adapter = Ingredient(str(folder), ADAPTER, folder, load, config)
-    # A soup is written with the same file name and the same keys.
+    # A soup is written with the same file name and keys.
     adapter.shards = dict.fromkeys([*adapter.specs, *adapter.ties], file.name)
     lora_layers(adapter)
     return adapter
@@ -95,7 +95,7 @@ def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
     for key in adapter.specs:
         match = _A.fullmatch(key)
         if match is not None:
-            # PEFT names an embedding's factors `lora_embedding_A`, without `.weight`, as they are bare parameters.
+            # PEFT names an embedding's factors `lora_embedding_A`, without `.weight`, since they are bare parameters.
             stem = f"{match['module']}.lora_{match['embedding'] or ''}B"
             layer = LoraLayer(
                 match["module"].removeprefix(KEY_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
@@ -109,13 +109,12 @@ def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
 
 
 def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Return the rank and alpha that an adapter's config gives a layer; the first pattern that fits it wins."""
+    """Return a layer's rank and alpha from the adapter's config. The first matching pattern wins."""
 
     def of(patterns: str, default: str) -> Any:
         fitting = (value for key, value in (config.get(patterns) or {}).items()
                    if re.match(rf"(.*\.)?({key})$", module))  # fmt: skip
-        # PEFT's own rule: a pattern must fit the end of the name, after a dot or from the start; dicts keep the
-        # order.
+        # PEFT's rule: a pattern must match the end of the name, after a dot or from the start. Dicts keep the order.
         return next(fitting, config.get(default, 8))
 
     return of("rank_pattern", "r"), of("alpha_pattern", "lora_alpha")
@@ -133,7 +132,7 @@ def check_adapters(first: Ingredient, other: Ingredient) -> None:
         if broken := next(_not_averaged(adapter), None):
             remedy = "leave one of them out, or merge each into its model and average these"
             raise CheckpointError("soup", f"{adapter.name} must {broken}", remedy)
-    # Fields that both know: versions of PEFT add fields, which the other file cannot have.
+    # Compare only fields that both have, since newer versions of PEFT add fields.
     for field in sorted((first.config.keys() & other.config.keys()) - _FREE_FIELDS):
         one, two = (_comparable(adapter.config[field]) for adapter in (first, other))
         if one != two and not (field in _OPTIONAL_FIELDS and None in (one, two)):
@@ -154,8 +153,7 @@ def _not_averaged(adapter: Ingredient) -> Iterator[str]:
         if ".lora_" in key and not re.search(r"\.lora_(embedding_)?[AB](\.weight|\.bias)?$", key):
             yield f"hold plain LoRA, got {key!r}"
     for layer in lora_layers(adapter):
-        # A has its rank in dimension 0, B in dimension 1; both must be what the config says, or the scale would be
-        # wrong.
+        # The rank is dimension 0 of A and dimension 1 of B. Both must match the config, or the scale would be wrong.
         ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
         rank = rank_and_alpha(adapter.config, layer.module)[0]
         if ranks != (rank, rank):
@@ -165,13 +163,13 @@ def _not_averaged(adapter: Ingredient) -> Iterator[str]:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, list):
-        # PEFT holds sets, writes them in any order, and adds to modules_to_save each time that it wraps a model
+        # PEFT writes sets in any order, and extends modules_to_save each time it wraps a model.
         value = sorted(dict.fromkeys(map(str, value)))
     return value or None
 
 
 def rank_dimension(key: str) -> int | None:
-    """Return the dimension of a tensor that is its adapter's rank, None for tensors without one."""
+    """Return the dimension of a tensor that is the adapter's rank, None if it has none."""
     if re.search(r"\.lora_(embedding_)?A(\.weight)?$", key):
         return 0
     return 1 if re.search(r"\.lora_(embedding_)?B(\.weight)?$", key) else None

@@ -1,4 +1,4 @@
-"""Distributed checkpoints (DCP): read tensor by tensor without a process group, unpickling nothing but their index."""
+"""Read distributed checkpoints (DCP) tensor by tensor, without a process group. Only the index is unpickled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shared_core.errors import CheckpointError
 INDEX = ".metadata"
 # accelerate's folder for the model in a checkpoint of the Hugging Face Trainer under FSDP
 _ACCELERATE_FOLDER = "pytorch_model_fsdp_0"
-# Where trainers put the weights: accelerate and Lightning's FSDP, Lightning's FSDP2, DeepSpeed and plain loops.
+# Keys of the weights: Accelerate and Lightning's FSDP, Lightning's FSDP2, DeepSpeed and plain loops.
 _ROOTS = ("model", "state_dict", "module")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ADMITTED = {
@@ -46,7 +46,7 @@ _ADMITTED = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """The index is a pickle: this admits the classes that DCP writes into it, none of which runs code of the file's."""
+    """Unpickler for the index that admits only the classes DCP writes, none of which runs code from the file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
@@ -54,21 +54,21 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):  # a path of the machine that wrote it
-            # Pure: an index from Windows must open here, and no path of it is ever followed.
+            # PurePath: an index from Windows must open here, and its paths are never followed.
             return PurePath
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ADMITTED:
-            rule = f"index must name only what DCP writes, got {module}.{name}"
+            rule = f"the index may only contain classes that DCP writes, got {module}.{name}"
             raise CheckpointError(self._name, rule, "no code was run")
-        # Of the list alone, all in torch and the standard library.
+        # Only listed classes, all in torch and the standard library.
         return getattr(importlib.import_module(module), name)
 
 
 def check_indexes(folder: Path) -> None:
-    """Read every index in a checkpoint, in this folder and below, as nothing but what DCP writes.
+    """Check that every index in a folder and its subfolders holds only what DCP writes.
 
-    torch (2.13) itself unpickles whatever an index holds.
+    torch (2.13) itself unpickles anything in an index.
     """
     for file in folder.rglob(INDEX):
         _read_index(file)
@@ -88,64 +88,63 @@ def _told_as_damage(file: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle, or an index that lies, raises anything
-        rule = f"index must be whole, got {str(error)[:200] or type(error).__name__}"
-        remedy = "it is truncated or not a distributed checkpoint, leave it out"
+    except Exception as error:  # a damaged pickle or a wrong index may raise anything
+        rule = f"cannot read the index: {str(error)[:200] or type(error).__name__}"
+        remedy = "it is truncated or not a distributed checkpoint; leave it out"
         raise CheckpointError(file, rule, remedy) from error
 
 
 def is_file_name(name: object) -> bool:
-    """Return True if a shard's name, which a file tells, stays in the file's folder."""
+    """Return True if a shard's name, read from a file, stays in the file's folder."""
     return isinstance(name, str) and Path(name).name == name and len(name.encode(errors="replace")) < 256
 
 
 def index_folder(folder: Path) -> Path | None:
-    """Return the folder with the distributed checkpoint's index: itself, accelerate's in it, or None if neither."""
+    """Return the folder with a distributed checkpoint's index: this one or Accelerate's inside it, else None."""
     return next((place for place in (folder, folder / _ACCELERATE_FOLDER) if (place / INDEX).is_file()), None)
 
 
 class DistributedWeights(Mapping[str, Tensor]):
-    """The model's tensors in a distributed checkpoint, each put together from its shards when it is asked for.
+    """The model's tensors in a distributed checkpoint, each assembled from its shards on access.
 
     Raises:
-        CheckpointError: If it is damaged, names code, or does not tell which of its tensors are the model's.
+        CheckpointError: If it is damaged, refers to code, or does not show which tensors are the model's.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         with _told_as_damage(folder / INDEX):
             index = _read_index(folder / INDEX)
-            # planner_data maps flat keys to the path in the nested dict that was saved; without it a key is its own
-            # path.
+            # planner_data maps flat keys to paths in the saved nested dict. Without it a key is its own path.
             paths = {key: (index.planner_data or {}).get(key, (key,)) for key in index.state_dict_metadata}
             tensors = {key for key, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
             self.root = _root([paths[key] for key in paths if key in tensors], folder)
-            """The keys that lead to the model in the nested dict that was saved."""
+            """The keys that lead to the model in the saved nested dict."""
             depth = len(self.root)
             self._keys = {
                 ".".join(map(str, path[depth:])): key for key, path in paths.items() if tuple(path[:depth]) == self.root
             }
             self._entries = index.state_dict_metadata
-            # Where each chunk lies, by key and offset in the whole tensor.
+            # Location of each chunk, by key and offset in the whole tensor.
             self._places = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
             other = next((name for name, key in self._keys.items() if key not in tensors), None)
             if other is not None:
-                raise CheckpointError(folder, f"{other!r} must be a tensor, got an object", "save weights alone")
+                raise CheckpointError(folder, f"{other!r} is not a tensor", "save only the weights")
             self.specs = {name: self._spec(key) for name, key in self._keys.items()}
 
     def _spec(self, key: str) -> TensorSpec:
         entry = self._entries[key]
         spec = TensorSpec(tuple(entry.size), entry.properties.dtype)
-        # Counted, not placed: chunks that overlap and leave a gap would have to lie about their sizes.
+        # Compare the number of elements only.
         if not entry.chunks or sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-            raise CheckpointError(self._folder, f"shards must make up the whole of {key!r}", "some are missing")
+            raise CheckpointError(self._folder, f"shards of {key!r} are missing", "copy the whole checkpoint")
         for _, place in self._shards(key):
             file = self._folder / place.relative_path
-            # A transform (compression, encryption) would have to be undone by code that is named in the file.
-            # A name with a slash could lead out of the folder.
+            # A transform (compression, encryption) would need code named in the file. A name with a slash could lead
+            # out of the folder.
             as_it_is = is_file_name(place.relative_path) and not place.transform_descriptors
             if not as_it_is or not file.is_file() or file.stat().st_size < place.offset + place.length:
-                rule = "be whole" if as_it_is else "be a file name in the same folder, stored as it is"
+                rule = "be whole" if as_it_is else "be a file name in the same folder, without transforms"
                 got = "less" if as_it_is else place.transform_descriptors or place.relative_path
                 raise CheckpointError(file, f"shard must {rule}, got {got}", "it is missing, truncated or damaged")
         return spec
@@ -160,11 +159,11 @@ class DistributedWeights(Mapping[str, Tensor]):
             file = self._folder / place.relative_path
             with file.open("rb") as stream:
                 stream.seek(place.offset)
-                # Of a shard's own bytes: torch.save wrote each one into the file as a whole archive.
+                # Read the shard's bytes: torch.save wrote each shard into the file as a complete archive.
                 shard = load_torch_stream(io.BytesIO(stream.read(place.length)), f"{file} at {place.offset}")
             if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, spec.dtype):
-                raise CheckpointError(file, f"shard of {key!r} must be of the index's shape and dtype", "it is damaged")
-            # The whole tensor in one shard: no copy.
+                raise CheckpointError(file, f"shape or dtype of a shard of {key!r} is not the index's", "it is damaged")
+            # A single shard needs no copy.
             if tuple(chunk.sizes) == spec.shape:
                 return shard
             where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -179,9 +178,9 @@ class DistributedWeights(Mapping[str, Tensor]):
 
 
 def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
-    """Return what leads to the model among the paths of all tensors; optimizer states lie beside it."""
+    """Return the path to the model among the paths of all tensors, which include optimizer states."""
     roots = {
-        # The first of the known names on the way to each tensor, optimizer states left out.
+        # The path up to the first known name, without optimizer states.
         tuple(path[: position + 1])
         for path in paths
         for position in [next((i for i, part in enumerate(path[:-1]) if part in _ROOTS), None)]
@@ -191,13 +190,14 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     if len(roots) == 1:
         root = roots.pop()
         beside = [path for path in paths if tuple(path[: len(root)]) != root]
-        # A root of one key is a trainer's; a deeper one counts only if nothing but optimizers lies beside it.
-        if len(root) == 1 or all("optim" in str(path).lower() for path in beside):  # else a part named `model`
+        # A root of one key is a trainer's. A deeper one may be a module named `model`, so it only counts if everything
+        # else is optimizer state.
+        if len(root) == 1 or all("optim" in str(path).lower() for path in beside):
             return root
-    # Flat: the state dict itself was saved.
+    # Flat: a bare state dict was saved.
     elif not roots and not tops:
         return ()
-    # One unknown name above everything: that is the root.
+    # A single unknown name above everything is the root.
     elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
     rule = f"distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else"
@@ -206,12 +206,12 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
 
 
 def open_distributed(folder: Path, inner: Path) -> Ingredient:
-    """Return the ingredient of a folder whose weights are a distributed checkpoint, in it or in `inner`."""
+    """Return the ingredient of a folder with a distributed checkpoint, in the folder itself or in `inner`."""
     weights = DistributedWeights(inner)
     meta = inner / LIGHTNING_META
 
     def load() -> Mapping[str, Tensor]:
-        # what Lightning keeps beside the shards; it holds latent weights where those in the shards are rounded
+        # Lightning's extra file next to the shards holds latent weights if those in the shards are rounded.
         raw = load_checkpoint(meta).get(RAW_KEY) if meta.is_file() else None
         # ChainMap reads the first that has a key: latent weights over rounded ones.
         return ChainMap(raw, weights) if raw else weights  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def open_distributed(folder: Path, inner: Path) -> Ingredient:
 
 
 def write_distributed(state_dict: Mapping[str, Tensor], like: Path, target: Path) -> None:
-    """Write a state dict as a distributed checkpoint, nested as the one in the folder `like`, by this process alone."""
+    """Write a state dict as a distributed checkpoint from this process, nested like the one in the folder `like`."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -229,5 +229,5 @@ def write_distributed(state_dict: Mapping[str, Tensor], like: Path, target: Path
         nested = {key: nested}
     target.mkdir(exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # it is meant to be
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # intended
         save(nested, storage_writer=FileSystemWriter(target), no_dist=True)

@@ -1,6 +1,6 @@
-"""Files of weights and JSON, read without running any of their code.
+"""Read files of weights and JSON without running any code in them.
 
-An ingredient: names, shapes and ties of a state dict, whose tensors are read one at a time.
+An `Ingredient` has the names, shapes and ties of a state dict, and reads its tensors one at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shared_core.files.journal import read_object
 
 
 class NotPlainError(CheckpointError):
-    """A whole file that holds more than tensors and plain values."""
+    """An undamaged file that contains more than tensors and plain values."""
 
 
 class MappedSafetensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each mapped when it is asked for."""
+    """The tensors of safetensors files, memory-mapped on access."""
 
     def __init__(self, files: Mapping[str, Path], prefix: str = "") -> None:
         self._files, self._prefix = files, prefix
-        # Opened at once, so that a damaged file is found before a search begins. Mapped: pages are read when used.
+        # Open all files now to find damaged ones before a search begins. Data is memory-mapped and read on use.
         self._handles = {file: open_safetensors(file) for file in dict.fromkeys(files.values())}
 
     def __getitem__(self, key: str) -> Tensor:
@@ -46,7 +46,7 @@ class MappedSafetensors(Mapping[str, Tensor]):
 
 
 def open_safetensors(file: Path) -> Any:
-    """Return the open safetensors file; raises `CheckpointError` if it is not whole."""
+    """Return the open safetensors file. Raises `CheckpointError` if it is damaged."""
     _check_file(file)
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -55,36 +55,36 @@ def open_safetensors(file: Path) -> Any:
 
 
 def load_torch_file(file: Path) -> Any:
-    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code."""
+    """Return the content of a ``torch.save`` file with memory-mapped tensors, without running its code."""
     _check_file(file)
     return load_torch_stream(file, str(file), mmap=_is_archive(file))
 
 
 def _is_archive(file: Path) -> bool:
-    """Return True if a file can be mapped: those from before torch 1.6 cannot."""
-    # torch (2.13) maps packed bytes as if they were the weights.
+    """Return True if a file can be memory-mapped. Files from before torch 1.6 cannot."""
+    # torch (2.13) maps compressed bytes as if they were the weights, so refuse compressed archives.
     try:
         if not zipfile.is_zipfile(file):
             return False
         with zipfile.ZipFile(file) as archive:
-            # An uncompressed archive can be mapped; torch.save never compresses.
+            # torch.save never compresses.
             packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
-    except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies
+    except Exception as error:  # zipfile raises more than BadZipFile for a wrong directory
         raise _not_whole(file, error) from error
     if packed is not None:
-        raise CheckpointError(file, f"file must not be compressed, got {packed!r:.99} that is", "save it by torch.save")
+        raise CheckpointError(file, f"{packed!r:.99} in the file is compressed", "save it with torch.save")
     return True
 
 
 def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> Any:
-    """Return what a file or stream of ``torch.save`` holds, running none of its code; errors call it `name`."""
+    """Return the content of a ``torch.save`` file or stream without running its code. Errors call it `name`."""
     try:
         # weights_only: torch's own restricted unpickler, which admits tensors and plain values.
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if "Weights only load failed" not in str(error):
             raise _not_whole(name, error) from error
-        # torch tells what it met after, or instead of, advice on how to run the file's code
+        # torch puts the reason after, or instead of, advice on how to run the file's code.
         told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
         reason = next((line for line in told.splitlines() if line.strip()), "")
         rule = f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}"
@@ -96,14 +96,14 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
 
 def _check_file(file: Path) -> None:
     if not file.is_file():
-        raise CheckpointError(file, "file must exist, got none", "check the path")
+        raise CheckpointError(file, "the file does not exist", "check the path")
     if file.stat().st_size == 0:
         raise _not_whole(file, "an empty file")
 
 
 def _not_whole(name: object, got: object) -> CheckpointError:
-    remedy = "it is truncated or not a checkpoint, leave it out"
-    return CheckpointError(name, f"file must be a whole checkpoint, got {got}", remedy)
+    remedy = "it is truncated or not a checkpoint; leave it out"
+    return CheckpointError(name, f"cannot read the checkpoint: {got}", remedy)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -112,17 +112,17 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of a folder's ``config.json``, none if it has none."""
+    """Return the fields of a folder's ``config.json``, empty without one."""
     return read_json(folder / "config.json") if (folder / "config.json").exists() else {}
 
 
-# What an ingredient looks like on disk, and so what the soup is written as.
+# Format of an ingredient on disk, in which the soup is also written.
 HF_FOLDER, LIGHTNING, STATE_DICT, SAFETENSORS, IN_MEMORY, DISTRIBUTED, ADAPTER = (
     "Hugging Face folder", "checkpoint with a state_dict", "state dict file", "safetensors file", "state dict",
     "distributed checkpoint", "PEFT adapter",
 )  # fmt: skip
 
-# Where training scripts put the weights of what they save.
+# Keys under which training scripts save the weights.
 _WEIGHTS_KEYS = ("model", "model_state_dict", "module")
 
 RUN_KEY, RAW_KEY = "eff_run", "eff_raw_state_dict"
@@ -139,14 +139,14 @@ class Ingredient:
     """A model to average, read one tensor at a time.
 
     Args:
-        name: What errors and the soup's path call it.
-        kind: What it looks like on disk, one of the constants of this module.
+        name: Name in errors and in the soup's path.
+        kind: Format on disk, one of the constants of this module.
         path: The folder or file, None for a state dict in memory.
-        load: Returns the state dict; called at the first read after each `close`. Files are mapped, not read.
-        config: The fields of a Hugging Face ``config.json``, or of an adapter's.
-        specs: Shapes and dtypes, where a file tells them without its tensors being read; none of them is tied.
-        parts_on: Where processes that read parts of the tensors each tell the others what they found in theirs; None
-            where every process reads them whole.
+        load: Returns the state dict. Called at the first read after each `close`; files are mapped, not read.
+        config: The fields of a Hugging Face or adapter config.
+        specs: Shapes and dtypes, if the file gives them without reading its tensors. None of them is tied.
+        parts_on: Device for communication between processes that each read parts of the tensors; None if every
+            process reads whole tensors.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Ingredient:
         self.shards: dict[str, str] = {}
         """The file in a folder that holds each tensor."""
         self.prefixes: dict[str, str] = {}
-        """Prefix of names here before those in a file, where a folder has several modules."""
+        """Prefix that a file's names get here, by file, if a folder has several modules."""
         self.indexes: list[str] = []
         """The index files of a sharded folder."""
         self._load = load
@@ -172,24 +172,24 @@ class Ingredient:
         self._stored: dict[str, str] = {}
         self._lent: dict[str, Tensor] = {}
         self._is_fitted = False
-        # Ties are found by storage: tensors of a file that share memory are one, and are averaged once.
+        # Tensors that share memory are tied: they count as one and are averaged once.
         owners: dict[tuple[Any, ...], str] = {}
         self.specs: dict[str, TensorSpec] = dict(specs or {})
-        """The tensors, each once, in the order of the file."""
+        """Shape and dtype of each tensor, once, in the order of the file."""
         self.ties: dict[str, str] = {}
-        """Further names of a tensor, each with the name in `specs` that its data is read under."""
+        """Further names of tensors → the name in `specs` with the data."""
         for key, value in (self._tensors() if specs is None else {}).items():
             if not isinstance(value, Tensor):
                 rule = f"{key!r} must be a tensor, got {type(value).__name__}"
-                raise CheckpointError(name, rule, "save model.state_dict() alone")
+                raise CheckpointError(name, rule, "save only model.state_dict()")
             owner = owners.setdefault(storage_key(value) or (key,), key)
             if owner == key:
                 self.specs[key] = TensorSpec(tuple(value.shape), value.dtype)
             else:
                 self.ties[key] = owner
         if not self.specs:
-            raise CheckpointError(name, "state dict must hold at least one tensor, got none", "check the path")
-        # Headers are read; from here on data are read only when asked for.
+            raise CheckpointError(name, "the state dict has no tensors", "check the path")
+        # Only headers were read. Data is read on access.
         self.close()
 
     def _tensors(self) -> Mapping[str, Tensor]:
@@ -198,7 +198,7 @@ class Ingredient:
         return self._open
 
     def tensor(self, key: str) -> Tensor:
-        """Return one tensor; do not write to it, it may be a view of the file or of the caller's own weights."""
+        """Return one tensor. Do not change it: it may be a view of the file or of the caller's own weights."""
         key = self.ties.get(key, key)
         if key in self._lent:
             return self._lent[key]
@@ -206,20 +206,20 @@ class Ingredient:
 
     def renamed(self, names: Mapping[str, str], ties: Mapping[str, str]) -> Ingredient:
         """Return this ingredient with other names for its tensors."""
-        # A shallow copy with the same loader: names differ, the file is opened by whoever reads first.
+        # A shallow copy with the same loader but other names. The first read opens the file.
         other = copy.copy(self)
         other.specs = {new: self.spec(old) for new, old in names.items()}
         other.ties = dict(ties)
         other._stored = {}
         other._lent = {new: self._lent[old] for new, old in names.items() if old in self._lent}
-        # Through earlier renamings: `_stored` always leads to the name on disk.
+        # Resolve earlier renamings: `_stored` always maps to the name on disk.
         for new, old in names.items():
             owner = self.ties.get(old, old)
             other._stored[new] = self._stored.get(owner, owner)
         return other
 
     def fitted(self, lent: Mapping[str, Tensor], left_out: Collection[str]) -> Ingredient:
-        """Return this ingredient with tensors that its file lacks, and without some that it has."""
+        """Return this ingredient with additional tensors from memory, and without some of its own."""
         other = copy.copy(self)
         other._lent, other._is_fitted = {**self._lent, **lent}, True
         other.specs = {name: spec for name, spec in self.specs.items() if name not in left_out}
@@ -228,7 +228,7 @@ class Ingredient:
 
     @property
     def is_renamed(self) -> bool:
-        """True if its tensors have other names here than on disk, or are not the same ones."""
+        """True if its tensors differ in name from those on disk, or are not the same set."""
         return self._is_fitted or any(new != old for new, old in self._stored.items())
 
     @property
@@ -249,7 +249,7 @@ class Ingredient:
         }
 
     def has(self, key: str) -> bool:
-        """Return True if a tensor has this name, tied or not."""
+        """Return True if there is a tensor with this name, tied or not."""
         return key in self.specs or key in self.ties
 
     def close(self) -> None:
@@ -257,10 +257,10 @@ class Ingredient:
         self._open = None
 
     def digest(self) -> str:
-        """Return a hash of names, shapes and the two ends of every tensor, to tell ingredients apart cheaply."""
-        # the factor of BA is in the config
+        """Return a hash of names, shapes and both ends of every tensor, a cheap identity of the ingredient."""
+        # The scale of BA is in the config.
         digest = hashlib.sha256(repr(sorted(self.config.items())).encode() if self.kind == ADAPTER else b"")
-        # Sorted: files of one model may have another order. Two ends of each tensor change in any training.
+        # Sorted, since files of one model may differ in order. Any training changes the ends of each tensor.
         for key in sorted(self.specs):
             flat = self.tensor(key).reshape(-1)
             ends = torch.cat([flat[:1024], flat[-1024:]]).cpu().contiguous().view(torch.uint8).numpy()
@@ -278,7 +278,7 @@ def state_dict_in(content: Any, file: Path) -> Mapping[str, Tensor]:
 
 
 def weights_key(content: Any) -> str | None:
-    """Return the key of a saved dict under which the model's weights lie, None if they do not lie under one.
+    """Return the key of a saved dict that holds the model's weights, None without one.
 
     Example:
         >>> weights_key({"model": {"w": torch.ones(1)}, "epoch": 3}), weights_key({"model": torch.ones(1)})
@@ -293,18 +293,18 @@ def weights_key(content: Any) -> str | None:
 
 
 def storage_key(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what two tied tensors have in common, None for a tensor without data."""
+    """Return a key that is equal for tied tensors, None for a tensor without data."""
     if tensor.numel() == 0 or tensor.is_meta:
         return None
-    # Address, shape and strides: two views of one memory with other shapes are not one parameter.
+    # Address, shape and strides: views of the same memory with different shapes are different parameters.
     start: Any = tensor.data_ptr()
-    if (part := local_part(tensor)) is not tensor:  # which may be empty, and then has no address of its own
+    if (part := local_part(tensor)) is not tensor:  # may be empty and then has no address
         start = part.untyped_storage().data_ptr(), part.storage_offset()
     return tensor.device, start, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def averaged(dtype: torch.dtype) -> bool:
-    """Return True if tensors of this dtype are averaged; integers and booleans come from the best ingredient.
+    """Return True if tensors of this dtype are averaged. Integers and booleans come from the best ingredient.
 
     Example:
         >>> averaged(torch.bfloat16), averaged(torch.int64), averaged(torch.bool)

@@ -1,4 +1,4 @@
-"""Checkpoints whose hyperparameters are objects of any class: their tensors and plain values, running none of it."""
+"""Read checkpoints whose hyperparameters are arbitrary objects: only tensors and plain values, without running code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from shared_core.checkpoint_formats.files import NotPlainError, load_torch_file, weights_key
 from shared_core.errors import CheckpointError
 
-# No object of a hyperparameter needs these by name, all code does: whoever wrote them wants a reader to run it.
+# Hyperparameters never need these names. A file that has them wants the reader to run code.
 _RUN_CODE = {"os", "posix", "nt", "sys", "subprocess", "runpy", "importlib", "pty", "socket", "ctypes"}
 _RUN_CODE_TOO = {"eval", "exec", "compile", "open", "__import__"}
 _SCALARS = (str, int, float, bytes, type(None))
 
 
 class Foreign:
-    """Stands for an object of a class that is not read: it takes what the file does to it, and keeps its name alone."""
+    """Placeholder for an object that is not read. It accepts any operation of the file and keeps only the name."""
 
     __slots__ = ("name",)
 
@@ -33,7 +33,7 @@ class Foreign:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Any:
-    # hooks and whatever else a file would hang on it are left out
+    # Drop hooks and other attributes from the file.
     return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, False, OrderedDict())  # type: ignore[no-untyped-call]
 
 
@@ -49,7 +49,7 @@ def _parameter(data: Any, *_: Any) -> Tensor:
 
 
 class _Admitted:
-    """A function that a file may call; nothing in it can be set."""
+    """A function that a file may call. The file cannot set attributes on it."""
 
     __slots__ = ("run",)
 
@@ -66,34 +66,33 @@ _ADMITTED = {
 }
 
 
-# The C unpickler cannot have its operations replaced; the Python one keeps them in a table.
+# The C unpickler's operations cannot be replaced, but the Python one has them in a table.
 _PYTHON: Any = pickle._Unpickler
 
 
 class _Reader(_PYTHON):  # type: ignore[misc]
-    """Python's own unpickler, in Python: of its operations, those that call or set anything are replaced.
+    """Python's pure-Python unpickler, with all operations replaced that call or set anything.
 
-    torch's (2.13) cannot read all of these files, whatever `safe_globals` admits: it fills no subclass of dict or list,
-    which hyperparameters often are, and hashes any key.
+    torch's safe unpickler (2.13) cannot read all of these files, even with `safe_globals`: it does not fill subclasses
+    of dict or list, which hyperparameters often are, and hashes any key.
 
-    Names are never imported. What is called is one of five functions here, or a `Foreign`, which gives another. Items
-    are put into lists and dicts alone.
+    Names are never imported. The file can only call five functions of this module, or a `Foreign`, which returns
+    another. Items are only added to lists and dicts.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PYTHON.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in _RUN_CODE or (module in ("builtins", "__builtin__") and name in _RUN_CODE_TOO):
-            raise CheckpointError(f"it names {module}.{name}, which runs code and is no value; nothing was run")
+            raise CheckpointError(f"it contains {module}.{name}, which runs code; nothing was run")
         if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
             return value
-        if (module, name) == ("torch.storage", "UntypedStorage"):  # of new dtypes
+        if (module, name) == ("torch.storage", "UntypedStorage"):  # for new dtypes
             return torch.UntypedStorage
         return _ADMITTED.get((module, name)) or Foreign(f"{module}.{name}")
 
     def _instantiate(self, function: Any, arguments: Any) -> None:
-        # An object of an unknown class becomes a name; only the admitted functions run, with arguments that are
-        # values.
+        # An object of an unknown class becomes a name. Only admitted functions run, on plain values.
         self.append(_called(function, arguments))
 
     def _reduce(self) -> None:
@@ -105,7 +104,7 @@ class _Reader(_PYTHON):  # type: ignore[misc]
         self._reduce()
 
     def _build(self) -> None:
-        self.stack.pop()  # an ordered dict's attributes, a tensor's: nobody reads them
+        self.stack.pop()  # drop attributes
 
     def _append(self) -> None:
         item = self.stack.pop()
@@ -129,7 +128,7 @@ class _Reader(_PYTHON):  # type: ignore[misc]
         _fill(self.stack[-1], items, pairs=True)
 
     def _empty_set(self) -> None:
-        # Sets would call __hash__ of what the file puts into them.
+        # A set would call __hash__ of its items.
         self.append(Foreign("builtins.set"))
 
     def _frozen_set(self) -> None:
@@ -137,14 +136,14 @@ class _Reader(_PYTHON):  # type: ignore[misc]
         self.append(Foreign("builtins.frozenset"))
 
     for _operation, _method in (
-        # All operations that call something, set attributes, or fill a container: each is one of ours now.
+        # All operations that call something, set attributes, or fill a container.
         (pickle.REDUCE, _reduce), (pickle.NEWOBJ, _reduce), (pickle.NEWOBJ_EX, _new_with_names), (pickle.BUILD, _build),
         (pickle.APPEND, _append), (pickle.APPENDS, _appends), (pickle.SETITEM, _setitem), (pickle.SETITEMS, _setitems),
         (pickle.ADDITEMS, _appends), (pickle.EMPTY_SET, _empty_set), (pickle.FROZENSET, _frozen_set),
         (pickle.DICT, _dict),
     ):  # fmt: skip
         dispatch[_operation[0]] = _method
-    # objects that other code has registered in this process, and buffers of any size
+    # Remove objects registered by other code in this process, and buffers of any size.
     for _operation in (
         pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
     ):  # fmt: skip
@@ -152,7 +151,7 @@ class _Reader(_PYTHON):  # type: ignore[misc]
 
 
 class _Pickle:
-    """The module that ``torch.load`` takes in place of pickle."""
+    """The module that ``torch.load`` uses instead of pickle."""
 
     Unpickler = _Reader
 
@@ -166,38 +165,37 @@ def _called(function: Any, arguments: Any) -> Any:
 
 
 def _fill(target: Any, items: list[Any], *, pairs: bool) -> None:
-    # Exact types: a subclass could have a method of its own.
+    # Exact types: a subclass could have its own methods.
     if type(target) is list and not pairs:
         target.extend(items)
     elif type(target) in (dict, OrderedDict) and pairs:
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # the hash of a tuple of tuples of itself takes time without end
+            # Only scalar keys: hashing deeply shared tuples takes exponential time.
             target[key if isinstance(key, _SCALARS) else Foreign(type(key).__name__)] = value
     elif not isinstance(target, Foreign):
         raise pickle.UnpicklingError(f"items for a {type(target).__name__}")
 
 
 def load_checkpoint(file: Path) -> Any:
-    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code.
+    """Return the content of a ``torch.save`` file with memory-mapped tensors, without running its code.
 
-    Where Lightning wrote it, or the weights lie under a key of a dict (``state_dict``, ``model``), a `Foreign` stands
-    for each object that is more than tensors and plain values: ``save_hyperparameters`` saves whatever a module is
-    built with.
+    In Lightning checkpoints and dicts with weights under a key (``state_dict``, ``model``), each object that is not a
+    tensor or plain value becomes a `Foreign`: ``save_hyperparameters`` saves any constructor argument.
 
     Raises:
-        CheckpointError: If it is missing, damaged, names what runs code, or is another file with such objects.
+        CheckpointError: If the file is missing, damaged, would run code, or is another kind of file with objects.
     """
-    # torch's own restricted reader first: most files need nothing else.
+    # Try torch's restricted reader first, which suffices for most files.
     try:
         return load_torch_file(file)
     except NotPlainError as error:
         try:
-            content = torch.load(file, "cpu", _Pickle, weights_only=False, mmap=True)  # its own unpickler is ours
+            content = torch.load(file, "cpu", _Pickle, weights_only=False, mmap=True)  # uses our unpickler
         except CheckpointError as hostile:
             raise CheckpointError(file, f"checkpoint must hold only tensors and values, but {hostile}") from None
-        except Exception as damage:  # a pickle that is no such checkpoint raises anything
+        except Exception as damage:  # any other pickle may raise anything
             raise error from damage
-        # Only for what trainers write: another pickle with foreign objects is no checkpoint that this must read.
+        # Only for checkpoints that trainers write, not for any pickle with objects.
         if isinstance(content, dict) and (
             {"state_dict", "pytorch-lightning_version"} & {*content} or weights_key(content)
         ):
@@ -206,13 +204,13 @@ def load_checkpoint(file: Path) -> Any:
 
 
 def without_foreign(values: Any) -> tuple[Any, list[str]]:
-    """Return values without their foreign items, those of a dict each for itself, and what was left out in words.
+    """Return values without foreign objects, and a description of what was removed. Dict items are checked one by one.
 
     Args:
-        values: As `load_checkpoint` returns them.
+        values: A result of `load_checkpoint`.
 
     Returns:
-        None for values that are foreign themselves, and the name and class of each that was left out.
+        The values, None if they are foreign themselves, and the name and class of each removed item.
 
     Example:
         >>> without_foreign({"width": 5, "data": Foreign("pathlib.PosixPath")})
@@ -226,8 +224,8 @@ def without_foreign(values: Any) -> tuple[Any, list[str]]:
 
 
 def _foreign_in(values: Any) -> str | None:
-    """Return the class of the first foreign object in plain values, which may hold themselves."""
-    # With a stack and not by recursion: values may hold themselves, or be nested thousands deep.
+    """Return the class of the first foreign object in plain values."""
+    # A stack instead of recursion: values may contain themselves, or be nested thousands deep.
     seen: set[int] = set()
     left = [values]
     while left:

@@ -1,8 +1,8 @@
-"""Where ingredients come from: Hugging Face folders, Lightning checkpoints, state dict files, mappings.
+"""Open ingredients: Hugging Face folders, Lightning checkpoints, state dict files.
 
-Folders of several modules, as sentence-transformers saves a model, where ``modules.json`` names a folder for each; a
-teacher of the student's own class, from a file that holds weights and nothing else. Ingredients of several formats get
-one set of names: prefixes taken off, ties that a format cannot tell found.
+Also folders with several modules (sentence-transformers, where ``modules.json`` names a folder for each), and teachers
+of the student's class from bare weights. Ingredients in different formats get the same names: prefixes are removed, and
+ties that a format does not record are found.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _MOST_NESTED = 8
 
 
 class Part(NamedTuple):
-    """A module of a model."""
+    """A module of a model with its own folder."""
 
     folder: str
-    """Where its files lie below the model's folder, ``""`` if right in it."""
+    """Its folder inside the model's folder; ``""`` for the model's folder itself."""
     module: str
     """Its name in the model."""
     inner: str
-    """Its name for the model inside that these files are of, ``""`` if they are its own."""
+    """Its attribute that holds the saved model; ``""`` if the files are its own."""
 
     @property
     def prefix(self) -> str:
-        """Prefix of names in the model's state dict before those in its files."""
+        """Prefix of its names in the model's state dict."""
         return "".join(f"{name}." for name in (self.module, self.inner) if name)
 
 
 def parts_of(folder: Path) -> list[Part]:
-    """Return a folder's modules, with those that a module routes to; without ``modules.json`` the folder itself."""
+    """Return a folder's modules, including those behind a router. Without ``modules.json``, the folder itself."""
     file = folder / MODULES
     if not file.is_file():
         return [Part("", "", "")]
@@ -80,9 +80,9 @@ def parts_of(folder: Path) -> list[Part]:
 
 
 def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -> list[Part]:
-    # Lengths are bounded, since names go into error messages and file systems.
+    # Bound the lengths, since names are used in error messages and paths.
     texts = all(isinstance(value, str) and len(value.encode(errors="replace")) < 256 for value in (path, name, kind))
-    # A path in a file that is not trusted: one folder name, nothing that leads elsewhere.
+    # The file is not trusted: accept only a single folder name, which cannot lead elsewhere.
     inside = texts and (not path or (Path(path).name == path and path not in (".", "..") and "\0" not in path))
     if not inside or not (root / above / path).is_dir():
         rule = "lie in a folder beside it" if texts else "have a name and a path"
@@ -90,24 +90,24 @@ def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -
     folder = f"{above}{path}"
     if (root / folder / _ROUTER).is_file():
         return _routes(root, folder, name)
-    # transformers' model in it is called `auto_model` by versions before 6
+    # versions before 6 call its transformers model `auto_model`
     wraps = kind.rpartition(".")[2] == "Transformer"
     inner = "" if not wraps else "model" if kind.startswith("sentence_transformers.base.") else "auto_model"
     return [Part(folder, name, inner)]
 
 
 def _routes(root: Path, folder: str, name: str) -> list[Part]:
-    """Return the modules that a router sends its inputs to, each once."""
+    """Return the modules behind a router, each once."""
     file = root / folder / _ROUTER
     config = read_json(file)
     kinds, structure = config.get("types"), config.get("structure")
     if folder.count("/") > _MOST_NESTED or not isinstance(kinds, dict) or not isinstance(structure, dict):
-        rule = f"router must have types and structure, {_MOST_NESTED} deep at most"
+        rule = f"router must have types and structure, nested at most {_MOST_NESTED} deep"
         raise CheckpointError(file, rule, "it is damaged")
     found: dict[str, Part] = {}
     for route, names in structure.items():
         for number, path in enumerate(names if isinstance(names, list) else [names]):
-            # A module that several routes share is there once.
+            # List a module that several routes share only once.
             if str(path) not in found:
                 above, module = f"{folder}/" if folder else "", f"{name}.sub_modules.{route}.{number}"
                 kind = kinds.get(path) if isinstance(path, str) else None
@@ -122,17 +122,17 @@ _WEIGHT_FILES = (
 
 
 def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
-    """Return the ingredient that a path names; its header is read, its weights are not.
+    """Open a checkpoint as an ingredient. Reads headers, not weights.
 
     Args:
-        path: A Hugging Face folder (safetensors or ``.bin``, whole or sharded), a Lightning ``.ckpt``, a file of a
-            plain state dict (``.safetensors``, or ``torch.save`` of it or of a dict with it under ``model``), a
-            distributed checkpoint (DCP) of either trainer or of one's own, the folder of a PEFT adapter, or one of
-            sentence-transformers, whose modules have folders of their own in it.
-        alone: Of a folder with several modules only the weights right in it, under the names that they have there.
+        path: A Hugging Face folder (safetensors or ``.bin``, whole or sharded), a Lightning ``.ckpt``, a plain state
+            dict file (``.safetensors``, or ``torch.save`` of a state dict or of a dict with it under ``model``), any
+            distributed checkpoint (DCP), the folder of a PEFT adapter, or a sentence-transformers folder, whose
+            modules have their own folders.
+        alone: True to read only the weights directly in the folder, under their names there, not those of modules.
 
     Raises:
-        CheckpointError: If it is missing, damaged, unsafe to read, or a format that soups do not read.
+        CheckpointError: If it is missing, damaged, unsafe to read, or in an unsupported format.
     """
     path = Path(path)
     if path.is_dir():
@@ -150,15 +150,14 @@ def _weights_of(content: Mapping[str, Any], path: Path) -> Mapping[str, Tensor]:
     if key is None:
         return content
     weights = content[key]
-    # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
+    # A checkpoint of quantised weights holds the rounded ones. Averages need the latent ones, so use those.
     raw = state_dict_in(content.get(RAW_KEY, {}), path)
-    # Latent weights stand in for rounded ones under their names.
     return {key: raw.get(key, value) for key, value in weights.items()}
 
 
 def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
     if is_unfinished(folder):
-        raise CheckpointError(folder, "folder must be complete, but its writer was stopped", "leave it out")
+        raise CheckpointError(folder, "the folder is incomplete: saving was interrupted", "leave it out")
     parts = [Part("", "", "")] if alone else parts_of(folder)
     held = [
         (part, found)
@@ -172,13 +171,13 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
         if (folder / ADAPTER_CONFIG).exists():
             return open_adapter(folder)
         kinds = f"{', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index"
-        raise CheckpointError(folder, f"folder must hold one of {kinds}, got none", "check the path")
+        raise CheckpointError(folder, f"the folder holds none of {kinds}", "check the path")
     prefixes = [part.prefix for part, _ in held]
-    # One prefix inside another would make names that belong to two modules.
+    # If one prefix contained another, names would belong to two modules.
     if any(one.startswith(two) for one, two in itertools.permutations(prefixes, 2)):
-        raise CheckpointError(folder, f"modules must have names of their own, got {', '.join(sorted(prefixes))}")
+        raise CheckpointError(folder, f"names of modules must not overlap, got {', '.join(sorted(prefixes))}")
     files = [_PartFiles(folder, part, found) for part, found in held]
-    # Configs of all modules are compared: under their folder's name, so that fields do not mix.
+    # Keep each module's config under its folder's name, so that fields don't mix when configs are compared.
     config = read_config(folder)
     for part in parts:
         if part.folder:
@@ -196,7 +195,7 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
 
 
 class _PartFiles:
-    """The files of weights of a module in a folder, under their names in the whole model."""
+    """A module's weight files in a folder, under their names in the whole model."""
 
     def __init__(self, folder: Path, part: Part, found: str) -> None:
         self._prefix, self._found = part.prefix, found
@@ -213,7 +212,7 @@ class _PartFiles:
             }
 
     def load(self) -> Mapping[str, Tensor]:
-        """Return the tensors, mapped."""
+        """Return the memory-mapped tensors."""
         if self._where is not None:
             return MappedSafetensors(self._where, self._prefix)
         return {
@@ -223,14 +222,14 @@ class _PartFiles:
         }
 
     def add_shards(self, ingredient: Ingredient) -> None:
-        """Let the whole model's ingredient know in which file each tensor lies."""
+        """Add the file of each tensor to the whole model's ingredient."""
         names = [name for name in (*ingredient.specs, *ingredient.ties) if name.startswith(self._prefix)]
-        # Without an index all tensors lie in the one file.
+        # Without an index, all tensors are in one file.
         index = self._index or {name.removeprefix(self._prefix): self._found for name in names}
         told = {self._prefix + key: self._below + file for key, file in index.items()}
-        # Both ways: an index that names what no file has, and tensors that no index names.
+        # Check both ways: names without a tensor, and tensors without a name.
         if odd := sorted(told.keys() ^ set(names)):
-            rule = f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
+            rule = f"index and shards must have the same tensors, but only one of them has {odd[0]!r}"
             raise CheckpointError(self._place / self._found, rule)
         ingredient.shards |= told
         ingredient.prefixes |= dict.fromkeys(told.values(), self._prefix)
@@ -240,18 +239,18 @@ class _PartFiles:
 
 def _read_index(index: Path) -> dict[str, str]:
     shards = read_json(index).get("weight_map")
-    # Names of shards come from the file: they must stay in this folder.
+    # Names of shards come from an untrusted file and must stay in this folder.
     if not isinstance(shards, dict) or not shards or not all(map(is_file_name, shards.values())):
-        rule = "index must have a weight_map, of each tensor a file name in the same folder"
+        rule = "index must have a weight_map from tensors to file names in the same folder"
         raise CheckpointError(index, f"{rule}, got {shards!r:.300}", "it is damaged")
     return shards
 
 
 def expand(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the paths, with each folder that only holds ``checkpoint-<step>`` folders replaced by these, by step.
+    """Return the paths, with each folder of ``checkpoint-<step>`` folders replaced by those, ordered by step.
 
     Raises:
-        CheckpointError: If one comes twice, which would count double in an average.
+        CheckpointError: If a checkpoint is listed twice, which would double its weight in an average.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -262,24 +261,24 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
             found += sorted(inner, key=lambda child: int(child.name.removeprefix("checkpoint-")))
         else:
             found.append(path)
-    # By real path: a link to a folder given as well would count its weights twice.
+    # Compare real paths: a link to a listed folder would count its weights twice.
     places: dict[str, Path] = {}
     for path in found:
         if (other := places.setdefault(os.path.realpath(path), path)) is not path:
-            rule = f"each checkpoint must be named once, got {path} and {other}"
+            rule = f"each checkpoint must be listed once, but {path} and {other} are the same"
             raise CheckpointError("soup", rule, "leave one out")
     return found
 
 
 def is_bare_weights(path: Path) -> bool:
-    """Return True if a path is a ``.safetensors`` file, or a folder with one of a model that has no ``config.json``."""
+    """Return True if a path is a ``.safetensors`` file, or a folder with one but without ``config.json``."""
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.glob("model*.safetensors"))
     return path.suffix == ".safetensors"
 
 
 def teacher_from_weights(path: Path, student: nn.Module) -> nn.Module:
-    """Return a copy of the student with the weights of such a path."""
+    """Return a copy of the student with the weights of a path that `is_bare_weights`."""
     opened = open_ingredient(path)
     return same_class_teacher({name: opened.tensor(name) for name in (*opened.specs, *opened.ties)}, student, str(path))
 
@@ -294,15 +293,14 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         >>> torch.equal(teacher.weight, earlier.weight), teacher.weight is student.weight
         (True, False)
     """
-    # Layers that techniques have replaced are in the student already: a copy of it would be no plain model.
+    # If techniques have already replaced layers of the student, a copy of it is not a plain model.
     kinds = map(type, student.modules())
     replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
     teacher = copy.deepcopy(student)
     missing, others = unlike(teacher, weights)
     if replaced is not None or missing or others:
         rule = (
-            f"be of a class that can be built where a technique replaces the student's layers, here by "
-            f"{replaced.__name__}"
+            f"come with its model class, since a technique replaces the student's layers by {replaced.__name__}"
             if replaced is not None
             else f"hold the weights of a {type(student).__name__} like the student, got missing {missing[:3]} and "
             f"others {others[:3]}"
@@ -310,12 +308,12 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         remedy = "give a Transformers folder, a .ckpt with hyperparameters, or the module itself"
         raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
     check_values(teacher, weights, f"distill: teacher {source}")
-    # strict=False: `unlike` has checked names, ties aside.
+    # strict=False: `unlike` has checked the names except ties.
     teacher.load_state_dict(dict(weights), strict=False)
     return teacher
 
 
-# What a layer's tensors were called by earlier versions of transformers and torch.
+# Names of a layer's tensors in earlier versions of transformers and torch.
 _EARLIER = {
     "gamma": "weight",
     "beta": "bias",
@@ -325,7 +323,7 @@ _EARLIER = {
 
 
 def present_name(name: str) -> str:
-    """Return a tensor's name without the parts that wrappers insert, as present versions call it.
+    """Return a tensor's name in present library versions, without the parts that wrappers insert.
 
     Example:
         >>> present_name("module.encoder._orig_mod.LayerNorm.gamma")
@@ -336,9 +334,9 @@ def present_name(name: str) -> str:
 
 
 def named_as(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    """Return for each name the one of `wanted` that means the same tensor, or itself where none does.
+    """Return for each name the one in `wanted` for the same tensor, or the name itself without a match.
 
-    They may differ in what wrappers insert and earlier versions wrote, and in a prefix that all names of one side have:
+    Names may differ in parts inserted by wrappers, in older spellings, and in a prefix of all names on one side:
     Lightning's start with the attribute that holds the model (``model.``), those of ``save_pretrained`` do not.
 
     Example:
@@ -350,34 +348,34 @@ def named_as(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
     for call in (present_name, plain_name, str):
         theirs, mine = {call(name): name for name in names}, {call(name): name for name in wanted}
         found = {theirs[called]: mine.get(own, own) for called, own in _without_prefix(theirs, mine).items()}
-        # Two names that become one are two tensors.
+        # Two names that become the same would be different tensors.
         if len({*found.values()}) == len(names) and len(mine) == len(wanted):
             break
     return found
 
 
 def _without_prefix(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    # One name shows the prefix: all others must have it.
+    # One name gives the prefix, which all others must have.
     unchanged = {name: name for name in names}
     mine = next((name for name in wanted if not is_made_by_model(name, ())), None)
     if mine is None or mine in names:
         return unchanged
-    # Theirs has more in front (a wrapper's name): take it off.
+    # Their name has a prefix (a wrapper's name): remove it.
     theirs = next((name for name in names if name.endswith(f".{mine}")), None)
     if theirs is not None:
         prefix = theirs.removesuffix(mine)
         if all(name.startswith(prefix) for name in names):
             return {name: name.removeprefix(prefix) for name in names}
-    # Mine has more: put it in front of theirs.
+    # My name has a prefix: add it to theirs.
     mine_ends = next((name for name in names if mine.endswith(f".{name}")), None)
     return unchanged if mine_ends is None else {name: mine.removesuffix(mine_ends) + name for name in names}
 
 
 def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
-    """Return the ingredients under the names of the first, as far as only the names of ties, or `named_as`, differ.
+    """Return the ingredients under the names of the first, where only ties or spellings (`named_as`) differ.
 
     A safetensors folder holds a tied tensor once, a ``.ckpt`` under all names, a distributed checkpoint as copies.
-    Buffers that a model makes by itself are those of the first, as files of other versions lack them or have more.
+    Buffers that a model creates by itself are taken from the first, since files of other versions may lack them.
     """
     first, *others = ingredients
     # Adapters have PEFT's names everywhere.
@@ -386,7 +384,7 @@ def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
     opened = [first, *(_with_buffers_of(first, _with_names_of(first, other)) for other in others)]
     if len({frozenset((*item.specs, *item.ties)) for item in opened}) == 1:
         return opened
-    # A distributed checkpoint stores tied tensors as copies: ties show only by equal contents under names that others
+    # A distributed checkpoint stores tied tensors as copies. They are found by equal values under names that others
     # lack.
     shared = set.intersection(*({*item.specs, *item.ties} for item in opened))
     opened = [_with_found_ties(item, shared) if item.kind == DISTRIBUTED else item for item in opened]
@@ -417,7 +415,7 @@ def _with_buffers_of(first: Ingredient, other: Ingredient) -> Ingredient:
 
 
 def _with_found_ties(item: Ingredient, shared: set[str]) -> Ingredient:
-    """Return an ingredient whose further copies of a tensor, under names that others lack, are ties."""
+    """Return an ingredient in which copies of a tensor, under names that others lack, become ties."""
     ties = {}
     for name in (name for name in item.specs if name not in shared):
         twin = next(
@@ -430,21 +428,21 @@ def _with_found_ties(item: Ingredient, shared: set[str]) -> Ingredient:
 
 
 def _with_ties_of(first: Ingredient, other: Ingredient) -> Ingredient:
-    """Return `other` with the names that `first` has for its tied tensors, where one of them is its own."""
+    """Return `other` with all names that `first` has for tied tensors, if it has one of them."""
     names: dict[str, str] = {}
     ties: dict[str, str] = {}
-    # The first's tensors, each with all its names.
+    # All names of each tensor of the first.
     groups = {frozenset({name}) for name in first.specs if name not in first.ties.values()} | first.tied_groups
     for group in groups:
         held = sorted(name for name in group if other.has(name))
         owner = next((name for name in first.specs if name in group), "")
-        # No name of the group, or names that are two tensors there: not the same ties.
+        # The other has none of these names, or has them for different tensors: its ties differ.
         if not held or len({other.ties.get(name, name) for name in held}) > 1:
-            return other  # of another model, or not tied: the check says which
+            return other  # a later check reports it
         names[owner] = held[0]
         ties.update(dict.fromkeys(sorted(group - {owner}), owner))
     taken = {other.ties.get(name, name) for name in names.values()}
-    # Every tensor of the other must be used, and once: else renaming would hide a difference.
+    # Each tensor of the other must be used exactly once, or renaming would hide a difference.
     if len(taken) < len(names) or taken != set(other.specs):
         return other
     return other.renamed({name: names[name] for name in first.specs}, ties)

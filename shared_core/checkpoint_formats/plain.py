@@ -1,6 +1,6 @@
-"""Saved models load in the user's own model without this library: same keys, same shapes, plain tensors.
+"""Check that saved models load into the user's own model without this library: same keys, shapes, plain tensors.
 
-Beside them what deployment needs, and a section of ours in the model card.
+Also the deployment file next to the weights, and our section in the model card.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ LIGHTNING_META = "meta.pt"  # beside the shards of a folder that Lightning wrote
 
 
 class PlainKeys:
-    """The keys and shapes that the user's model had before anything was attached to it.
+    """Keys and shapes of the user's model before techniques attach.
 
     Args:
-        model: The user's model, still untouched.
+        model: The user's unchanged model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.read(model)
 
     def read(self, model: nn.Module) -> None:
-        """Take the keys and shapes that a model has now for those to hold.
+        """Record the present keys and shapes of a model as the expected ones.
 
         Raises:
-            TrainingError: If it has parameters of lazy layers, which have no shape before the first forward.
+            TrainingError: If it has lazy parameters, which have no shape before the first forward.
         """
         lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
         if lazy:
-            rule = f"model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers"
+            rule = f"lazy layers are not initialised: {', '.join(lazy[:5])}"
             raise TrainingError("session", rule, "pass a batch through the model first")
         state = model.state_dict()
-        # Extra state (`get_extra_state`) may be any object; only tensors have a shape to hold.
+        # Extra state (`get_extra_state`) may be any object. Only tensors have a shape to check.
         self._shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         self._names = set(state)
 
@@ -53,10 +53,10 @@ class PlainKeys:
         """Refuse a state dict that the untouched model could not load strictly.
 
         Raises:
-            CheckpointError: Naming what is missing, unexpected or of another shape.
+            CheckpointError: Lists keys that are missing, unexpected or have another shape.
         """
         missing, unexpected = self._names - set(state_dict), set(state_dict) - self._names
-        # Extra state has no shape: its presence is checked, what is in it is the module's own affair.
+        # Extra state has no shape, so only its presence is checked.
         reshaped = {
             name: (shape, tuple(state_dict[name].shape))
             for name, shape in self._shapes.items()
@@ -64,16 +64,16 @@ class PlainKeys:
         }
         if missing or unexpected or reshaped:
             got = f"missing {sorted(missing)}, unexpected {sorted(unexpected)}, other shapes {reshaped}"
-            rule = f"keys must be those of the plain model, got {got}"
+            rule = f"the keys differ from those of the plain model: {got}"
             raise CheckpointError("checkpoint", rule, "nothing was written")
 
 
 def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
-    """Write what `Session.deployment` returned beside the weights in `folder`; nothing if there is nothing.
+    """Write the result of `Session.deployment` next to the weights in `folder`, unless it is empty.
 
     Args:
-        folder: That of the weights; it exists.
-        values: Technique → plain values that JSON holds.
+        folder: Existing folder of the weights.
+        values: Technique → plain JSON values.
     """
     if values:
         with atomic_write(Path(folder) / DEPLOYMENT_FILE) as temporary:
@@ -81,13 +81,13 @@ def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
 
 
 def read_deployment(path: Path | str) -> dict[str, Any]:
-    """Return what was written beside the weights: of a model's folder, or of a Lightning ``.ckpt``, sharded or not.
+    """Return the deployment values of a model's folder or a Lightning ``.ckpt``, sharded or not.
 
     Args:
-        path: A folder, or a file that Lightning wrote.
+        path: A folder, or a file written by Lightning.
 
     Raises:
-        CheckpointError: If there is nothing, or it cannot be read.
+        CheckpointError: If there are none, or they cannot be read.
     """
     path = Path(path)
     file = path / DEPLOYMENT_FILE if path.is_dir() else path
@@ -97,14 +97,14 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
         if file.suffix == ".json":
             return dict(json.loads(file.read_text(encoding="utf-8")))
         return dict(load_checkpoint(file)[DEPLOYMENT_KEY])
-    except Exception as error:  # torch.load raises whatever the damage makes it
-        rule = f"{file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}"
-        remedy = "save the model after training with a technique that needs it (qat)"
+    except Exception as error:  # torch.load may raise anything for a damaged file
+        rule = f"cannot read deployment values from {file}: {type(error).__name__}: {error}"
+        remedy = "save the model after training with a technique that writes them (qat)"
         raise CheckpointError("deployment", rule, remedy) from error
 
 
-# Buffers that models make from their config or count up, and that files of other versions hold or lack: of positions
-# and causal masks in transformers, and the batches that a norm has seen (torch below 0.4.1 saved none).
+# Buffers that models create from their config or count up, and that files of other versions may have or lack: positions
+# and causal masks in transformers, and the number of batches in a norm (not saved before torch 0.4.1).
 _MADE_BY_MODEL = re.compile(
     r"(?:^|\.)(?:num_batches_tracked|position_ids|token_type_ids|masked_bias|inv_freq|(?:cos|sin)_cached)$"
 )
@@ -112,7 +112,7 @@ _CAUSAL_MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.bias$")
 
 
 def is_made_by_model(name: str, shape: Sequence[int]) -> bool:
-    """Return True if a tensor is a buffer that a model makes by itself, so that a file may lack it.
+    """Return True if a tensor is a buffer that a model creates by itself, so that a file may lack it.
 
     Example:
         >>> is_made_by_model("layers.0.rotary_emb.inv_freq", [32]), is_made_by_model("layers.0.attn.bias", [32])
@@ -122,12 +122,12 @@ def is_made_by_model(name: str, shape: Sequence[int]) -> bool:
 
 
 def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Return the names that weights lack for a model, ties aside, and those that the model has not in their shape.
+    """Return names that the weights lack, ignoring ties, and names that are unknown or have another shape.
 
-    Buffers that a model makes by itself, as `is_made_by_model` knows them, may be on one side only.
+    Buffers that a model creates by itself (`is_made_by_model`) may be on one side only.
 
     Args:
-        model: Whose names and shapes count.
+        model: The model with the expected names and shapes.
         weights: Name → tensor, as in a state dict.
 
     Example:
@@ -135,7 +135,7 @@ def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], 
         (['bias'], ['weight'])
     """
     own = model.state_dict()
-    # Ties by address: a file may store a tied weight under one of its names.
+    # Find ties by address: a file may store a tied weight under only one of its names.
     given = {own[name].data_ptr() for name in weights if name in own}
     missing = [
         name
@@ -151,15 +151,15 @@ def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], 
 
 
 def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights that a model cannot compute with: not finite, or integers for numbers and the other way round.
+    """Refuse weights that a model cannot compute with: not finite, or integer instead of float or vice versa.
 
     Args:
-        model: Whose parameters say what is a number and what an integer.
-        weights: Name → tensor; other names are not looked at.
-        where: Who refuses, for the message.
+        model: The model, whose parameters have the expected kind of dtype.
+        weights: Name → tensor. Unknown names are ignored.
+        where: Prefix of the error.
 
     Raises:
-        CheckpointError: Naming the weight.
+        CheckpointError: Names the weight.
 
     Example:
         >>> check_values(nn.Linear(2, 1), {"bias": torch.tensor([float("nan")])}, "teacher")
@@ -171,9 +171,10 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
         if value is None or not value.numel():
             continue
         if value.is_floating_point() != own.is_floating_point():
-            raise CheckpointError(where, f"{name} must be of {own.dtype}, got {value.dtype}", "it is another's")
-        # vector_norm(inf) is NaN or infinite if any element is, and makes no mask. float8 (1 byte) has no such
-        # kernel.
+            raise CheckpointError(
+                where, f"{name} must be {own.dtype}, got {value.dtype}", "the weights are of another model"
+            )
+        # vector_norm(inf) is NaN or infinite if any element is, and allocates no mask. float8 (1 byte) has no kernel.
         if value.is_floating_point() and value.itemsize > 1:
             try:
                 largest = torch.linalg.vector_norm(value.detach(), float("inf"))
@@ -189,11 +190,11 @@ _BEGIN, _END = "<!-- efftrain: begin -->", "<!-- efftrain: end -->"
 
 
 def add_section(card: Path, section: str) -> None:
-    """Put a section at the end of a card, in place of an earlier one of ours."""
+    """Add a section at the end of a card. It replaces our earlier section."""
     text = card.read_text(encoding="utf-8")
     before, begin, rest = text.partition(_BEGIN)
     after = rest.partition(_END)[2] if begin else ""
-    # Text before and after ours stays: a user may have written on below an earlier section.
+    # Keep the text before and after our section: users may have added text below it.
     kept = (before.rstrip() + after).rstrip()
     with atomic_write(card) as temporary:
         temporary.write_text(f"{kept}\n\n{_BEGIN}\n{section}\n{_END}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How a technique runs on a device."""
+"""How well a technique runs on a device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shared_core.errors import MissingExtraError
 
 @dataclass(frozen=True)
 class Ability:
-    """The level of a technique on a device: as the hardware can, by other arithmetic, to no effect, or not."""
+    """How a technique runs on a device: natively, emulated, without effect, or not at all."""
 
     level: Literal["native", "emulated", "inactive", "refused"]
     why: str = ""
 
 
 def needs(library: str, extra: str, where: str) -> Ability | None:
-    """Return that a technique is refused without a library that is not installed; None if it is."""
+    """Return a refusal if a required library is not installed, else None."""
     return None if find_spec(library) else Ability("refused", str(MissingExtraError(where, library, extra)))

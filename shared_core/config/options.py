@@ -1,6 +1,6 @@
-"""Typed options with help, which the configs of all techniques share; read from flags, YAML and Python alike.
+"""Typed options with help texts, the base of all technique configs. Read from flags, YAML and Python alike.
 
-How help texts and tables tell an option: its meaning with its range, its type, its default.
+Also the text of an option in help and tables: its meaning with its range, its type, its default.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **extra: Any) -> 
     """Return a dataclass field with help text; `extra` goes into its metadata.
 
     Args:
-        default: Its value when not given; without one it must be given.
-        help: For ``--help``, `eff flags` and the documents.
-        extra: ``low``/``high`` bound a number, or those of a list, inclusively, ``above``/``below`` exclusively;
-            ``at_most``/``at_least`` name an option that does. With ``only_with={"range": ("ema",)}`` a value other than
-            the default needs one of these values of that option, or of a property that `conditions` describes:
-            elsewhere it would be ignored without a word. ``required=True``: there it must be given.
-            ``each={"n_m": {"schedule": ("one_shot",)}}`` tells what one of its values needs of other options.
-            ``flag_type`` is the type that a command line reads.
+        default: Value if not given. Without one, the option is required.
+        help: Text for ``--help``, `eff flags` and the documentation.
+        extra: ``low``/``high`` bound a number, or the items of a list, inclusively, ``above``/``below`` exclusively.
+            ``at_most``/``at_least`` name another option as the bound. With ``only_with={"range": ("ema",)}`` a value
+            other than the default needs one of these values of that option, or of a property in `conditions`, because
+            it would be ignored otherwise. With ``required=True`` it must be given in that case.
+            ``each={"n_m": {"schedule": ("one_shot",)}}`` says what one of its values needs of other options.
+            ``flag_type`` is its type on a command line.
     """
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The meaning of a number that a technique logs.
+    """Description of a number that a technique logs.
 
     Args:
-        text: In one line, for the documents.
-        in_bar: Whether a progress bar shows it: what moves and is watched, two a technique at most.
+        text: Its meaning in one line, for the documentation.
+        in_bar: True to show it in the progress bar; at most two per technique.
         only: When it is logged, if not always.
     """
 
@@ -57,13 +57,13 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a dataclass of options: coerces and checks each once, when it is made.
+    """Base class for a dataclass of options, which coerces and checks them once, when it is created.
 
-    A subclass sets `key`, which errors begin with, and may check options against each other in `validate`. What it
-    declares serves Python, YAML, flags and their help: `TechniqueConfig` and the options of commands are made of it.
+    A subclass sets `key`, the prefix of its errors, and may check options against each other in `validate`. The same
+    declaration serves Python, YAML, flags and help texts, for techniques (`TechniqueConfig`) and for commands.
 
     Raises:
-        ConfigError: If an option breaks its rule, needs others that are not given, or does nothing beside them.
+        ConfigError: If an option is invalid, needs others that are not given, or has no effect together with them.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,19 +82,19 @@ class Options:
 
     key: ClassVar[str] = ""
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Of options that do nothing alone, the others that must be given too; those of base classes hold as well."""
+    """Options that have no effect alone → other options that must be given too. Base classes' entries apply as well."""
     without: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Of options, those that they leave nothing to do."""
+    """Options → other options that make them pointless."""
     conditions: ClassVar[Mapping[str, str]] = {}
-    """Properties that ``only_with`` names beside options, and what messages call them."""
+    """Properties that ``only_with`` may name as well as options → their names in messages."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""
+        """Keep the repr of this class. `dataclass` would give each subclass one with all options."""
         super().__init_subclass__(**options)
         cls.__repr__ = Options.__repr__  # type: ignore[method-assign]
 
     def __new__(cls, **options: Any) -> Self:
-        """Refuse what is not an option; Python's own error would not tell the nearest one."""
+        """Refuse unknown options with a hint, which Python's own error lacks."""
         cls._check_names(options)
         return super().__new__(cls)
 
@@ -104,7 +104,7 @@ class Options:
         for field in dataclasses.fields(self):
             value = coerce(getattr(self, field.name), hints[field.name], *self.named(field.name))
             _check_bounds(value, field.metadata, *self.named(field.name))
-            # Frozen: the dataclass's own __setattr__ refuses.
+            # The dataclass is frozen, so its own __setattr__ would raise.
             object.__setattr__(self, field.name, value)
         # After all are coerced: an option may be compared with one that comes later.
         for field in dataclasses.fields(self):
@@ -116,9 +116,9 @@ class Options:
         self.validate()
 
     def _check_kind(self, name: str, rules: Mapping[str, Any]) -> None:
-        """Refuse an option where it has no use, values that exclude each other, and the lack of what is required."""
+        """Refuse an option without effect, values that exclude each other, and a missing required option."""
         called, value = self.named(name)[1], getattr(self, name)
-        if self.is_given(name):  # only then: a default beside another kind does no harm
+        if self.is_given(name):  # a default without effect does no harm
             self._check_others(called, rules.get("only_with", {}), "leave it out")
         elif rules.get("required") and not self.unmet(rules["only_with"]):
             told = ", ".join(self.condition(other, (getattr(self, other),)) for other in rules["only_with"])
@@ -139,7 +139,7 @@ class Options:
                 raise self._error(name, f"must be {kind.replace('_', ' ')} {self.written(rules[kind], bound)}")
 
     def _check_company(self, name: str) -> None:
-        """Refuse an option without others that it needs, or beside others that leave it nothing to do."""
+        """Refuse an option without others that it needs, or with others that make it pointless."""
         for others in self._company("needs", name):
             told = f"{self.named(name)[1]} must come with {' and '.join(self.named(other)[1] for other in others)}"
             self.require(all(map(self.is_given, others)), told, "add what is missing")
@@ -149,25 +149,25 @@ class Options:
             self.require(not beside, told, "leave one or the other out")
 
     def validate(self) -> None:
-        """Raise `ConfigError` where options contradict each other."""
+        """Raise `ConfigError` if options contradict each other."""
 
     def require(self, holds: object, rule: str, remedy: str = "") -> None:
-        """Raise `ConfigError` unless a rule of these options holds."""
+        """Raise `ConfigError` with this rule unless `holds` is true."""
         require(holds, self.key, rule, remedy)
 
     @classmethod
     def named(cls, name: str) -> tuple[str, str]:
-        """Return where an error of an option is, and what it calls the option."""
+        """Return the prefix and the name of an option in errors."""
         return f"{cls.key}.{name}", name
 
     @classmethod
     def written(cls, name: str, value: Any) -> str:
-        """Return an option with its value as the user writes it."""
+        """Return an option with its value, as the user writes it."""
         return f"{name}={value}"
 
     @classmethod
     def condition(cls, name: str, values: tuple[Any, ...]) -> str:
-        """Return an option with some of its values; of a property that holds, what `conditions` calls it."""
+        """Return an option with some of its values as text; for a true property, its name in `conditions`."""
         called = cls.conditions.get(name) or cls.named(name)[1]
         hint = cls.hints().get(name)
         others = [choice for choice in get_args(hint) if choice not in values] if get_origin(hint) is Literal else []
@@ -177,7 +177,7 @@ class Options:
 
     @classmethod
     def meaning(cls, field: dataclasses.Field[Any]) -> str:
-        """Return an option's help text as sentences, with its range and what it needs, if they do not stand there.
+        """Return an option's help text as sentences, with its range and requirements unless the text has them.
 
         Example:
             >>> from shared_core.quantization import QatConfig
@@ -186,7 +186,7 @@ class Options:
         """
         text = str(field.metadata["help"])
         first = text.split(" ", 1)[0]
-        if len(first) > 1 and first.isalpha():  # neither a symbol nor a value that is explained
+        if len(first) > 1 and first.isalpha():  # not a symbol or a value
             text = text[0].upper() + text[1:]
         text = text if text.endswith(".") else f"{text}."
         sentences = ["" if " in [" in text else range_text(field.metadata), *cls._needed(field.name, field.metadata)]
@@ -194,7 +194,7 @@ class Options:
 
     @classmethod
     def _needed(cls, name: str, rules: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what an option, or some of its values, need of other options."""
+        """Yield what an option, or some of its values, require of other options."""
         for kind in ("at_least", "at_most"):
             if kind in rules:
                 yield f"{kind.replace('_', ' ').capitalize()} {rules[kind]}"
@@ -210,25 +210,25 @@ class Options:
 
     @classmethod
     def _company(cls, kind: str, name: str) -> Iterator[tuple[str, ...]]:
-        """Yield the other options that `needs` or `without` has for an option, in this class and its bases."""
+        """Yield the entries of `needs` or `without` for an option, from this class and its bases."""
         yield from (vars(base)[kind][name] for base in cls.__mro__ if name in vars(base).get(kind, {}))
 
     def is_given(self, name: str) -> bool:
-        """Return True if an option has another value than its default."""
+        """Return True if an option differs from its default."""
         value, default = getattr(self, name), getattr(type(self), name, dataclasses.MISSING)
         if self.hints()[name] == Position and default is not dataclasses.MISSING:
-            value, default = parse_position(value), parse_position(default)  # a flag gives "0.1"; 1 is no 1.0
+            value, default = parse_position(value), parse_position(default)  # flags give strings; 1 (a step) is not 1.0
         return bool(value != default)
 
     def unmet(self, only_with: Mapping[str, tuple[Any, ...]]) -> list[str]:
-        """Return the options that have none of the values that are allowed of them."""
+        """Return the options that have none of their allowed values."""
         return [other for other, allowed in only_with.items() if getattr(self, other) not in allowed]
 
     @classmethod
     @functools.cache
     def hints(cls) -> dict[str, Any]:
-        """Return the type of each option, and of each of `conditions`."""
-        # of the fields alone: to evaluate what the classes declare beside their options takes longer than these
+        """Return the type of each option, and of each property in `conditions`."""
+        # Only for the fields: evaluating the other annotations of the classes takes longer.
         annotations: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         annotations |= {name: getattr(cls, name).fget.__annotations__["return"] for name in cls.conditions}
         names: dict[str, Any] = {}
@@ -238,7 +238,7 @@ class Options:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the config with these options; unknown names are errors that name the nearest known one."""
+        """Return the config with these options. An unknown name is an error that suggests the closest known one."""
         told = f"{cls.key} must be a mapping of its options, got {values!r}"
         require(isinstance(values, Mapping), "recipe", told)
         cls._check_names(values)
@@ -255,11 +255,11 @@ class Options:
                 raise ConfigError("recipe", f"{cls.key}.{name} is not an option{nearest(str(name), known)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as plain values that JSON and YAML can hold and `from_dict` reads."""
+        """Return the options as plain values for JSON, YAML and `from_dict`."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def changed(self) -> dict[str, str]:
-        """Return the options that differ from their defaults, as Python writes them; a module by its class alone.
+        """Return the options that differ from their defaults, as Python source. A module is shown by its class name.
 
         Example:
             >>> from shared_core.pruning import PruneConfig
@@ -267,7 +267,7 @@ class Options:
             {'sparsity': '0.8', 'skip': "['last']"}
         """
         written = {field.name: _written(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        # compared as they are written: position 1 is a step, and 1.0 the end
+        # Compare the written form: position 1 is a step, 1.0 the end.
         defaults = {field.name: _written(field.default) for field in dataclasses.fields(self)}
         return {name: text for name, text in written.items() if text != defaults[name]}
 
@@ -275,7 +275,7 @@ class Options:
         return self.call_text(type(self).__name__)
 
     def call_text(self, function: str, **others: Any) -> str:
-        """Return the call of a function with these options, and others before them, that differ from the defaults."""
+        """Return a function call as text: `others`, then the options that differ from their defaults."""
         options = {**{name: repr(value) for name, value in others.items()}, **self.changed()}
         return f"{function}({', '.join(f'{name}={text}' for name, text in options.items())})"
 
@@ -285,83 +285,83 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TechniqueConfig(Options):
-    """Base of every ``<Technique>Config``.
+    """Base class of every ``<Technique>Config``.
 
-    A subclass sets `key` and `switch`. Beside its options it declares what the engine must know of the technique
-    before one is made: order, conflicts, logged figures, memory.
+    A subclass sets `key` and `switch`. It also declares what the engine must know before it creates the technique:
+    order, conflicts, logged figures, memory.
     """
 
     about: ClassVar[str] = ""
-    """What the technique does, in one sentence."""
+    """One sentence about the technique."""
     key: ClassVar[str] = ""
     """The name in a recipe and the prefix of the flags."""
     switch: ClassVar[str] = ""
-    """The option whose flag switches the technique on."""
+    """Option whose flag enables the technique."""
     other_switch: ClassVar[str] = ""
-    """Another option that does so as well."""
+    """Another option that also enables it."""
 
     after: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques that attach, and act in each step, before this one; else the order of registration counts."""
+    """Keys of techniques that attach and act in each step before this one. The default is the registration order."""
     before: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques that do so after this one."""
+    """Keys of techniques that attach and act after this one."""
     finishes_after: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques whose `finish` comes before this one's; else the order of registration counts."""
+    """Keys of techniques whose `finish` runs before this one's. The default is the registration order."""
     finishes_before: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques whose `finish` comes after this one's."""
+    """Keys of techniques whose `finish` runs after this one's."""
 
     conflicts: ClassVar[Mapping[str, str]] = {}
-    """Another technique's key, or one of `conflicts.RUN_ENVIRONMENTS`, and why both cannot be combined."""
+    """Key of another technique, or of `conflicts.RUN_ENVIRONMENTS` → why it cannot be combined with this one."""
     works_in: ClassVar[tuple[str, ...]] = ()
-    """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
+    """Keys of `conflicts.EVERY_TECHNIQUE` in which this technique does work."""
 
     figures: ClassVar[Mapping[str, Figure]] = {}
-    """The figures that the technique's `figures` returns, by name, without ``<key>/``."""
+    """Figures that the technique's `figures` returns, by name without ``<key>/``."""
     logs_nothing: ClassVar[str] = ""
     """Why there are no figures."""
     saved_structure: ClassVar[tuple[str, str] | None] = None
-    """Of a technique whose state is the structure of the saved weights: why they can only be loaded with it, and what
-    else can be done."""
+    """For a technique that changes the structure of saved weights: why they can only be loaded with it, and an
+    alternative."""
     own_checkpoints: ClassVar[tuple[str, str] | None] = None
-    """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
+    """Why a run with the technique cannot resume from a checkpoint of a run without it, and an alternative."""
     needs_values: ClassVar[bool] = False
-    """True if `attach` reads weights, so that a preview needs a model that has them."""
+    """True if `attach` reads weights, so that a preview needs a model with loaded weights."""
 
     def check_files(self) -> None:
-        """Raise `CheckpointError` where a folder or file that an option names is not there; imports no torch."""
+        """Raise `CheckpointError` if a folder or file named by an option does not exist. Does not import torch."""
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
-        """Return how the technique runs on a device, whatever its options."""
+        """Return how the technique runs on a device, regardless of its options."""
         return Ability("native")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return True if these options allow an entry of `conflicts` all the same; its reason says which do."""
+        """Return True if these options allow an entry of `conflicts` after all. Its reason names the options."""
         return False
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out, or for what they need and `recipe` lacks."""
+        """Yield a line for each combination that these options exclude, and for each requirement `recipe` lacks."""
         yield from ()
 
     def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each combination that is allowed and that the user must know about."""
+        """Yield a line for each allowed combination that the user should know about."""
         yield from ()
 
     def needed_metrics(self) -> Mapping[str, str]:
-        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
+        """Return the metrics that evaluation must report, by option. One batch is evaluated at the start to check."""
         return {}
 
 
 class OverridableConfig(TechniqueConfig):
-    """Base of configs whose option ``overrides`` sets others of their options for some modules.
+    """Base class of configs with an option ``overrides``, which sets other options for some modules.
 
-    A subclass declares the option itself, and names in `overridable` what it may set.
+    A subclass declares the option itself, and lists in `overridable` the options that it may set.
     """
 
     overridable: ClassVar[tuple[str, ...]] = ()
     overrides: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Write a mapping of overrides as the list that flags give, then check every option."""
+        """Convert a mapping of overrides to the list form of flags, then check every option."""
         if isinstance(self.overrides, Mapping):
             pairs = [
                 f"{pattern}:{name}={value}"
@@ -375,7 +375,7 @@ class OverridableConfig(TechniqueConfig):
         """Return (pattern, option, value) of every override.
 
         Raises:
-            ConfigError: If one is not of that form, or names an option that modules cannot differ in.
+            ConfigError: If one does not have this form, or names an option that cannot be set per module.
         """
         found = []
         for entry in self.overrides:
@@ -414,7 +414,7 @@ def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str, name: str) 
             _check_bounds(item, bounds, where, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    # written so that a NaN fails every one of them
+    # Written so that NaN fails every comparison.
     holds = {
         "low": lambda bound: value >= bound,
         "high": lambda bound: value <= bound,
@@ -429,19 +429,19 @@ def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str, name: str) 
 
 
 def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
-    """Return `value` as the type that `hint` annotates, reading numbers and booleans from strings.
+    """Return `value` as the annotated type, and parse numbers and booleans in strings.
 
-    YAML gives ``1e-3`` as a string and a command line gives everything as one, so strings are read; nothing else is
-    bent: ``True`` is no number, ``0.5`` no integer, NaN and infinity no number at all.
+    YAML reads ``1e-3`` as a string, and a command line gives only strings, so strings are parsed. Nothing else is
+    converted: ``True`` is not a number, ``0.5`` not an integer, and NaN and infinity are not accepted.
 
     Args:
-        value: As YAML, a command line or Python gave it.
-        hint: An annotation: of a number, text, path, Literal, tuple, Position, or one of these and None.
-        where: ``prune.sparsity``, for the message.
-        name: What the message calls it, if not by the last word of `where`.
+        value: The value from YAML, a command line or Python.
+        hint: An annotation: number, text, path, Literal, tuple, Position, or one of these or None.
+        where: Prefix of the message, such as ``prune.sparsity``.
+        name: Name in the message; by default the last part of `where`.
 
     Raises:
-        ConfigError: If `value` cannot be such a value.
+        ConfigError: If `value` does not have this type.
 
     Example:
         >>> coerce("1e-3", float, "prune.sparsity")
@@ -464,7 +464,7 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
             return None
         rule = "given"
     elif kind is Literal:
-        # True == 1 in Python: a bool is no choice of numbers.
+        # True == 1 in Python, but a bool is not a number here.
         if value in get_args(hint) and not isinstance(value, bool):
             return value
         choices = [str(choice) for choice in get_args(hint)]
@@ -488,12 +488,12 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
         rule = "a whole number" if kind is int else "a finite number"
         more = as_share(value) if kind is float and "%" in str(value) else ""
     else:
-        raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
+        raise TypeError(f"{where}: an option cannot have the type {hint!r}")
     raise ConfigError(where, f"{name} must be {rule}, got {value!r}{more}")
 
 
 def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> Any:
-    """Return an argument of a function, of this type and within bounds that `option` takes too; text is no number.
+    """Return a function argument after checking its type and bounds, as `option` does. Strings are not parsed.
 
     Example:
         >>> checked(3.0, int, "soup", "jobs", low=1)
@@ -507,23 +507,23 @@ def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> An
 
 
 def _number(value: Any, kind: Any) -> int | float | None:
-    """Return a finite number of this type, None where the value is none."""
+    """Return the value as a finite number of this type, or None."""
     try:
-        # NumPy's numbers are real ones too.
+        # NumPy numbers are `Real` too.
         number = float(value) if isinstance(value, Real | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):  # the latter of whole numbers beyond every float
+    except (ValueError, OverflowError):  # OverflowError: an integer beyond the float range
         return None
     if not math.isfinite(number) or (kind is int and number != int(number)):
         return None
-    # An int stays exact: float would round numbers beyond 2^53.
+    # Keep an int exact: float would round numbers above 2^53.
     return number if kind is float else value if isinstance(value, int) else int(number)
 
 
-_UNBOUNDED = 2**31 - 1  # what a number of its type cannot exceed anyway
+_UNBOUNDED = 2**31 - 1  # the limit of its type: not worth showing
 
 
 def range_text(bounds: Mapping[str, Any]) -> str:
-    """Return the range that ``low``/``high`` (inclusive) and ``above``/``below`` (exclusive) leave, empty if all.
+    """Return the range given by ``low``/``high`` (inclusive) and ``above``/``below`` (exclusive), empty if unbounded.
 
     Example:
         >>> range_text({"low": 0, "below": 1}), range_text({"above": 0})
@@ -538,7 +538,7 @@ def range_text(bounds: Mapping[str, Any]) -> str:
 
 
 def default_text(default: Any) -> str:
-    """Return a default as it is written on a command line, empty for none."""
+    """Return a default as written on a command line, empty if there is none."""
     if default in (dataclasses.MISSING, None, ()):
         return ""
     return ", ".join(default) if isinstance(default, tuple) else str(default)

@@ -12,15 +12,15 @@ from shared_core.errors import ConfigError, UnknownLengthError, as_share
 
 Position = int | float | str
 StepsPerEpoch = float | Sequence[float]
-"""Optimizer steps of every epoch, or of each where they differ; later ones are as the last."""
+"""Optimizer steps per epoch: one number, or a list if epochs differ. Later epochs are like the last one."""
 
 
 def steps_until(epochs: float, steps_per_epoch: StepsPerEpoch) -> float:
-    """Return how many steps an amount of epochs has.
+    """Return the number of steps in a number of epochs.
 
     Args:
-        epochs: From the start of the run; need not be whole.
-        steps_per_epoch: Of every epoch, or of each.
+        epochs: Epochs from the start of the run; may be fractional.
+        steps_per_epoch: Steps of every epoch, or a list with those of each.
 
     Example:
         >>> steps_until(2.5, 10), steps_until(2.5, (10, 10, 4)), steps_until(4, (10, 10, 4))
@@ -30,22 +30,22 @@ def steps_until(epochs: float, steps_per_epoch: StepsPerEpoch) -> float:
         return epochs * steps_per_epoch
     whole, last = int(epochs), len(steps_per_epoch) - 1
     steps = sum(steps_per_epoch[min(epoch, last)] for epoch in range(whole))
-    # Epochs beyond the list are as its last one.
+    # Epochs beyond the list are like its last one.
     return steps + (epochs - whole) * steps_per_epoch[min(whole, last)]
 
 
 @dataclass(frozen=True)
 class ParsedPosition:
-    """A position that has been read but not yet resolved: `value` in units of `unit`."""
+    """A parsed position that is not yet resolved to a step: `value` in units of `unit`."""
 
     value: float
     unit: Literal["step", "fraction", "epoch"]
 
     def resolve(self, where: str, *, total_steps: int | None, steps_per_epoch: StepsPerEpoch | None) -> int:
-        """Return the optimizer step (0 = before the first) that this position means; halves round up."""
-        if self.unit == "step" or not self.value:  # the start needs no known length
+        """Return the optimizer step of this position (0 = before the first). Halves round up."""
+        if self.unit == "step" or not self.value:  # position 0 needs no known length
             return int(self.value)
-        # floor(x + 0.5): round() would take halves to the even step.
+        # floor(x + 0.5): round() would round halves to the even step.
         if self.unit == "epoch" and steps_per_epoch is not None:
             return math.floor(steps_until(self.value, steps_per_epoch) + 0.5)
         if self.unit == "fraction" and total_steps is not None:
@@ -55,18 +55,18 @@ class ParsedPosition:
             what = "number of training steps"
             told = str(self.value), what, "neither max_steps nor a finite max_epochs with a sized loader"
         rule = "{} must be a step number here, because the {} is unknown ({})".format(*told)
-        raise UnknownLengthError(where, rule, "write a number of steps")
+        raise UnknownLengthError(where, rule, "give a number of steps")
 
 
 def parse_position(value: Position, where: str = "position") -> ParsedPosition:
     """Return `value` as a `ParsedPosition`.
 
-    An ``int`` is a step, a ``float`` a fraction of the run in [0, 1]; in a string (flags) a dot or an exponent makes
+    An ``int`` is a step, a ``float`` a fraction of the run in [0, 1]. In a string (flags), a dot or an exponent means
     a fraction, digits alone a step, and the suffix ``ep`` epochs. So ``1`` is step 1 and ``1.0`` the end.
 
     Args:
         value: The position as the user wrote it.
-        where: What to call it in an error, for example ``"prune.begin"``.
+        where: Its name in errors, for example ``"prune.begin"``.
 
     Raises:
         ConfigError: If it is none of these, negative, not finite, or a fraction above 1.
@@ -82,13 +82,13 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
     rule = "must be a step (500), a fraction of the run in [0, 1] (0.3) or epochs ('2ep')"
     hint = as_share(value) if isinstance(value, float) or "%" in str(value) else ""
     parsed = ParsedPosition(math.nan, "step")
-    # Whole numbers may be beyond every float.
+    # Integers may exceed the float range.
     with contextlib.suppress(ValueError, OverflowError):
         if isinstance(value, str):
             text = value.strip().lower()
             if text.endswith("ep"):
                 parsed = ParsedPosition(float(text[:-2]), "epoch")
-            # A text "0.3" or "1e-1" is a fraction, "500" a step, as in YAML.
+            # As in YAML, "0.3" or "1e-1" is a fraction and "500" a step.
             elif "." in text or "e" in text:
                 parsed = ParsedPosition(float(text), "fraction")
             else:

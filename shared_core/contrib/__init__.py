@@ -1,1 +1,1 @@
-"""Parts that work and are tested, but whose names and results may change in any version."""
+"""Experimental packages: they work and are tested, but their names and results may change in any version."""

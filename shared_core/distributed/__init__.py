@@ -1,1 +1,1 @@
-"""Messages between ranks, and the parts of a tensor that a rank holds."""
+"""Communication between processes, and sharded tensors."""

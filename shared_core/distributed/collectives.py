@@ -1,4 +1,4 @@
-"""The process group, as techniques use it: small collectives, and the state that differs between processes."""
+"""Small collectives for techniques, and state that differs between processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if every element of every dense tensor is finite; one read of the device for all of them."""
-    # Empty tensors (a process's part of a small parameter) have no largest element.
+    """Return True if every element of every dense tensor is finite, with one device sync for all of them."""
+    # Empty tensors (a process's part of a small parameter) have no maximum.
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
         return True
-    # One fused kernel and one read; isfinite on each would make a mask as large as it.
+    # One fused kernel and one sync. isfinite would allocate a mask per tensor.
     largest = torch._foreach_norm(filled, math.inf)
     return bool(torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all())
 
@@ -30,7 +30,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 
 
 def has_group() -> bool:
-    """Return True if there is a process group, of one process or more."""
+    """Return True if there is a process group, even with one process."""
     return _IS_BUILT_IN and dist.is_initialized()
 
 
@@ -86,73 +86,72 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
 
 
 def all_gather_object(mine: Any) -> list[Any]:
-    """Return what each process holds, by rank; each must call it."""
+    """Return the objects of all processes, by rank; every process must call it."""
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is not the same on every process; each must call it."""
-    # Digests cross the network, not values.
+    """Return the entries that differ between processes; every process must call it."""
+    # Only digests cross the network, not values.
     digests = {name: digest(value) for name, value in mine.items()}
     others = all_gather_object(digests)
     return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
 
 
 def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be kept beside the main process's state, so that `with_own_state` makes this one of it."""
+    """Return this process's differences from the main one's state, for `with_own_state`. Every process calls it."""
     places = {_name(place): value for place, value in tree_flatten_with_path(state)[0]}
     # The structures must agree before leaves can be told apart by place.
     is_built_alike = not differing({"places": list(places)})
     parts = differing(places)
-    # The main process's state is the one that is saved whole.
+    # The main process's state is saved whole.
     if rank() == 0:
         return {}
     return {"session_parts": parts} if is_built_alike else {"session": state}
 
 
 def with_own_state(of_main: Any, saved: Mapping[str, Any]) -> Any:
-    """Return this process's state."""
+    """Return this process's state from the main one's and the result of `own_state`."""
     parts = saved.get("session_parts", {})
     return saved.get("session") or tree_map_with_path(lambda place, value: parts.get(_name(place), value), of_main)
 
 
 def other_processes(saved: int) -> str:
-    """Return what to tell of a run that `saved` processes saved and as many as now are go on with."""
+    """Return a note for a run that `saved` processes saved and another number of processes resumes."""
     return (
-        f"saved by {saved} processes and resumed by {world_size()}: weights, optimizer and what techniques know are "
-        "restored, of what processes held differently the main one's; random numbers are not restored, and the epoch "
-        "goes on after as many batches as were seen; keep processes times batch size, and these are the same examples"
+        f"saved by {saved} processes and resumed by {world_size()}: weights, optimizer and technique states are "
+        "restored, from the main process where processes differed; random states are not restored; the epoch "
+        "continues after the number of batches seen (keep processes times batch size to skip the same examples)"
     )
 
 
 def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = False) -> dict[str, Tensor]:
-    """Return the buffers that differ between processes, unless the next forward of DDP sends the main one's to all.
+    """Return the buffers that differ between processes, unless DDP's next forward broadcasts the main one's.
 
-    Inside an accumulation window it does not (torch 2.13): running statistics of a batch norm are each process's until
-    the step. In a folder of shards a buffer may be any process's.
+    Inside an accumulation window DDP does not broadcast (torch 2.13), so batch norm statistics differ until the step.
+    In a folder of shards, a buffer may come from any process.
     """
     if not is_inside_window and getattr(wrapped, "broadcast_buffers", False):
-        # DDP broadcasts rank 0's buffers at the next forward, unless an accumulation window is open.
         return {}
     return differing({name: local_part(one).cpu() for name, one in model.named_buffers()})
 
 
 def put_buffers_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Put back what `own_buffers` returned."""
+    """Restore the buffers returned by `own_buffers`."""
     buffers = dict(model.named_buffers())
     for name, value in saved.items():
         local_part(buffers[name]).copy_(value)
 
 
 def _name(place: Sequence[Any]) -> str:
-    # files of JSON turn numbers that are keys into texts: both have one name
+    # JSON files turn integer keys into strings, so both get the same name.
     return "".join(f"[{getattr(key, 'key', getattr(key, 'idx', key))}]" for key in place)
 
 
 def digest(value: Any) -> str:
-    """Return a text that two values share where they are equal: of a tensor bit for bit."""
+    """Return a text that is the same for equal values. Tensors are compared bit for bit."""
     if not isinstance(value, Tensor):
         return repr(value)
     # As bytes: NaN equals itself, and bfloat16 has no numpy dtype.

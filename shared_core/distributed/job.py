@@ -1,7 +1,7 @@
-"""A command's work shared by the processes that a launcher (torchrun) started, through its key-value store alone.
+"""Share a command's work between the processes of a launcher (torchrun), using only its key-value store.
 
-No process group is made: a function of the user's that finds one (torchmetrics, accelerate, a trainer) would talk to
-the other processes, which are at other work. So the launcher's variables are taken out of the environment, too.
+There is no process group: the user's code (torchmetrics, Accelerate, a trainer) would use it to talk to the other
+processes, which do other work. For the same reason the launcher's environment variables are removed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _VARIABLES = (
 )  # fmt: skip
 _FAILED = "failed"
 _POLL_SECONDS = 0.02
-_TIMEOUT = timedelta(minutes=10)  # of one request to the store, and of the start of the last process
+_TIMEOUT = timedelta(minutes=10)  # for one request to the store, and until the last process has started
 
 
 class Job:
-    """The part of one process in work that several share; alone, the default, it does all of it.
+    """One process's view of shared work. By default a single process does all of it.
 
-    Work is shared by tickets: a process that is done with one takes the next number. What is to be the same as in one
-    process is put together by these numbers. As a context manager it tells the others of an error, which they raise
-    when they next wait for something.
+    Work is distributed by tickets: a process that is done takes the next number. Results are combined in the order of
+    the numbers, so they do not depend on the number of processes. As a context manager, it reports an error to the
+    other processes, which raise it the next time they wait.
     """
 
     def __init__(self, store: Any = None, rank: int = 0, size: int = 1) -> None:
@@ -41,7 +41,7 @@ class Job:
 
     @classmethod
     def joined(cls) -> Job:
-        """Return this process's part in the job of its launcher, and hide the launcher from what runs afterwards."""
+        """Join the job of the launcher, and hide the launcher from code that runs afterwards."""
         size = launched()
         if size == 1:
             return cls()
@@ -54,23 +54,23 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        """True for the process that writes and prints."""
+        """True for the process that writes files and prints."""
         return self.rank == 0
 
     def ticket(self, what: str) -> int:
-        """Return the next number that no process has taken, from 0."""
+        """Return the next number that no process has taken, starting at 0."""
         if self._store is None:
             self._taken[what] = self._taken.get(what, -1) + 1
             return self._taken[what]
         return int(self._ask(lambda: self._store.add(f"ticket {what}", 1))) - 1
 
     def tickets(self, what: str, count: int) -> Iterator[int]:
-        """Yield the numbers below `count` that are this process's to work on."""
+        """Yield the numbers below `count` that this process should work on."""
         while (number := self.ticket(what)) < count:
             yield number
 
     def set(self, name: str, value: bytes) -> None:
-        """Give the others a value under a name that was not used before."""
+        """Share a value with the other processes, under a new name."""
         if self._store is not None:
             self._ask(lambda: self._store.set(name, value))
 
@@ -93,7 +93,7 @@ class Job:
         return [self.get(f"{name} {rank}") for rank in range(self.size)]
 
     def meet(self, name: str) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has reached this call."""
         self.exchange(name, b"1")
 
     def check(self) -> None:
@@ -104,9 +104,11 @@ class Job:
     def _ask(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except RuntimeError as error:  # of torch's store, whose own words name sockets
+        except RuntimeError as error:  # from torch's store, whose message is about sockets
             line = (str(error).splitlines() or [""])[0]
-            raise EffError("job", f"processes must live to the end, but the store of them is gone ({line})") from error
+            raise EffError(
+                "job", f"lost the connection to the other processes ({line}); one has ended early"
+            ) from error
 
     def __enter__(self) -> Job:
         return self
@@ -115,25 +117,25 @@ class Job:
         if self._store is None or error is None:
             return
         said = str(error) if isinstance(error, EffError) else f"{type(error).__name__}: {error}"
-        try:  # the first error is the one that counts
+        try:  # keep only the first error
             self._store.compare_set(_FAILED, "", f"rank {self.rank} of {self.size} failed: {said}")
-        except RuntimeError:  # nobody is left to tell
+        except RuntimeError:  # no other process is left
             return
 
 
 def launched() -> int:
-    """Return the number of processes that torchrun, or a launcher like it, started; 1 without one."""
+    """Return the number of processes that torchrun or a similar launcher started; 1 without one."""
     is_one_of_several = all(name in os.environ for name in _NEEDED) and os.environ["WORLD_SIZE"].isdecimal()
     return int(os.environ["WORLD_SIZE"]) if is_one_of_several else 1
 
 
 def check_alone(where: str, why: str = "", size: int | None = None) -> None:
-    """Refuse to be one of several processes, each of which would do all the work and write over the others' files.
+    """Refuse to run in several processes, which would all do the same work and overwrite each other's files.
 
-    `why` names the options, as ``" with --jobs"``; `size` is by default what a launcher started.
+    `why` names the options, such as ``" with --jobs"``. `size` is by default the launcher's number of processes.
     """
     size = launched() if size is None else size
     if size > 1:
         raise CompatibilityError(
-            where, f"processes must be one{why}, got {size} of a launcher", "start it without torchrun"
+            where, f"must run in one process{why}, but a launcher started {size}", "start it without torchrun"
         )

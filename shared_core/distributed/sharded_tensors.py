@@ -1,4 +1,4 @@
-"""Tensors that FSDP2 has sharded, gathered whole to decide on and to save, and buffers that processes hold alike."""
+"""FSDP2's sharded tensors: gather them for decisions and saving, cut whole tensors, and synchronise buffers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shared_core.distributed.collectives import broadcast_, local_part, world_si
 
 @torch.no_grad()
 def join_buffers_(model: nn.Module) -> None:
-    """Give every process the main one's buffers of the module inside DDP; each must call it.
+    """Copy the main process's buffers of the module inside DDP to all processes; every process must call it.
 
-    DDP does so as the next forward begins, so that those of the last one (statistics of batch norms) differ.
+    DDP does this only at the next forward, so after the last one they may differ (batch norm statistics).
     """
     if world_size() == 1:
         return
@@ -26,23 +26,26 @@ def join_buffers_(model: nn.Module) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True if a process may hold only a part of a tensor."""
+    """Return True if a process may hold only part of a tensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is on one device: gathered if it is sharded; then every process must call it."""
+    """Return the whole tensor, gathered if it is sharded. Then every process must call it."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else cast("Tensor", gather())
 
 
 def whole_of(part: Tensor, like: Any) -> Tensor:
-    """Return the whole of which `part` is this process's, placed as `like` is; then every process must call it."""
+    """Return the whole tensor of which `part` is this process's shard, with `like`'s placement. Every process calls it.
+
+    Returns `part` if `like` is not sharded.
+    """
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
 
-    # run_check=False: a check would be a collective. Uneven parts cannot tell shape and stride.
+    # run_check=False: a check would be a collective. Shape and stride do not follow from uneven parts.
     placed = DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -55,14 +58,14 @@ def cut(full: Tensor, like: Any) -> Tensor:
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    # src_data_rank=None: every process has the whole already, so each cuts its own part.
+    # src_data_rank=None: every process has the whole tensor, so each cuts its own part.
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def apply_in_parts(function: Callable[[Tensor], Tensor], tensor: Any, whole_axes: Collection[int]) -> Tensor:
-    """Return what a function of plain tensors makes of a sharded one, in the same shape and placed alike.
+    """Apply a function of plain tensors to a sharded tensor. The result has the same shape and placement.
 
-    Gradients flow back; where the tensor is cut along one of `whole_axes`, every process of its mesh must call it.
+    Gradients flow back. If the tensor is cut along one of `whole_axes`, every process of its mesh must call this.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -82,43 +85,43 @@ def apply_in_parts(function: Callable[[Tensor], Tensor], tensor: Any, whole_axes
 
 
 def sum_parts(part: Tensor, like: Any) -> Tensor:
-    """Return the part that `like`'s placement gives of the sum of whole tensors; every process must call it."""
+    """Return this process's shard, placed like `like`, of the sum of all `part`s; every process must call it."""
     from torch.distributed.tensor import DTensor, Partial
 
-    # Partial: each process holds a summand. Redistributing it to shards is a reduce-scatter, not an all-reduce.
+    # Partial: each process holds a summand. Redistributing to shards is a reduce-scatter instead of an all-reduce.
     mesh = like.device_mesh
     summed = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
     return summed.redistribute(placements=like.placements).to_local()
 
 
 def place_of(like: Any) -> tuple[slice, ...]:
-    """Return where in the whole of a sharded tensor this process's part lies; of another one all of it."""
+    """Return the slices of this process's part in a sharded tensor; the full range for an unsharded one."""
     if not is_sharded(like):
         return tuple(slice(0, size) for size in like.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, starts = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    # the last processes may have nothing, and begin behind the end
+    # The last processes may have an empty part that starts beyond the end.
     stops = (start + size for start, size in zip(starts, sizes, strict=True))
     return tuple(slice(*ends) for ends in zip(starts, stops, strict=True))
 
 
 def part_of(full: Tensor, like: Any) -> Tensor:
-    """Return the part of a whole tensor that `like`'s placement gives this process, without communication."""
+    """Return this process's part of a whole tensor, placed like `like`, without communication."""
     return local_part(cut(full, like))
 
 
 @torch.no_grad()
 def fill_(tensor: Tensor, values: Tensor) -> None:
-    """Overwrite a tensor, or the part of it that this process holds, by whole values."""
-    # to a GPU nothing waits; from one a copy must be over when it is read
+    """Overwrite a tensor, or this process's part of it, with whole values."""
+    # Copies to a GPU are ordered on its stream. A copy to the CPU must be complete before it is read.
     values = values.to(tensor.device, non_blocking=not tensor.is_cpu)
     local_part(tensor).copy_(part_of(values, tensor))
 
 
 def put_gradient(parameter: Tensor, part: Tensor) -> None:
-    """Give a parameter the gradient of which this process saved its part."""
-    if is_sharded(parameter):  # which takes no plain tensor for its gradient
+    """Restore a parameter's gradient from the part that this process saved."""
+    if is_sharded(parameter):  # its gradient must be sharded too
         parameter.grad = torch.zeros_like(parameter)
         local_part(parameter.grad).copy_(part)
     else:
@@ -126,9 +129,9 @@ def put_gradient(parameter: Tensor, part: Tensor) -> None:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return True if layers hold parts of their weights in forward too, with or without FSDP2 around them."""
+    """Return True if layers hold only parts of their weights even in the forward, with or without FSDP2."""
     cut: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
-    # FSDP2 alone cuts along one axis of the mesh; without it there is nothing else that cuts
+    # FSDP2 alone cuts along one mesh axis. Shards without FSDP2 come from tensor parallelism.
     return bool(cut) and (
         not shards(model)
         or any(sum(not placement.is_replicate() for placement in parameter.placements) > 1 for parameter in cut)
@@ -141,7 +144,7 @@ def shards(model: nn.Module) -> bool:
 
 
 def place_gradients_(model: nn.Module) -> None:
-    """Have gradients lie as their parameters do, after the last backward of a step; every process must call it."""
+    """Give gradients the placement of their parameters, after a step's last backward; every process must call it."""
     parameter: Any
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -150,15 +153,15 @@ def place_gradients_(model: nn.Module) -> None:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Let a model hold its sharded parameters to write into: FSDP2 keeps the outermost module gathered."""
-    # Gathered parameters after a forward are other tensors, and would be overwritten by the next gathering.
+    """Reshard a model so that its parameters can be changed: FSDP2 keeps the outermost module gathered."""
+    # Gathered parameters are separate tensors, which the next gathering overwrites.
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
             cast(Any, module).reshard()
 
 
 def fill_parameters_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Overwrite weights of a model, in place, by whole ones under the names of its state dict."""
+    """Overwrite weights of a model in place with whole ones, named as in its state dict."""
     for name, value in (model.state_dict() if weights else {}).items():
         if name in weights:
             fill_(value, weights[name])

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO stages 1 and 2: each process steps float32 parts of the weights, which are whole everywhere.
+"""DeepSpeed's ZeRO stages 1 and 2: every process has whole weights but steps only float32 parts of them.
 
-The engine writes what it stepped over the parameters, and keeps gradients and moments in parts too. Here all of it is
-seen by the model's parameters, so that techniques write into weights and gradients as they do without it.
+The engine overwrites the parameters with the stepped parts, and splits gradients and moments too. This module maps
+all of it to the model's parameters, so that techniques change weights and gradients as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared_core.errors import CompatibilityError
 
 
 class ZeroOptimizer:
-    """Optimizer of an engine, with the model's parameters in its groups; moments are of parts: `state` is empty."""
+    """An engine's optimizer, with the model's parameters in its groups. `state` is empty: moments belong to parts."""
 
     def __init__(self, optimizer: Any) -> None:
         self._zero, self.optimizer = optimizer, optimizer.optimizer
@@ -25,28 +25,28 @@ class ZeroOptimizer:
 
     @staticmethod
     def of(engine: Any) -> ZeroOptimizer | None:
-        """Return the optimizer of an engine; None in stage 3, and where torch's own steps the parameters (stage 0)."""
+        """Return the optimizer of an engine; None in stage 3, and in stage 0, where torch's optimizer steps."""
         optimizer = engine.optimizer
         if isinstance(optimizer, torch.optim.Optimizer) or engine.zero_optimization_stage() == 3:
             return None
         if not hasattr(optimizer, "single_partition_of_fp32_groups"):
-            rule = f"optimizer must be that of ZeRO stages 1 and 2, got {type(optimizer).__name__}"
+            rule = f"optimizer must be that of ZeRO stage 1 or 2, got {type(optimizer).__name__}"
         elif (found := optimizer.gradient_accumulation_dtype) != optimizer.dtype:
-            rule = f"gradients must be of the weights' type, {optimizer.dtype}, got {found}"
+            rule = f"gradients must have the weights' dtype {optimizer.dtype}, got {found}"
         else:
             return ZeroOptimizer(optimizer)
-        remedy = "set zero_optimization.stage to 1 or 2, and leave out data_types.grad_accum_dtype"
+        remedy = "set zero_optimization.stage to 1 or 2, and remove data_types.grad_accum_dtype"
         raise CompatibilityError("deepspeed", rule, remedy)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups as they are now, with the model's parameters in place of flat parts; to be read alone."""
+        """Return the present groups, with the model's parameters instead of flat parts. Read-only."""
         pairs = zip(self.optimizer.param_groups, self._zero.bit16_groups, strict=True)
         return [{**group, "params": parameters} for group, parameters in pairs]
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
-        """Have the whole gradients in `grad` meanwhile, after a step's last backward; every process must call it."""
+        """Put whole gradients into `grad` for the block, after a step's last backward; every process must call it."""
         from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
         parameters = self._parameters()
@@ -56,14 +56,14 @@ class ZeroOptimizer:
             yield
         finally:
             for parameter in parameters:
-                gradient, parameter.grad = parameter.grad, None  # with one there, DeepSpeed would set that alone
+                gradient, parameter.grad = parameter.grad, None  # if set, DeepSpeed would update only this one
                 if gradient is not None:
                     safe_set_full_grad(parameter, gradient)
             self._measure_offloaded()
 
     @torch.no_grad()
     def _measure_offloaded(self) -> None:
-        """Take the norms anew that offloading notes of each gradient as it arrives, and clips by."""
+        """Update the norms that offloading records as gradients arrive, and uses for clipping."""
         if not self._zero.cpu_offload:
             return
         for parameter in self._parameters():
@@ -73,10 +73,10 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Let the float32 parts hold what was written into parameters, and no more, or the next step would undo it."""
+        """Copy changed parameter elements to the float32 parts, or the next step would undo the change."""
         for parameter in self._parameters():
             if (part := parameter._hp_mapping) is None:
-                continue  # all of it belongs to other processes
+                continue  # other processes hold all of it
             place, kept = part.lp_fragment_address, part.hp_fragment
             shown = parameter.detach().flatten().narrow(0, place.start, place.numel).to(kept.device)
             written = kept.to(shown.dtype).ne(shown)
@@ -84,9 +84,9 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def clear_moments_(self, parameter: Tensor, kept: Tensor) -> None:
-        """Zero what the optimizer's state holds for elements of a parameter of the model that are not kept."""
+        """Zero the optimizer's state for the elements of a parameter that are not kept."""
         if (part := getattr(parameter, "_hp_mapping", None)) is None:
-            return  # frozen, or other processes'
+            return  # frozen, or held by other processes
         whole, mine = part.lp_fragment_address, part.hp_fragment_address
         flat = self._zero.single_partition_of_fp32_groups[part.param_group_index]
         gone = ~kept.flatten().narrow(0, whole.start, whole.numel).to(flat.device)
@@ -95,7 +95,7 @@ class ZeroOptimizer:
                 value.narrow(0, mine.start, mine.numel).masked_fill_(gone, 0)
 
     def in_full_precision(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return 16-bit parameters as the float32 values that are stepped; every process must call it."""
+        """Return 16-bit parameters as the stepped float32 values; every process must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         stepped = {id(parameter) for parameter in self._parameters() if parameter.dtype != torch.float32}

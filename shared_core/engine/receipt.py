@@ -1,4 +1,4 @@
-"""The receipt of a run: what was asked, touched and run, what it cost. JSON for machines, a table for people."""
+"""The receipt of a run: its recipe, what each technique did, and the time it took. JSON, and a table for people."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 RECEIPT_FILE = "eff_receipt.json"
 RECEIPT_KEY = "eff_receipt"
-"""Of a Lightning checkpoint where a run leaves no file: the text of one."""
+"""Key in a Lightning checkpoint that holds the receipt's text, if a run writes no file."""
 VARIABLE = "EFF_RECEIPT"
-"""Variable of the environment: a file that gets every receipt too."""
+"""Environment variable that names a file to which every receipt is also written."""
 _WRITTEN: dict[Path, object] = {}
-"""By file, the run of this process whose receipt it holds."""
-# what evaluation took, which differs between runs that are otherwise equal
+"""Run of this process whose receipt a file holds, by file."""
+# evaluation times, which differ between otherwise identical runs
 _TIMINGS = ("_runtime", "_per_second", "_time")
 
 
@@ -48,7 +48,7 @@ def _version(distribution: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, device and what it multiplies, as a receipt records them."""
+    """Return versions, the device and its matmul settings for the receipt."""
     libraries = ("efftrain", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning")
     return {
         "python": platform.python_version(),
@@ -59,31 +59,31 @@ def environment() -> dict[str, Any]:
 
 
 class ReceiptPlace:
-    """Where a run leaves its receipt: in its folder, or in its checkpoints where a file would be taken for one of them.
+    """Where a run writes its receipt: in its folder, or inside its checkpoints if the folder may hold only those.
 
     Args:
-        folder: Of the run, a path or a URL.
-        listed: Folders of checkpoints that others list.
+        folder: Folder of the run, a path or a URL.
+        listed: Folders in which every file is taken for a checkpoint.
     """
 
     def __init__(self, folder: Path | str, listed: Iterable[str] = ()) -> None:
-        # A URL (s3://...) is no path that a file could be written to.
+        # A URL (s3://...) is not a path that a file can be written to.
         self.folder = None if "://" in str(folder) else Path(folder)
-        """None where it is no path."""
+        """None if it is not a path."""
         paths = {Path(one).resolve() for one in listed if "://" not in one}
         self.is_in_checkpoints = self.folder is None or self.folder.resolve() in paths
 
     @property
     def file(self) -> Path | None:
-        """The receipt's own file."""
+        """The receipt's file, None if it is inside the checkpoints."""
         return None if self.folder is None or self.is_in_checkpoints else self.folder / RECEIPT_FILE
 
     @property
     def told(self) -> str:
-        """Where a user finds it."""
+        """Where users find it."""
         if self.file is None:
-            return "in each checkpoint, as of its step; as a page: eff report CHECKPOINT.ckpt"
-        return f"{self.file}; as a page: eff report {self.folder}"
+            return "in each checkpoint, as of its step; as an HTML page: eff report CHECKPOINT.ckpt"
+        return f"{self.file}; as an HTML page: eff report {self.folder}"
 
 
 class Receipt:
@@ -91,8 +91,8 @@ class Receipt:
 
     Args:
         values: See `of`.
-        writers: What techniques write into the same folder, such as the other students of a distillation.
-        run: Stands for the run: receipts of another one of this process are kept.
+        writers: Functions that write a technique's files into the same folder, such as other students.
+        run: Identity of the run. Receipts of other runs in this process are kept.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Receipt:
 
     @classmethod
     def of(cls, session: Session) -> Receipt:
-        """Return what was asked of a session, what it has touched and run so far, and what that cost."""
+        """Return the receipt of a session so far."""
         context = session.context
         applied, skipped = context.furthest if context else (0, 0)
         values = {
@@ -125,7 +125,7 @@ class Receipt:
         writers: list[Callable[[Path], None]] = []
         if session.has_begun:
             writers += [one.write for _, one in offering(session.techniques, TrainsPeers)]
-        # Where the trainer saves the whole model, its trained part lies beside the receipt.
+        # If the trainer saves the whole model, its trained part is written next to the receipt.
         if session.is_finished and context and not context.part_alone and (part := session.part()) is not None:
             writers.append(part.write_beside)
         return cls(values, writers, session.run)
@@ -134,20 +134,19 @@ class Receipt:
         return self.values[key]
 
     def write(self, folder: Path | str) -> Path:
-        """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path.
+        """Write ``eff_receipt.json`` and related files into `folder`, which is created if needed. Return its path.
 
-        Where another run of this process left its receipt there, that one is kept as ``eff_receipt-1.json`` (-2, ...).
-        The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
-        edits need not know where it writes.
+        A receipt of an earlier run in this process is kept as ``eff_receipt-1.json`` (-2, ...). The receipt is also
+        written to the file named by the environment variable ``EFF_RECEIPT``, for scripts whose folder is unknown.
         """
         self.leave(ReceiptPlace(folder))
         return Path(folder) / RECEIPT_FILE
 
     def leave(self, place: ReceiptPlace) -> None:
-        """Do what `write` does where a trainer says that it may be done."""
+        """Write the receipt as `write` does, to a trainer's place."""
         if place.folder is not None:
             make_folder(place.folder)
-        # The variable names one file for scripts that start runs; the run's own place beside it.
+        # Write to the file that the environment variable names, and to the run's own place.
         kept: list[str] = []
         for file in (os.environ.get(VARIABLE), place.file):
             if file:
@@ -157,11 +156,11 @@ class Receipt:
         for write in self._writers:
             if place.folder is not None:
                 write(place.folder)
-        before = f"; of the run before in this process: {', '.join(kept)}" if kept else ""
+        before = f"; of the previous run in this process: {', '.join(kept)}" if kept else ""
         self._told = place.told + before
 
     def _keep_other(self, file: Path) -> list[str]:
-        """Rename a receipt that another run of this process left under the same name; return its new name, if any."""
+        """Rename a receipt of another run in this process with the same name. Return its new name, if any."""
         other, _WRITTEN[file] = _WRITTEN.get(file, self._run), self._run
         if other is self._run or not file.is_file():
             return []
@@ -171,16 +170,16 @@ class Receipt:
         return [kept.name]
 
     def json(self) -> str:
-        """Return all of it as a text."""
+        """Return the receipt as JSON text."""
         return json_text(self.values)
 
     @classmethod
     def read(cls, folder: Path | str) -> Receipt:
-        """Return the receipt that `write` left in `folder`."""
+        """Return the receipt that `write` has written into `folder`."""
         return cls(parse_json((Path(folder) / RECEIPT_FILE).read_text(encoding="utf-8")))
 
     def table(self) -> Table:
-        """Return one row a technique: what it did, and the time that its own code took."""
+        """Return a table with one row per technique: what it did, and the time spent in its own code."""
         from rich.markup import escape
 
         rows = [
@@ -192,15 +191,15 @@ class Receipt:
         return table(title, headings[:2], headings, rows)
 
     def text(self, width: int | None = None) -> str:
-        """Return the table, the notes under it, and where it was written, as plain text.
+        """Return the table, the notes and the location of the receipt as plain text.
 
         Args:
-            width: Columns. None: those of the terminal, 100 at most.
+            width: Number of columns. None for the terminal's width, at most 100.
         """
         return printable(self._printed(width or min(width_of_output(), _WIDTH)).export_text()).rstrip()
 
     def line(self) -> str:
-        """Return what happened in a line: steps, the first sentence of each technique, the number of notes.
+        """Return a one-line summary: steps, the first sentence of each technique, the number of notes.
 
         Example:
             >>> values = {"steps": {"applied": 9, "skipped": 0}, "notes": ["one"]}
@@ -211,15 +210,15 @@ class Receipt:
         parts = [f"{key}: {sentences(key, report)[0].rstrip('.')}" for key, report in self.values["techniques"].items()]
         if notes := len(self.values["notes"]):
             parts.append(counted(notes, "note"))
-        parts += [f"all of it: {self._told}"] if self._told else []
+        parts += [f"full receipt: {self._told}"] if self._told else []
         return printable(f"efftrain: {'; '.join([_steps(self.values['steps']), *parts])}")
 
     def told(self) -> str:
-        """Return what a run prints at its end: `text`, or `line` where ``EFF_QUIET`` is set."""
+        """Return what a run prints at its end: `text`, or `line` if ``EFF_QUIET`` is set."""
         return self.line() if is_quiet() else self.text()
 
     def _repr_html_(self) -> str:
-        # notebooks show the value of a cell by it
+        # Notebooks use this to show the value of a cell.
         return printable(self._printed(_WIDTH).export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
 
     def _printed(self, width: int) -> Console:
@@ -230,7 +229,7 @@ class Receipt:
         for note in self.values["notes"]:
             console.print(f"note: {note}", markup=False, highlight=False)
         if self._told:
-            console.print(f"all of it: {self._told}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"full receipt: {self._told}", markup=False, highlight=False, soft_wrap=True)
         return console
 
 
@@ -243,7 +242,7 @@ def _steps(steps: Mapping[str, Any], verb: str = "") -> str:
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among metrics, but not how long the validation took.
+    """Return the numeric metrics without timings of the validation.
 
     Example:
         >>> figures({"eval_loss": 0.5, "eval_runtime": 3.0, "note": "x"})
@@ -253,21 +252,21 @@ def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def device_memory() -> dict[str, float]:
-    """Return the bytes that tensors take on the CUDA device now, and the most so far; nothing without one."""
+    """Return the present and peak bytes of tensors on the CUDA device; empty without one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]  # the flat form costs much more
+    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]  # the flat form is much slower
     return {"memory/allocated": float(found["current"]), "memory/largest": float(found["peak"])}
 
 
 def _is_figure(name: str, value: Any) -> bool:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    of_a_technique = name.partition("/")[0] in REGISTRY  # Lightning hands back what was logged for us
+    of_a_technique = name.partition("/")[0] in REGISTRY  # Lightning also returns the figures that we logged
     return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 
 def sentences(key: str, report: Mapping[str, Any]) -> list[str]:
-    """Return what a technique's report says in sentences, or its names and figures where it has none.
+    """Return a technique's report in sentences, or as names and figures if it has none.
 
     Example:
         >>> sentences("my_technique", {"layers": 2, "left_out": {"head": "too small"}})

@@ -1,4 +1,4 @@
-"""Names of models: a folder or file here, or a repository of the Hub."""
+"""Model names: a local folder or file, or a Hub repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILES = (".ckpt", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name can only be that of a folder or file, not of a repository.
+    """Return True if a name can only be a folder or file, not a Hub repository.
 
     Example:
         >>> is_path("./teacher"), is_path("/runs/a"), is_path("~/a"), is_path("runs/a/b"), is_path("google/bert")
@@ -23,13 +23,13 @@ def is_path(name: str) -> bool:
 
 
 def check_named(name: str, where: str, option: str) -> None:
-    """Raise `CheckpointError` if a name can only be a path and nothing is there.
+    """Raise `CheckpointError` if a name can only be a path, but the path does not exist.
 
     Args:
-        name: A path, or a repository's name.
-        where: Who asks.
-        option: What it was given for.
+        name: A path, or the name of a repository.
+        where: Prefix of the error.
+        option: Name of the option.
     """
     is_there = not is_path(name) or Path(name).expanduser().exists()
-    told = f"{option} must be an existing folder or file, or a Hub name, got {name!r}, which is not there"
+    told = f"{option} must be an existing folder or file, or a Hub name, but {name!r} does not exist"
     require(is_there, where, told, "check the path", CheckpointError)

@@ -1,6 +1,6 @@
-"""YAML and JSON that anybody may have written: whatever the text, values or a `ValueError`, in bounded time.
+"""Parse untrusted YAML and JSON: any text gives values or a `ValueError`, in bounded time.
 
-Reports as JSON that every parser reads.
+Also write reports as JSON that every parser reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without numbers in base 60: ``2:4`` is text, and a long one takes no time quadratic in its length."""
+    """YAML 1.1 without base-60 numbers: ``2:4`` is text, and parsing long ones does not take quadratic time."""
 
 
 for _kind in ("int", "float"):
@@ -42,7 +42,7 @@ for _kind in ("int", "float"):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the plain value of a YAML text: no tag makes an object, no name may be given twice.
+    """Return the plain value of a YAML text. Tags create no objects, and duplicate names are errors.
 
     Example:
         >>> parse_yaml("prune: {sparsity: 0.5}")
@@ -53,12 +53,12 @@ def parse_yaml(text: str) -> Any:
     loader = None
     try:
         loader = _Loader(text)
-        # The node tree first: size and names can be checked before any value is made.
+        # Build the node tree first, to check size and names before any value is created.
         node = loader.get_single_node()
         if node is None:
             return None
         if _size(node, {}) > _MOST_VALUES:
-            raise ValueError("it has more values than can be read")
+            raise ValueError(f"it has more than {_MOST_VALUES:,} values")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -79,13 +79,13 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return how many values a node has once its aliases are written out: each may double what is before it."""
+    """Return the number of values of a node with its aliases expanded. Each alias may double the number."""
     if id(node) in known:
         size = known[id(node)]
         if size is None:
             raise ValueError("it contains itself")
         return size
-    # None while it is being counted: an alias to it is then a cycle.
+    # None while it is being counted, so that an alias to it is a cycle.
     known[id(node)], size = None, 1
     if isinstance(node, yaml.MappingNode):
         _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -97,9 +97,9 @@ def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 def json_text(values: Any) -> str:
-    """Return `values` as indented JSON, with null where a number is NaN or infinite: JSON has no word for these.
+    """Return `values` as indented JSON, with null for NaN and infinity.
 
-    Python writes ``NaN`` and ``Infinity``, at which jq, JavaScript and most other parsers stop.
+    Python would write ``NaN`` and ``Infinity``, which jq, JavaScript and most other parsers reject.
 
     Example:
         >>> print(json_text({"sqnr_db": math.inf, "size": 1.5}))

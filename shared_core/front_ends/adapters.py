@@ -1,4 +1,4 @@
-"""Adapters of a front end to one technique each, found in a package of theirs, so that drivers name none."""
+"""Front-end code for single techniques, found in a package, so that the drivers name no technique."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ _Adapter = TypeVar("_Adapter", bound="Adapter")
 
 
 class Adapter:
-    """Derive from a front end's own to register one: it is made for each trainer, and asked where `applies`."""
+    """Base class. A subclass of a front end's adapter is registered and created for each trainer where it `applies`."""
 
     key: ClassVar[str] = ""
-    """Recipe key of the technique; without one it applies to every recipe that switches something on."""
+    """Recipe key of the technique. Without one it applies to every recipe that is not empty."""
     session: Session
-    """The trainer's."""
+    """The trainer's session."""
 
     @classmethod
     def registered(cls: type[_Adapter]) -> list[type[_Adapter]]:
-        """Return the adapters in the package of a front end's base class, and those that others derived from it.
-
-        They come in the order of their modules' names.
-        """
+        """Return all subclasses of a front end's base class, in the order of their modules' names."""
         _import_modules(cls.__module__.rpartition(".")[0])
-        # Sorted: the order of imports must not decide how wrappers nest.
+        # Sorted, so that the nesting of wrappers does not depend on the import order.
         return sorted(cls.__subclasses__(), key=lambda kind: kind.__module__)
 
     @classmethod
@@ -38,7 +35,7 @@ class Adapter:
 
     @property
     def technique(self) -> Any:
-        """The session's technique of this key, None if it is off."""
+        """The session's technique with this key, None if it is off."""
         return self.session.techniques.get(self.key)
 
 

@@ -1,4 +1,4 @@
-"""Changes to a module of somebody else's, made when the user's script imports it and not before."""
+"""Patch another library's module when the user's script imports it, not earlier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module: now if it is imported already, else when somebody imports it."""
+    """Call a function with a module: now if it is imported already, else after its import."""
     if name in sys.modules:
         then(sys.modules[name])
     elif not any(isinstance(one, _Finder) and (one.name, one.then) == (name, then) for one in sys.meta_path):
@@ -24,12 +24,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec with a loader that reports; leave every other module alone."""
+        """Return the module's own spec with a loader that calls `then`. Ignore every other module."""
         if fullname != self.name:
             return None
-        # Before the search goes on, or this finder would find itself.
+        # Remove this finder first, or the search would find it again.
         sys.meta_path.remove(self)
-        # The others of this module are asked too: each wraps the loader of the next.
+        # Ask other finders for this module too: each wraps the loader of the next.
         spec = next(
             filter(None, (one.find_spec(fullname, path) for one in sys.meta_path if isinstance(one, _Finder))), None
         )
@@ -46,7 +46,7 @@ class _Reporting(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
-    # Executed by the real loader first: its classes exist then.
+    # The real loader runs first, so that the module's classes exist.
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         self._then(module)

@@ -1,4 +1,4 @@
-"""Plain loops of torch, which call what surrounds a step themselves."""
+"""Plain PyTorch loops, which call the methods around each step themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
 
 
 class BareLoop(LoopDriver):
-    """A plain loop; `training` makes one."""
+    """A plain loop, created by `training`."""
 
     name = "bare"
     owner = "loop"
@@ -32,7 +32,7 @@ class BareLoop(LoopDriver):
     """The data to train on; None if `training` was given none."""
 
     def prepare(self, resumed: Mapping[str, Any] | None, loader: DataLoader[Any] | None) -> None:
-        """Begin, or go on from a saved state."""
+        """Begin, or resume from a saved state."""
         self._scaler: Any = self.make_scaler(next(self.inner.parameters()).device.type)
         self.watch_steps()
         if resumed is not None:
@@ -42,27 +42,27 @@ class BareLoop(LoopDriver):
         self.begin()
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what surrounds the forward and the loss of a micro-batch."""
+        """Return a context manager for one micro-batch's forward pass and loss."""
         return self.session.forward()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run backward with what techniques add to a micro-batch's loss, which is divided by their number already."""
+        """Run backward on a micro-batch's loss, already divided by `accumulate`, with the terms that techniques add."""
         self.on_backward(self._backward, loss, **options)
 
     def step(self, method: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer; gradients are shown to the techniques first, unless `complete` has done so.
+        """Step the optimizer. Techniques process the gradients first, unless `complete` has been called.
 
         Args:
-            method: What makes the step in place of ``optimizer.step``; it counts as skipped if that does not step.
+            method: Called instead of ``optimizer.step``. If it does not step the optimizer, the step counts as skipped.
         """
         return self.on_step(method or self._step)
 
     def zero_grad(self) -> None:
-        """Drop gradients; those that `complete` has shown, and no step was made with, count as a skipped step."""
+        """Clear gradients. After `complete` without a step, this counts as a skipped step."""
         self.on_zero_grad(self.optimizer.zero_grad)
 
     def unscale(self) -> None:
-        """Divide the gradients by the scale of a technique that has a scaler."""
+        """Divide the gradients by the loss scale, if a technique has a scaler."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
 
@@ -93,27 +93,28 @@ def training(
     services: Services | None = None,
     seed: int = 0,
 ) -> Iterator[BareLoop]:
-    """Surround a plain loop: the model is finished where it ends, and the user's again where it fails.
+    """Apply a recipe to a plain loop. When the block ends, the model is final. If it raises, your model is restored.
 
     Args:
-        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
-        model: The user's unwrapped model, with the weights that training starts or goes on from.
-        optimizer: Of its parameters; parameters that techniques add or replace join its groups until the end.
+        recipe: A recipe, a dict, or the path of a YAML or JSON file.
+        model: The unwrapped model, with the weights that training starts or resumes from.
+        optimizer: The optimizer of its parameters. Parameters that techniques add or replace join its groups until the
+            end.
         total_steps: Optimizer steps of the whole run.
-        steps_per_epoch: Those of an epoch, for positions such as ``2ep``.
-        accumulate: Micro-batches of a step, by whose number the loop divides the loss.
-        clips_gradients: Whether gradients are clipped by norm, after ``loop.complete()``.
-        loader: The data, for techniques that draw batches themselves (``dp``): train on ``loop.loader`` then.
-        calibration: Batches that the model is called with where a technique looks at some: mappings as keywords, of
-            sequences the first element.
-        resumed: What ``loop.session.state_dict()`` returned in the run that goes on; load the optimizer's own state
-            inside.
-        services: What techniques may ask for, such as the loss of another model; by default what a loop can do.
-        seed: Of what techniques draw; both trainers take theirs.
+        steps_per_epoch: Optimizer steps per epoch, for positions such as ``2ep``.
+        accumulate: Micro-batches per step. The loop divides the loss by this number.
+        clips_gradients: True if the loop clips gradients by norm, after ``loop.complete()``.
+        loader: The data loader, for techniques that draw batches themselves (``dp``). Then train on ``loop.loader``.
+        calibration: Batches for techniques that need some. A mapping is passed to the model as keywords, of a sequence
+            the first element.
+        resumed: The saved ``loop.session.state_dict()`` to resume from. Load the optimizer's own state inside the
+            block.
+        services: Services for techniques, such as the loss of another model; by default those of a plain loop.
+        seed: Seed for the random numbers of techniques. Trainers use their own.
 
     Raises:
-        ConfigError: If an option or a position is wrong.
-        CompatibilityError: If the techniques cannot run like this.
+        ConfigError: If an option or a position is invalid.
+        CompatibilityError: If the techniques cannot be combined or cannot run in this environment.
         MatchError: If a technique matches no module.
 
     Example:

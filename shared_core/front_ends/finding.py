@@ -18,29 +18,29 @@ GROUP = "efftrain.front_ends"
 
 
 class FrontEnd(Protocol):
-    """A front end as `eff run` needs it; found through the entry points of group ``efftrain.front_ends``."""
+    """Interface of a front end for `eff run`; found through the entry points of group ``efftrain.front_ends``."""
 
     name: str
     libraries: tuple[str, ...]
-    """Modules of which one is its trainer's."""
+    """Names of the trainer's module, one of which must be installed."""
     modules: tuple[str, ...]
-    """Those whose import `install` waits for; in processes that a script starts it is called with the first of them."""
+    """Modules whose import `install` waits for. In a script's subprocesses it runs at the first of these imports."""
 
     def install(self, recipe: Recipe) -> None:
-        """Make every trainer that the script builds carry the recipe. Imports no trainer by itself."""
+        """Apply the recipe to every trainer that the script creates, without importing a trainer."""
         ...
 
     def used(self) -> bool:
-        """Return True if a trainer took the recipe."""
+        """Return True if a trainer uses the recipe."""
         ...
 
     def shorten(self, run: ShortRunConfig) -> None:
-        """Make every training that carries the recipe end after the steps of a short run, and conclude it."""
+        """End every training with the recipe after the steps of a short run, and finish it."""
         ...
 
 
 def front_ends() -> list[FrontEnd]:
-    """Return the installed front ends; one whose trainer is missing is left out."""
+    """Return the front ends whose trainer is installed."""
     found = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         front_end = entry.load()
@@ -50,9 +50,9 @@ def front_ends() -> list[FrontEnd]:
 
 
 def own_weights(model: nn.Module, names: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by a model's own names, where its library saves them by others or in other pieces.
+    """Return weights under a model's own names if its library saves them under other names or in other pieces.
 
-    So does transformers with those of ViT and with the experts of Mixtral.
+    For example, transformers does so for ViT and for the experts of Mixtral.
     """
     if not state.keys() <= set(names) and hasattr(model, "save_pretrained"):
         for front_end in front_ends():

@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 STEPS_FLAG, STEPS_VARIABLE = "eff_total_steps", "EFF_TOTAL_STEPS"
-"""Optimizer steps of a loop whose scheduler does not tell them: the flag of `eff run`, and what hands it on."""
-# of published scripts and of trl's parsers: they begin like a technique's flag
+"""Optimizer steps of a loop whose scheduler does not give them: flag of `eff run`, and its environment variable."""
+# flags of published scripts and of trl that begin like a technique's flag
 _OF_A_SCRIPT = {
     "average_tokens_across_devices", "checkpointing_steps", "lora_modules_to_save", "lora_r", "lora_target_modules",
     "lora_target_parameters", "lora_task_type",
 }  # fmt: skip
-_ALIKE = 0.65  # as pruning and prune, distillation and distill
+_ALIKE = 0.65  # accepts pruning and prune, distillation and distill
 
 
 def take_flags(
     arguments: list[str], script: str | None = None, where: str = "eff run"
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return our flags with their values, and what is left for the script; after ``--`` all is the script's.
+    """Split arguments into our flags with their values and the script's arguments. All after ``--`` are the script's.
 
     Args:
-        arguments: Of the script, and ours among them.
-        script: Its file, whose own flags are never taken for ours.
-        where: Who asks, for errors.
+        arguments: Arguments of the script, mixed with ours.
+        script: The script's file. Flags that it declares are left to it.
+        where: Prefix of errors.
 
     Raises:
-        ConfigError: If a flag of ours is misspelt, has no value, or is one of the script too.
+        ConfigError: If one of our flags is misspelt, has no value, or is also a flag of the script.
 
     Example:
         >>> take_flags(["--lr", "0.1", "--prune_sparsity=0.8", "--prune_skip", "last"])
@@ -61,18 +61,17 @@ def take_flags(
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
         if not is_flag or name not in known:
-            # Begins like one of ours: most likely a misspelt one, and the script would refuse or ignore it without a
-            # word.
+            # It begins like one of ours, so it is most likely misspelt. The script might silently ignore it.
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
             if is_flag and key and name not in declared:
                 raise ConfigError(where, f"--{name} is not a flag{nearest(name, flags(key))}", _AFTER_DASHES)
             rest.append(argument)
             continue
         if name in declared:
-            told = f"--{name} must be a flag of {script} or of efftrain, got one of both"
-            raise ConfigError(where, told, f"{_AFTER_DASHES}; ours can stand in a recipe, --eff_recipe FILE")
+            told = f"--{name} is a flag of both {script} and efftrain"
+            raise ConfigError(where, told, f"{_AFTER_DASHES}; put ours into a recipe, --eff_recipe FILE")
         if not equals:
-            # A switch without a value is true, if what follows is no value for it.
+            # A switch without a value is true, unless true or false follows.
             if name in switches and (not queue or queue[0].lower() not in ("true", "false")):
                 value = "true"
             elif not queue or queue[0].startswith("--"):
@@ -85,12 +84,12 @@ def take_flags(
     return ours, rest
 
 
-_AFTER_DASHES = "the script's own flags can stand after `--`"
+_AFTER_DASHES = "put the script's own flags after `--`"
 
 
 @functools.cache
 def _declared_flags(script: str | None) -> frozenset[str]:
-    """Return the flags that a script declares in its own text: arguments of calls, and fields of its dataclasses."""
+    """Return the flags that a script's source declares: arguments of calls, and fields of its dataclasses."""
     try:
         tree = ast.parse(Path(script or "").read_bytes())
     except (OSError, ValueError, SyntaxError):
@@ -107,11 +106,11 @@ def _declared_flags(script: str | None) -> frozenset[str]:
 
 
 def check_before_imports(recipe: Recipe) -> None:
-    """Refuse what the recipe alone shows to be wrong, before a second is spent on torch and the trainers.
+    """Check what the recipe alone can show, before torch and the trainers are imported.
 
     Raises:
         CompatibilityError: If its techniques cannot be combined.
-        CheckpointError: If a folder or file that it names is not there.
+        CheckpointError: If a folder or file that it names does not exist.
     """
     from shared_core.engine.checks.compatibility import check
 
@@ -121,7 +120,7 @@ def check_before_imports(recipe: Recipe) -> None:
 
 
 def recipe_of(flags: dict[str, Any]) -> Recipe:
-    """Return the recipe of flags as `take_flags` returns them, ``--eff_recipe`` file included."""
+    """Return the recipe for the flags from `take_flags`, including the ``--eff_recipe`` file."""
     from shared_core.engine.recipe import Recipe
 
     flags = dict(flags)
@@ -131,19 +130,19 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 
 
 def asked_steps() -> int | None:
-    """Return the steps that the environment names."""
+    """Return the steps that the environment variable gives."""
     return check_steps(os.environ.get(STEPS_VARIABLE), "eff run")
 
 
 def check_steps(steps: str | None, where: str) -> int | None:
-    """Return the number of steps that a text names, None of none."""
+    """Return a text as a number of steps, None for None."""
     if steps is not None and (not steps.isdecimal() or int(steps) < 1):
         raise ConfigError(where, f"--{STEPS_FLAG} must be a number of optimizer steps, got {steps!r}")
     return None if steps is None else int(steps)
 
 
 def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
-    """Return a recipe from any form that `attach` and callbacks take: itself, a mapping, a YAML or JSON file."""
+    """Return a recipe from any accepted form: a recipe, a mapping, a YAML or JSON file."""
     from shared_core.engine.recipe import Recipe
 
     if isinstance(recipe, str | Path):
@@ -152,14 +151,14 @@ def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 
 def check_spelling(arguments: list[str], script: str, where: str) -> None:
-    """Refuse a flag that resembles one of ours, where none was given: the script might ignore it without a word."""
+    """Refuse a flag that resembles one of ours if none was given: the script might silently ignore it."""
     from shared_core.engine.registry import flags
 
     ends = arguments.index("--") if "--" in arguments else len(arguments)
     given = {one[2:].partition("=")[0].replace("-", "_") for one in arguments[:ends] if one.startswith("--")}
     for name in sorted(given - _OF_A_SCRIPT - _declared_flags(script)):
         for flag, (key, field) in flags().items():
-            # The key must be misspelt: --seed and --local_rank are no --dp_seed and --lora_rank.
+            # The key must be misspelt: --seed and --local_rank don't mean --dp_seed and --lora_rank.
             prefix = name.removesuffix(f"_{field.name}")
             is_alike = prefix != name and prefix[:3] == key[:3] and SequenceMatcher(None, prefix, key).ratio() > _ALIKE
             if is_alike:

@@ -1,4 +1,4 @@
-"""A training loop of the user's own: what loops of Accelerate, Fabric and plain torch do alike around their session."""
+"""The user's own training loop: code shared by Accelerate, Fabric and plain PyTorch loops around a session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """Length of a loop: optimizer steps of the run and of an epoch (None: unknown), micro-batches of a step."""
+    """Length of a loop: optimizer steps of the run and per epoch (None: unknown), micro-batches per step."""
 
     total_steps: int
     steps_per_epoch: StepsPerEpoch | None = None
@@ -40,32 +40,32 @@ class LoopPlan:
 
 
 class LoopDriver:
-    """Drives one session through a script's loop; an adapter calls the events and answers for its library.
+    """Drives one session through a script's loop. A subclass adapts it to a library and calls its events.
 
-    `on_backward` opens the window of a step, `complete` shows its gradients to the techniques, `on_step` or
-    `on_zero_grad` ends it.
+    `on_backward` starts a step's accumulation window, `complete` passes its gradients to the techniques, and `on_step`
+    or `on_zero_grad` ends it.
 
     Args:
-        recipe: What to switch on.
+        recipe: The recipe.
         inner: The user's model.
-        optimizer: That of its parameters, of torch.
-        plan: How long the loop is.
-        services: What can be done for techniques; by default what every loop can.
-        seed: Of what techniques draw.
+        optimizer: The torch optimizer of its parameters.
+        plan: Length of the loop.
+        services: Services for techniques; by default those of every loop.
+        seed: Seed for the random numbers of techniques.
     """
 
     name: ClassVar[str]
-    """Of the front end, also in errors."""
+    """Name of the front end, also in errors."""
     owner: ClassVar[str]
-    """On what the script calls ``backward``."""
+    """Object on which the script calls ``backward``."""
     accumulates: ClassVar[str]
-    """How the script says that a step has several micro-batches."""
+    """How the script sets several micro-batches per step."""
     gives_batches: ClassVar[str]
-    """How the script gives batches to techniques that look at some."""
+    """How the script gives batches to techniques that need some."""
     trainer: ClassVar[str]
-    """What to use for what needs a trainer."""
+    """What to use for techniques that need a trainer."""
     ends_by: ClassVar[str] = ""
-    """What the script has not called at the end of a run that was not finished."""
+    """The missing call, in the note about a model that was not finished."""
     divides_loss: ClassVar[bool] = False
     """True if the script itself divides the loss by the number of micro-batches."""
 
@@ -76,13 +76,13 @@ class LoopDriver:
         self.inner, self.optimizer, self.plan = inner, optimizer, plan
         self.services = services or LoopServices(self)
         self.session = Session(recipe, seed=seed, front_end=self.name, services=self.services)
-        self.wrapped: Any = None  # what the library makes of the model
-        self.wrappers: list[Any] = []  # around the optimizer
+        self.wrapped: Any = None  # the library's wrapper of the model
+        self.wrappers: list[Any] = []  # of the optimizer
         self.batches: Iterable[Any] | None = None
         self.folder: Path | None = None  # of the receipt
-        self.start = Path.cwd()  # that of the receipt if nothing is saved
+        self.start = Path.cwd()  # folder of the receipt if nothing is saved
         self.micro_batches = 0  # since the last step
-        self.is_complete = False  # whether the techniques have seen a step's gradients
+        self.is_complete = False  # True once the techniques have processed a step's gradients
         self.is_filing = self.evaluates = self._has_stepped = self._is_stepping = False
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # of a forward
         self.to_device: Callable[[Any], Any] = lambda batch: batch
@@ -91,7 +91,7 @@ class LoopDriver:
         self._surroundings: list[contextlib.AbstractContextManager[Any]] = []
         self._hooks = contextlib.ExitStack()
 
-    # --- what an adapter answers
+    # --- overridden by adapters
 
     @property
     def accumulate(self) -> int:
@@ -100,26 +100,26 @@ class LoopDriver:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """True unless the library says that gradients are only accumulated now."""
+        """True unless the library only accumulates gradients now."""
         return True
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, unless that was done."""
+        """Divide the gradients by the loss scale, if not done yet."""
 
     def applied(self) -> bool:
-        """Return True if the optimizer stepped: a scaler that finds an overflow leaves it out."""
+        """Return True if the optimizer stepped. A scaler skips the step after an overflow."""
         has_stepped, self._has_stepped = self._has_stepped, False
         return has_stepped
 
     def hold_schedule(self) -> None:
-        """Keep the learning rate where it is: the step was discarded."""
+        """Do not advance the learning rate schedule: the step was discarded."""
 
     def watch(self, prepared: Any) -> Any:
-        """Put hooks on what the library prepared; return what the script gets."""
+        """Add hooks to the objects that the library prepared, and return those for the script."""
         return prepared
 
     def end_reached(self) -> None:
-        """The planned steps were made."""
+        """Called after the planned number of steps."""
 
     # --- before training
 
@@ -130,31 +130,31 @@ class LoopDriver:
 
     @property
     def is_done(self) -> bool:
-        """True if the planned steps were made."""
+        """True after the planned number of steps."""
         return self.session.step + self.session.skipped >= self.plan.total_steps
 
     def attach(self, environment: Iterable[str]) -> None:
-        """Put the techniques on the model, and what they add into the optimizer."""
+        """Attach the techniques to the model, and add their parameters to the optimizer."""
         self._parameters = attach_with(self.session, self.inner, [self.optimizer], environment)
 
     def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        """Return a technique's gradient scaler for a device type, or None to use the script's."""
         made = [one.make_scaler(device) for _, one in offering(self.session.techniques, MakesScaler)]
         return next((scaler for scaler in made if scaler is not None), None)
 
     @property
     def draws_batches(self) -> bool:
-        """True if a technique draws the training batches; then call `draw` before `begin`."""
+        """True if a technique draws the training batches. Then call `draw` before `begin`."""
         return bool(offering(self.session.techniques, DrawsBatches))
 
     def draw(self, loader: Any, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
+        """Return the DataLoader to train on: the script's or a technique's, see `DrawsBatches.loader`."""
         for _, drawing in offering(self.session.techniques, DrawsBatches):
             loader = drawing.loader(loader, self.accumulate, batch_size, **more)
         return loader
 
     def set_up(self, prepare: Callable[[], T]) -> T:
-        """Return what the library prepares, watched; an error leaves the user's own model behind."""
+        """Return the library's prepared objects, with hooks. On an error, restore the user's model."""
         try:
             self._check_positions()
             with self._parameters.sharding():
@@ -167,19 +167,19 @@ class LoopDriver:
         return watched
 
     def _check_positions(self) -> None:
-        """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
+        """Refuse positions that do not fit the run, before it begins with the first micro-batch."""
         context: Any = self.session.context
         context.total_steps, context.steps_per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
         context.ask_plans()
 
     def watch_forward(self, model: nn.Module) -> None:
-        """Have a model's forwards and its changes of mode come here until the end."""
+        """Hook a model's forwards and its changes of mode until the end."""
         self.until_end(model.register_forward_pre_hook(self.on_forward, with_kwargs=True, prepend=True).remove)
         self.until_end(model.register_forward_hook(self.after_forward, always_call=True).remove)
-        self.wrap(self.inner, train=self.on_train)  # what the library wraps it in hands on what is set
+        self.wrap(self.inner, train=self.on_train)  # library wrappers pass the mode on to it
 
     def watch_steps(self) -> None:
-        """Have `applied` know when the optimizer steps."""
+        """Register a hook so that `applied` knows when the optimizer steps."""
 
         def stepped(*_: Any) -> None:
             self._has_stepped = True
@@ -187,25 +187,25 @@ class LoopDriver:
         self.until_end(self.optimizer.register_step_post_hook(stepped).remove)
 
     def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
-        """Have methods come here until the end."""
+        """Wrap methods of an object until the end."""
         for name, outer in around.items():
             self.until_end(Wrapped(owner, name, outer).undo)
 
     def restore_at_end(self, owner: Any, **values: Any) -> None:
-        """Set attributes until the end."""
+        """Set attributes of an object until the end."""
         for name, value in values.items():
             self.until_end(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
     @property
     def until_end(self) -> Callable[..., Any]:
-        """Keep a call, with its arguments, for the end."""
+        """Register a call with its arguments for the end."""
         return self._hooks.callback
 
     # --- a step
 
     def begin(self) -> None:
-        """Begin at the first micro-batch or file: whatever the script loads is loaded by then."""
+        """Begin at the first micro-batch or save. By then the script has loaded its weights."""
         if self.session.has_begun:
             return
         self.session.begin(
@@ -218,7 +218,7 @@ class LoopDriver:
         self._restore_window()
 
     def on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Enter what surrounds a forward; a forward pre-hook."""
+        """Enter the session's context of a forward. A forward pre-hook."""
         trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
         if trains:
             if not self.session.has_begun:
@@ -231,33 +231,33 @@ class LoopDriver:
     def _begin_inside(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         known = {*module._forward_pre_hooks}
         self.begin()
-        # torch has listed this call's hooks already: those that techniques begin with would miss the first batch
+        # torch has already listed this call's hooks. Call new hooks of techniques here, or they miss the first batch.
         for number, hook in [*module._forward_pre_hooks.items()]:
             if number not in known:
                 hook(module, args, *((kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()))
 
     def after_forward(self, *_: Any) -> None:
-        """Leave what surrounds the innermost forward; a forward hook."""
+        """Leave the context of the innermost forward. A forward hook."""
         if self._surroundings:
             self._surroundings.pop().__exit__(None, None, None)
 
     def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call the script's ``backward`` with the loss that the techniques train on."""
+        """Call the script's ``backward`` with the loss that includes the techniques' terms."""
         self.begin()
-        # not the optimizer's own evaluations, as of LBFGS
+        # Ignore the optimizer's own evaluations, as in LBFGS.
         weighing = not self._is_stepping and self._count_micro_batch()
-        # The script may have divided by the number of micro-batches; a technique adds to the loss of one.
+        # The script may have divided by the number of micro-batches, but a technique adds to the undivided loss.
         parts = self.accumulate if self.divides_loss and weighing else 1
-        with self.autocast():  # the forward ran in it, and other models of a loss belong there too
+        with self.autocast():  # as in the forward, since techniques may run other models for their loss
             loss = self.session.loss(loss) if parts == 1 else self.session.loss(loss * parts) / parts
         return method(loss, *args, **kwargs)
 
     def _count_micro_batch(self) -> bool:
-        """Return True if a technique weighs the losses of a step, which then must be as many as planned."""
+        """Count a micro-batch. Return True if a technique weighs losses, which needs the planned number of them."""
         if self.is_complete:
             raise TrainingError(
                 self.name,
-                "gradients must be clipped once a step, after its last backward, got a backward behind the clipping",
+                "gradients must be clipped after the last backward of a step, but a backward followed the clipping",
                 f"clip where the optimizer steps; {self.accumulates}",
             )
         self.micro_batches += 1
@@ -265,9 +265,9 @@ class LoopDriver:
         if weighing and self.micro_batches > self.accumulate:
             raise TrainingError(
                 self.name,
-                f"a step must have at most {self.accumulate} backward with {', '.join(weighing)}, got "
-                f"{self.micro_batches}: what is added to the loss would not be divided by their number as the script "
-                "divides its own",
+                f"a step has {self.micro_batches} backward calls, but {', '.join(weighing)} expects at most "
+                f"{self.accumulate}: the terms added to the loss would not be divided by the number of micro-batches "
+                "as the script's own loss is",
                 self.accumulates,
             )
         return bool(weighing)
@@ -276,37 +276,37 @@ class LoopDriver:
         if self.draws_batches and self.micro_batches >= self.accumulate:
             raise TrainingError(
                 self.name,
-                f"a step must be of one drawn batch in {self.accumulate} parts, got a forward behind "
+                f"a step must use one drawn batch in {self.accumulate} parts, got another forward after "
                 f"{self.micro_batches}",
                 self.accumulates,
             )
 
     def complete(self) -> None:
-        """Gradients are there, and not clipped: unscale them and show them to the techniques, once a step."""
+        """Unscale the complete, unclipped gradients and pass them to the techniques, once per step."""
         if self.micro_batches and self.is_last_micro_batch and not self.is_complete:
             self.is_complete = True
             self.unscale()
             self.session.before_step()
 
     def on_step(self, method: Callable[..., Any], closure: Any = None) -> Any:
-        """Step the optimizer where gradients are complete, and tell the session whether the step was applied."""
+        """Step the optimizer if gradients are complete, and report to the session if the step was applied."""
         if self.is_filing or not self.is_last_micro_batch:
             return method(closure)
         if self.session.is_finished:
             raise TrainingError(
                 self.name,
-                f"training must end with its {self.plan.total_steps} steps, got a step after the model was finished",
-                "pass the true total_steps, and ask for the finished model behind the last step",
+                f"the optimizer stepped after the model was finished; total_steps is {self.plan.total_steps}",
+                "pass the true total_steps, and finish the model only after the last step",
             )
         if closure is not None or not self.micro_batches:
             raise TrainingError(
                 self.name,
                 f"optimizer.step must follow {self.owner}.backward(loss), got "
-                + ("a closure" if closure is not None else "a step without one"),
-                f"call {self.owner}.backward in place of loss.backward",
+                + ("a closure" if closure is not None else "a step without it"),
+                f"call {self.owner}.backward instead of loss.backward",
             )
         self.complete()
-        self._has_stepped = False  # torch steps an optimizer too, to save one that has no state yet
+        self._has_stepped = False  # torch may have stepped it to save an optimizer without state
         self._is_stepping = True
         try:
             result = method()
@@ -316,7 +316,7 @@ class LoopDriver:
         return result
 
     def on_zero_grad(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Drop gradients; those of a step that was prepared for and not made count as skipped."""
+        """Clear gradients. A step that was prepared but not made counts as skipped."""
         if self.micro_batches and self.is_last_micro_batch and not (self.is_filing or self._is_stepping):
             if self.is_complete:
                 self.applied()
@@ -334,7 +334,7 @@ class LoopDriver:
             self.end_reached()
 
     def on_train(self, method: Callable[..., Any], mode: bool = True) -> Any:
-        """Call the model's ``train``; a validation begins and ends with it."""
+        """Call the model's ``train``. A validation begins and ends with it."""
         result = method(mode)
         if self.is_live and mode == self.evaluates:
             self.evaluates = not mode
@@ -342,14 +342,14 @@ class LoopDriver:
         return result
 
     def on_log(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Log the techniques' figures beside the script's."""
+        """Log the techniques' figures together with the script's."""
         return method({**values, **self.session.figures()} if self.is_live else values, *args, **kwargs)
 
     # --- files
 
     @contextlib.contextmanager
     def filing(self) -> Iterator[None]:
-        """Surround a file, which holds the weights of training; a validation that goes on may have put in others."""
+        """Return a context manager for saving the training weights, which an open validation may have replaced."""
         if self.is_filing:
             yield
             return
@@ -365,32 +365,32 @@ class LoopDriver:
 
     @contextlib.contextmanager
     def saving(self, *, baked: bool = False) -> Iterator[None]:
-        """Surround a file, on every process: a checkpoint, for which the session begins, or the plain model."""
+        """Return a context manager for saving a checkpoint or the plain (`baked`) model, on every process."""
         if not baked:
             self.begin()
-        # once finished, one process alone may save
+        # After `finish`, a single process may save.
         purpose: Purpose = "export" if baked else "checkpoint"
         with self.filing(), self.session.swapped(purpose) if self.is_live else contextlib.nullcontext():
             yield
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the library's own, on every process."""
+        """Return the session's part of a checkpoint; every process must call it."""
         return rank_states.gathered(self.session, self.wrapped, window=self._open_window())
 
     def read(self, state: Mapping[str, Any], source: Any) -> None:
-        """Look at a saved state before the weights beside it are loaded."""
+        """Check a saved state before its weights are loaded."""
         if not fits(self.session, state):
             raise CheckpointError(
                 self.name,
-                f"{source} must hold layers as the recipe makes them, got others, and the optimizer exists already",
-                "start from the weights and the recipe that it was saved with",
+                f"the layers in {source} differ from those of the recipe, and the optimizer exists already",
+                "start with the weights and the recipe that it was saved with",
             )
         if not self.session.has_begun:
             self.session.prepare_optimizers([self.optimizer])
         self.loaded_state = state
 
     def loaded(self) -> None:
-        """Go on from the state that was read, once weights and optimizer are loaded."""
+        """Resume from the state that was read, once weights and optimizer are loaded."""
         if self.loaded_state is None:
             return
         self._window = rank_states.load(self.session, self.loaded_state).get("window", {})
@@ -399,13 +399,13 @@ class LoopDriver:
             self._restore_window()
 
     def _open_window(self) -> dict[str, Any]:
-        """Return what an unfinished accumulation window holds on this process."""
+        """Return this process's state of an unfinished accumulation window."""
         place_gradients_(self.inner)
         named = dict(self.inner.named_parameters()) if self.micro_batches else {}
         held = {name: local_part(one.grad) for name, one in named.items() if one.grad is not None}
         parts = [name for name, one in named.items() if is_sharded(one) and one.requires_grad]
-        if parts and held.keys().isdisjoint(parts):  # FSDP2 keeps them to itself until they are reduced
-            self.session.note("gradients of an unfinished window that processes have not summed yet are not saved")
+        if parts and held.keys().isdisjoint(parts):  # FSDP2 hides gradients until they are reduced
+            self.session.note("the checkpoint lacks gradients of an unfinished window that are not reduced yet")
         return {"count": self.micro_batches, "gradients": held, "windows": window_state(self.session)}
 
     def _restore_window(self) -> None:
@@ -421,26 +421,26 @@ class LoopDriver:
     # --- the end
 
     def finish(self) -> None:
-        """Finish the model: it is the user's plain one from now on."""
+        """Finish the model, which is a plain model from now on."""
         if self.session.is_finished:
             return
         if self.loaded_state:
-            self.begin()  # a run that was resumed behind its last step
+            self.begin()  # a run that was resumed after its last step
         self.session.finish()
         self.evaluates = False
         self._hooks.close()
 
     def cut_short(self) -> None:
-        """Leave the user's own model behind: the run failed."""
+        """Restore the user's own model after a failed run."""
         self._hooks.close()
         self.session.detach()
 
     def leave_receipt(self, fallback: Path | None, *, gather: bool) -> None:
-        """Count again in the trained model what the receipt says, and leave the receipt where files are saved.
+        """Check the trained model against the receipt, and write the receipt where files are saved.
 
         Args:
-            fallback: Where to leave it if nothing was saved; None: nowhere.
-            gather: Whether every process calls, so that sharded weights can be gathered.
+            fallback: Folder if nothing was saved; None to write no file.
+            gather: True if every process calls this, so that sharded weights can be gathered.
         """
         folder = self.folder or fallback
         try:
@@ -456,13 +456,13 @@ class LoopDriver:
                 atexit.unregister(self.at_exit)
 
     def at_exit(self) -> None:
-        """Say what the script has not done, and leave a receipt."""
+        """Note if the model was not finished, and write a receipt."""
         if not self.session.has_begun:
-            self.session.finish()  # says that training never began
+            self.session.finish()  # notes that training never began
         elif not self.session.is_finished:
             self.session.note(
-                f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.plan.total_steps} "
-                f"steps{self.ends_by}; what it saved itself holds the weights of training"
+                f"the model was not finished: the script ended after {self.session.step} of {self.plan.total_steps} "
+                f"steps{self.ends_by}; files that it saved hold training weights"
             )
-        with contextlib.suppress(EffError):  # told, and in the receipt
+        with contextlib.suppress(EffError):  # printed, and in the receipt
             self.leave_receipt(self.start, gather=False)

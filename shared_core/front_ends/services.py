@@ -1,4 +1,4 @@
-"""Services for techniques: batches that are only looked at, in each front end; what a loop of the user's own can do."""
+"""Services for techniques: forwards without training in each front end, and the services of the user's own loop."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
-    """Surround forwards in train mode without gradients; random numbers and the model's mode stay as they were."""
+    """Return a context manager for forwards in train mode without gradients. Restores random state and mode."""
     random, was_training = rng_state(), model.training
-    type(model).train(model)  # not the instance's own, where loops see validations begin and end
+    type(model).train(model)  # not the instance's method, by which loops detect validations
     try:
         with torch.no_grad():
             yield
@@ -36,21 +36,21 @@ def looking(model: nn.Module) -> Iterator[None]:
 
 
 class LoopServices(BareServices):
-    """Services of a loop for a technique."""
+    """Services of a training loop for techniques."""
 
     def __init__(self, loop: LoopDriver) -> None:
         self._loop = loop
 
     @property
     def lacks_batches(self) -> str:
-        """What the user must do so that `calibrate` has training batches; empty if it has some."""
+        """How the user can give `calibrate` training batches; empty if it has some."""
         return self._loop.gives_batches if self._loop.batches is None else ""
 
     def calibrate(self, num_batches: int) -> None:
-        """Run the first batches without gradients; random numbers and the order of the data stay as they were."""
+        """Run the first batches without gradients. Random state and the order of the data do not change."""
         loop, model = self._loop, self._loop.inner
         if loop.batches is None:
-            raise CompatibilityError(loop.name, "calibration must have training batches, got none", loop.gives_batches)
+            raise CompatibilityError(loop.name, "calibration needs training batches, but has none", loop.gives_batches)
         own = OwnGenerators(loop.batches)
         drawn = own.states()
         try:
@@ -62,7 +62,7 @@ class LoopServices(BareServices):
             own.restore(drawn)
 
     def wrapped_model(self) -> nn.Module | None:
-        """Return what the library made of the model."""
+        """Return the library's wrapper of the model."""
         wrapped: nn.Module | None = self._loop.wrapped
         return wrapped
 

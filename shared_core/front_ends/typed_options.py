@@ -1,4 +1,4 @@
-"""Gives a technique's callback the options of its config as typed keyword arguments, for editors and LightningCLI."""
+"""Give a technique's callback its config options as typed keyword arguments, for editors and LightningCLI."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _inherited(cls: Any, key: str) -> Any:
 
 
 def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
-    """Return a class decorator: ``__init__(self, ..., **options)`` gets the options of a technique as its signature.
+    """Return a class decorator that puts a technique's options into the signature of ``__init__(..., **options)``.
 
-    A class without an ``__init__`` of its own gets one that calls that of its base.
+    A class without its own ``__init__`` gets one that calls its base's.
 
-    jsonargparse reads types and choices from the signature and help from the docstring's ``Args``. The instance's
-    `recipe` (a plugin's `eff_recipe`) holds the options, its `given` what else ``__init__`` takes; both make its repr.
+    jsonargparse reads types and choices from the signature and help from the docstring's ``Args``. The repr is made
+    from the instance's `recipe` (a plugin's `eff_recipe`) and from `given`, the other arguments of ``__init__``.
 
     Args:
         key: The technique's recipe key.
@@ -60,9 +60,9 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
         kept = [p for p in own.parameters.values() if p.kind not in several]
         takes_switch = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in own.parameters.values())
         options = list(_parameters(registration(key).config_class, defaults, positional=takes_switch))
-        # the one that can come first does so; else in their order
+        # The positional option comes first, the others in their order.
         parameters = sorted([*kept, *(parameter for parameter, _ in options)], key=lambda parameter: parameter.kind)
-        # inspect and LightningCLI read the signature; the function itself takes **options.
+        # inspect and LightningCLI read this signature. The function itself takes **options.
         init.__signature__ = inspect.Signature(parameters)
         init.__annotations__ = {p.name: p.annotation for p in parameters if p.name != "self"}
         doc = inspect.cleandoc(cls.__doc__ or "")
@@ -82,9 +82,9 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
 
 
 class OneTechnique:
-    """One technique as a front end's callback, with its options as keyword arguments; stands before the callback.
+    """Mixin for a callback with one technique, whose options are keyword arguments. List it before the callback class.
 
-    A class named as a registered technique gets that one's options. The one that switches it on needs no name.
+    The class name selects the registered technique. The option that enables it can be positional.
 
     Example:
         ``class Pruning(OneTechnique, EffCallback): ...``
@@ -102,7 +102,7 @@ class OneTechnique:
         config, name = registration(self.key).config_class, type(self).__name__
         switches = [one for one in (config.switch, config.other_switch) if one]
         if switch:
-            told = f"only {config.switch} can stand without its name, got {len(switch)} values"
+            told = f"only {config.switch} can be given without its name, got {len(switch)} values"
             require(len(switch) == 1, name, told, f"write {name}({switch[0]!r}, OPTION=VALUE)")
             told = f"{' or '.join(switches)} must be named, got {switch[0]!r}"
             require(len(switches) == 1, name, told, f"write {name}({config.switch}={switch[0]!r})")

@@ -1,4 +1,4 @@
-"""Stop a script that trains without the recipe that it was started with: all of that training would be for nothing."""
+"""Stop a script that trains without the recipe it was started with, before the whole training is wasted."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
     from shared_core.front_ends.finding import FrontEnd
 
-_UPDATES = 2  # one alone may be a checkpoint that is loaded after a first backward pass
+_UPDATES = 2  # a single one may be a checkpoint loaded after a first backward pass
 _WATCHED, _ELEMENTS = 16, 64  # parameters of a backward pass, and elements of each
 _LEVELS = 6  # of containers between an optimizer and a parameter: Keras has a variable in a list
 
 
 def unseen(script: str, why: str) -> CompatibilityError:
-    """Return the error of a script that no front end reached."""
+    """Return the error for a script that no front end has reached."""
     return CompatibilityError(
         "eff run",
-        f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
+        f"{script} must train with the Hugging Face Trainer, Lightning, or an Accelerate loop that prepares its "
         f"model and optimizer, but {why}",
-        "nothing was switched on; with Fabric use efftrain.lightning.setup, in your own loop efftrain.training",
+        "no technique was applied; with Fabric use efftrain.lightning.setup, in your own loop efftrain.training",
     )
 
 
 class UnseenSteps:
-    """Stops a script that trains before any front end took the recipe.
+    """Stops a script that trains before any front end uses the recipe.
 
-    Torch's optimizers report their first step. Any other optimizer shows by what it does: when a backward pass begins,
-    parameters of an earlier one have changed. The second such change ends the script.
+    Torch optimizers report their first step. Any other optimizer is detected by its effect: when a backward pass
+    begins, parameters of an earlier one have changed. The second such change ends the script.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class UnseenSteps:
         import torch
 
         self._marks.clear()
-        if torch.autograd.backward is self._backward:  # else somebody wrapped it: then it passes calls on
+        if torch.autograd.backward is self._backward:  # else another library wrapped it, and it just passes calls on
             torch.autograd.backward = self._stock
 
     def _has_taken(self) -> bool:
@@ -78,7 +78,7 @@ class UnseenSteps:
         if self._is_seen and self._taken is None:
             return
         if not self._has_taken():
-            raise unseen(self._script, "an optimizer stepped before any of them took the recipe")
+            raise unseen(self._script, "an optimizer stepped before any of them used the recipe")
         if self._taken is not None:
             self._taken()
             self._taken = None
@@ -91,7 +91,7 @@ class UnseenSteps:
         self._updates += bool(changed)
         if self._updates == _UPDATES:
             name = _name_of_stepper(changed[0]) or "an optimizer that is not one of torch.optim"
-            raise unseen(self._script, f"{name} updated the weights before any of them took the recipe")
+            raise unseen(self._script, f"{name} updated the weights before any of them used the recipe")
         parameters = list(_parameters_below(roots))
         for one in [*changed, *parameters[:: 1 + len(parameters) // _WATCHED]]:
             if (mark := _mark(one)) is not None:
@@ -114,7 +114,7 @@ def _parameters_below(roots: Iterable[Tensor]) -> Iterator[nn.Parameter]:
 
 
 def _mark(parameter: nn.Parameter) -> Tensor | None:
-    """Return some of a parameter's values, as bytes; None if it has none here."""
+    """Return some of a parameter's values as bytes, None if it has none on this process."""
     import torch
 
     from shared_core.distributed.collectives import local_part
@@ -131,7 +131,7 @@ def _differs(parameter: nn.Parameter, mark: Tensor) -> bool:
 
 
 def _name_of_stepper(parameter: nn.Parameter) -> str:
-    """Return the class of the nearest object that holds a parameter and has a step, empty if there is none."""
+    """Return the class name of the nearest object that refers to a parameter and has a step method, or ""."""
     from torch import nn
 
     passed_by = (nn.Module, ModuleType, FrameType, FunctionType, type)
@@ -141,11 +141,11 @@ def _name_of_stepper(parameter: nn.Parameter) -> str:
         holders = gc.get_referrers(*level)
         level = []
         for one in holders:
-            # the variables of a script hold all that it has made
+            # Skip a script's global variables, which refer to all its objects.
             if id(one) in known or isinstance(one, passed_by) or (type(one) is dict and "__builtins__" in one):
                 continue
             known.add(id(one))
-            # looked up in classes alone: an attribute of an instance may run code
+            # Look up names only in classes: reading an instance's attribute may run code.
             if any({"step", "apply_gradients"} & vars(base).keys() for base in type(one).__mro__):
                 return type(one).__name__
             level.append(one)

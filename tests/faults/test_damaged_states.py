@@ -114,5 +114,5 @@ def test_the_first_error_stays_the_cause(value):
 @pytest.mark.parametrize("tree", ["5", "null", '"step"', "[1]", "true"])
 def test_a_state_file_holds_an_object(tree, tmp_path):
     save_file({}, tmp_path / STATE_FILE, metadata={"eff_format": "1", "state": tree})
-    with pytest.raises(CheckpointError, match="must be a whole state file, got "):
+    with pytest.raises(CheckpointError, match=r"cannot read .*damaged"):
         load_state(tmp_path)

@@ -161,7 +161,7 @@ class Full(Callback, TrainerCallback):
 def test_a_full_disk_is_told_and_the_run_goes_on_from_before(run, tmp_path):
     whole, full = run(RECIPE, tmp_path / "whole"), Full()
     try:
-        with pytest.raises(CheckpointError, match="make room"):
+        with pytest.raises(CheckpointError, match="free disk space"):
             run(RECIPE, tmp_path / "run", save_every=2, callbacks=[full])
     finally:
         full.limit.__exit__(None, None, None)

@@ -131,7 +131,7 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
     assert Receipt.read(tmp_path / "end")["finished"]
     loop.accelerator.end_training()
     assert {type(module) for module in loop.model.modules()} == {type(module) for module in make.classifier().modules()}
-    with pytest.raises(TrainingError, match="training must end with its 4 steps, got a step after the model was"):
+    with pytest.raises(TrainingError, match=r"stepped after the model was finished.* 4"):
         loop.steps(1)
 
 
@@ -241,7 +241,7 @@ def test_a_private_loop_trains_on_drawn_batches_alone(make):
     assert not loop.session.notes  # the model returns its loss, which is compared with its halves'
     other = Loop(make, PRIVATE)
     other.accelerator.backward(other.model(**next(iter(other.loader))).loss)
-    with pytest.raises(TrainingError, match="must be of one drawn batch in 1 parts, got a forward behind 1"):
+    with pytest.raises(TrainingError, match=r"one drawn batch in 1 parts.* after 1"):
         other.model(**next(iter(other.loader)))
     other = Loop(make, PRIVATE)
     other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
@@ -273,7 +273,7 @@ def test_what_would_train_without_techniques_is_refused(make):
     with pytest.raises(TrainingError, match=r"optimizer.step must follow accelerator.backward\(loss\), got a step"):
         loop.optimizer.step()
     loop.accelerator.backward(loop.model(**batch).loss)
-    with pytest.raises(TrainingError, match="a step must have at most 1 backward with distill, got 2"):
+    with pytest.raises(TrainingError, match="2 backward calls, but distill expects at most 1"):
         loop.accelerator.backward(loop.model(**batch).loss)
     loop.optimizer.zero_grad()
     loop.model.eval()
@@ -367,9 +367,7 @@ def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arg
 def test_a_loop_that_ends_without_a_word_is_told_at_exit(make, tmp_path, capsys):
     loop = Loop(make, PRUNE).steps(2)
     loop.optimizer.eff_loop.at_exit()
-    assert "THE MODEL WAS NOT FINISHED: the script ended after 2 of 4 steps" in capsys.readouterr().out.replace(
-        "\n", " "
-    )
+    assert "not finished: the script ended after 2 of 4 steps" in capsys.readouterr().out.replace("\n", " ")
     receipt = Receipt.read(tmp_path)
     assert not receipt["finished"]
     assert isinstance(loop.optimizer.eff_loop, AcceleratedLoop)

@@ -337,7 +337,7 @@ def test_files_that_are_not_what_was_trained_are_found(make, tmp_path):
     with pytest.raises(ReceiptError, match="its factor is 8"):
         callback.session.verify_part(tmp_path / "final")
     trainer.model.classifier.weight.data.add_(1.0)
-    with pytest.raises(ReceiptError, match="it is not what training ended with"):
+    with pytest.raises(ReceiptError, match="it differs from the end of training"):
         trainer.save_model(str(tmp_path / "later"))
 
 

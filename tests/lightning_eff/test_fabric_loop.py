@@ -171,7 +171,7 @@ def test_a_window_whose_gradients_fsdp2_keeps_to_itself_is_told_of(capsys):
     for weight in loop.plain.parameters():
         weight.device_mesh, weight.grad = "as a part has one", None
     loop.save()
-    assert "that processes have not summed yet are not saved" in capsys.readouterr().out
+    assert "gradients of an unfinished window" in capsys.readouterr().out
 
 
 def test_a_private_loop_trains_on_drawn_batches_and_says_what_was_not_checked():

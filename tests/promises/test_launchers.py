@@ -205,7 +205,7 @@ def test_a_launched_script_that_no_front_end_sees_stops_at_its_first_step(room):
     (room / "loop.py").write_text(UNSEEN)
     done = run(*EFF, "accelerate.commands.launch", "loop.py", "--prune_sparsity", "0.5")
     assert done.returncode != 0
-    assert "an optimizer stepped before any of them took the recipe" in done.stderr
+    assert "an optimizer stepped before any of them" in done.stderr
     assert not (room / "trained").exists()
 
 

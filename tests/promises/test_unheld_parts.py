@@ -71,7 +71,7 @@ def test_what_no_optimizer_holds_stays_bit_for_bit_and_is_named(key, front_end, 
     assert difference(before, result.model.helper.cpu().state_dict()) is None
     told = [note for note in result.receipt["notes"] if note.startswith("no optimizer holds the parameters of ")]
     assert len(told) == 1
-    assert "helper: for all techniques they count as frozen" in told[0]
+    assert "helper: all techniques treat them as frozen" in told[0]
     for reached in result.receipt["coverage"].values():
         assert reached["beside"]["frozen weights"] == 64 * 96 + 96 * 10
 

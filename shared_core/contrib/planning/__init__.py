@@ -1,4 +1,4 @@
-"""Plan the needs of a run on each device before it is started: memory and traffic, as functions of sizes and ranks."""
+"""Estimate memory and traffic per device before a run, from the sizes of the model and the number of ranks."""
 
 from shared_core.contrib.planning.plan import Plan as Plan
 from shared_core.contrib.planning.plan import plan as plan

@@ -1,4 +1,4 @@
-"""What a run needs of each device: weights, gradients, moments, activations, traffic, and each technique's own."""
+"""Memory and traffic of a run per device: weights, gradients, moments, activations, and each technique's share."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from shared_core.weight_average.config import AverageConfig
 from shared_core.weight_clustering.config import ClusterConfig
 
 _NOT_COUNTED = {
-    "activations": "see the line above; exact saves what the receipt says, 0 to 50 % and more",
+    "activations": "see the line above; what exact saves (0 to 50 % and more) is in the receipt",
     "checkpointing": "see the line of activations; sublayer and stage depend on the model: not counted",
-    "lora": "frozen weights in codes; gradients and moments of adapters alone, 18·r·h a block",
-    "loss_scale": "one flag and one number agreed on by all ranks",
+    "lora": "frozen weights in codes; gradients and moments only for adapters, 18·r·h per block",
+    "loss_scale": "one flag and one number, shared by all ranks",
     "matmul": "no memory, no traffic",
-    "qat": "a few numbers a layer, agreed on each step; quantised weights are saved for backward as float",
+    "qat": "a few numbers per layer, synchronised each step; quantised weights are saved for backward as float",
 }
-_OF_CODES = {"nf4": 0.53, "fp4": 0.53, "int8": 1.0, "float32": 4.0}  # 4 bits: with a scale for each 64 of them
+_OF_CODES = {"nf4": 0.53, "fp4": 0.53, "int8": 1.0, "float32": 4.0}  # 4 bits: with one scale per 64 codes
 _PACKED_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.1}
-_CHUNK_MIB = 512  # of chunked distillation on a GPU
+_CHUNK_MIB = 512  # default of chunked distillation on a GPU
 _SELECTIVE_SHARE = 0.66  # measured on a transformer of 16 blocks of width 256
 _IN_ROWS_OF_SEVERAL = 1 << 18  # elements, of clustered weights that are not sharded
 
 
 @singledispatch
 def memory_costs(config: TechniqueConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return what a technique adds to a run's memory and traffic, or takes away."""
+    """Return how a technique changes a run's memory and traffic."""
     return [Cost(config.key, why=_NOT_COUNTED.get(config.key, "not counted: there is no formula for it"))]
 
 
 @singledispatch
 def resized(config: TechniqueConfig, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-    """Return what a technique makes of that which is counted once for all techniques."""
+    """Return the shared sizes after a technique's changes."""
     return sizes
 
 
 def reshaped(config: TechniqueConfig, shape: ModelShape) -> ModelShape:
-    """Return the sizes of the model that is trained: others where low-rank factors take the place of matrices."""
+    """Return the sizes of the trained model, which are smaller if low-rank factors replace matrices."""
     kept = _kept_share(config, shape) if isinstance(config, LowRankConfig) else None
     return shape if kept is None else replace(shape, params=shape.embeddings + round(kept * shape.matrices))
 
@@ -78,7 +78,7 @@ def _(config: ActivationsConfig, sizes: SharedSizes, shape: ModelShape, run: Pla
 def _(config: CheckpointingConfig, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
     """Return the bytes of activations that are kept at the worst moment."""
     count, whole = shape.layers, sizes.activations / shape.layers
-    given = run.compute_bytes * run.tokens * shape.hidden  # what goes from block to block
+    given = run.compute_bytes * run.tokens * shape.hidden  # the input of one block
     least, kept = count * given + whole, sizes.activations
     if config.policy == "selective":
         kept *= _SELECTIVE_SHARE
@@ -118,17 +118,17 @@ def _(config: AverageConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 @memory_costs.register
 def _(config: ClusterConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return the bytes of codes: those of weights that are clustered in rows of several take 4 more."""
+    """Return the bytes of codes. Small weights, which are clustered several at a time, take 4 more bytes each."""
     sizes = ((4 * shape.layers, shape.hidden**2), (2 * shape.layers, 4 * shape.hidden**2))
     small = sum(count * size for count, size in sizes if size <= _IN_ROWS_OF_SEVERAL and run.parts == 1)
     held = shape.params / run.parts + 4 * small
-    return [Cost("cluster: codes", held=held, why="1 byte a weight, 5 of small ones")]
+    return [Cost("cluster: codes", held=held, why="1 byte per weight, 5 for small ones")]
 
 
 @memory_costs.register
 def _(config: CommConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return the bytes of gradients that are not sent, and of the error that powersgd keeps."""
-    if run.strategy == "fsdp2":  # the reduce-scatter alone, in every micro-batch: 2 bytes in place of compute_bytes
+    """Return the saved bytes of gradients, and the error that powersgd keeps."""
+    if run.strategy == "fsdp2":  # only the reduce-scatter, in every micro-batch: 2 bytes instead of compute_bytes
         sent = (2.0 - run.compute_bytes) * run.accumulate * run.ring(shape.params)
         return [Cost(f"comm: {config.hook}", sent=min(sent, 0.0), why="gradients in 2 bytes")]
     # An all-reduce is a reduce-scatter and an all-gather: twice a ring's bytes.
@@ -136,9 +136,9 @@ def _(config: CommConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     if config.hook in ("fp16", "bf16"):
         sent = 2.0 / run.weight_bytes
         return [Cost(f"comm: {config.hook}", sent=(sent - 1) * whole, why="gradients in 2 bytes")]
-    # 18·r·h of 12·h² in a block; what lies outside is counted as a matrix of V x h
+    # 18·r·h of 12·h² per block. Weights outside blocks count as one matrix of V x h.
     sent = config.rank * (18 * shape.hidden * shape.layers + shape.vocab + shape.hidden) / shape.params
-    why = f"r·(m + n) of a matrix with r = {config.rank} from begin on; held: the error, 4 bytes a parameter"
+    why = f"r·(m + n) per matrix with r = {config.rank} after begin; held: the error, 4 bytes per parameter"
     return [Cost("comm: powersgd", held=4.0 * shape.params, sent=(sent - 1) * whole, why=why)]
 
 
@@ -152,7 +152,7 @@ def _(config: DistillConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         logits = run.tokens * shape.vocab * (run.compute_bytes + 4.0)
         costs = [Cost("distill: logits", during=logits, why="the teacher's and the soft term's gradient, T·V·(c + 4)")]
     if not run.teacher_params:
-        why = "not counted: give --teacher-params; a cached teacher (eff cache-teacher) needs none"
+        why = "not counted: pass --teacher-params; a cached teacher (eff cache-teacher) needs no memory"
         return [*costs, Cost("distill: teacher", why=why)]
     bytes_each = _OF_CODES.get(config.teacher_dtype, run.compute_bytes)
     size = run.teacher_params * bytes_each
@@ -163,26 +163,26 @@ def _(config: DistillConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 @memory_costs.register
 def _(config: Fp8Config, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return the bytes of a weight's codes and of its transpose's, which later micro-batches multiply too."""
-    why = "2 bytes a linear weight until the next step's forward; saved inputs take 1 byte a value for each layer"
+    """Return the bytes of the codes of weights and their transposes, which later micro-batches reuse."""
+    why = "2 bytes per linear weight until the next step's forward; saved inputs take 1 byte per value in each layer"
     return [Cost("fp8: codes", during=2.0 * shape.matrices if run.parts == 1 else 0.0, why=why)]
 
 
 @memory_costs.register
 def _(config: LotteryConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    return [Cost("lottery: masks", held=shape.matrices / run.parts, why="1 byte a weight")]
+    return [Cost("lottery: masks", held=shape.matrices / run.parts, why="1 byte per weight")]
 
 
 @memory_costs.register
 def _(config: LowRankConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return no bytes of its own: the factorised model has other sizes, see `reshaped`."""
+    """Return no extra bytes: the factorised model has smaller sizes, see `reshaped`."""
     if _kept_share(config, shape) is None:
-        return [Cost("low_rank", why=f"not counted: what {config.rank} keeps is known from eff low-rank alone")]
-    return [Cost("low_rank", why="factors in place of the blocks' matrices: counted in every line")]
+        return [Cost("low_rank", why=f"not counted: only eff low-rank can tell what {config.rank} keeps")]
+    return [Cost("low_rank", why="factors replace the blocks' matrices: counted in every line")]
 
 
 def _kept_share(config: LowRankConfig, shape: ModelShape) -> float | None:
-    """Return the share of the blocks' parameters that factors have, None where weights alone tell it."""
+    """Return the factors' share of the blocks' parameters, None if it depends on the weights."""
     if config.rule.kind == "budget":
         return float(config.rule.value)
     rank = {"number": config.rule.value, "share": config.rule.value * shape.hidden}.get(config.rule.kind)
@@ -192,22 +192,22 @@ def _kept_share(config: LowRankConfig, shape: ModelShape) -> float | None:
 
 @memory_costs.register
 def _(config: PrimaryWeightsConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return the bytes of what is kept beside the weights, and of moments and gradients in float32."""
+    """Return the bytes kept in addition to the weights, and those of float32 moments and gradients."""
     kept = {"fp32_copy": 4.0, "stochastic_rounding": 0.0, "kahan": 2.0}[config.kind]
     size, is_wide = shape.params / run.parts, config.state_dtype == "float32"
     held = kept + (4 - run.weight_bytes) * run.moments * is_wide
-    why = "2 bytes of what was lost with kahan"
+    why = "2 bytes for the rounding error with kahan"
     if is_wide:
-        why = "moments in fp32, 4 bytes of a copy with fp32_copy, 2 of what was lost with kahan; fp32 gradients"
+        why = "moments in fp32, 4 bytes for the copy with fp32_copy, 2 for the error with kahan; fp32 gradients"
     return [Cost("primary_weights", held=held * size, during=4.0 * is_wide * size, why=why)]
 
 
 @memory_costs.register
 def _(config: PrivacyConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return the bytes of what gradients of single examples are made of, and of their sums between ranks."""
+    """Return the bytes needed for per-example gradients, and for their sums between ranks."""
     sizes = 4.0 * shape.params
     passed = run.compute_bytes * run.tokens * (16 * shape.hidden * shape.layers + 2 * shape.hidden + shape.vocab)
-    why = "inputs of layers and gradients of outputs, or gradients of each example; /N: their clipped sum"
+    why = "layer inputs and output gradients, or per-example gradients; /N: their clipped sum"
     during = min(passed, run.micro_batch * sizes) + sizes / run.parts
     sent = run.accumulate * run.ring(sizes) if run.strategy == "fsdp2" else 2 * run.ring(sizes)
     return [Cost("dp", during=during, sent=sent, why=why)]
@@ -215,22 +215,24 @@ def _(config: PrivacyConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 @memory_costs.register
 def _(config: PruneConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return the bytes of masks, and of what lies beneath them or scores them."""
+    """Return the bytes of masks, of the weights beneath them and of scores."""
     size = shape.linear / run.parts
     packed = shape.linear / 8 if run.parts > 1 else 0.0
-    costs = [Cost("prune: masks", held=size, host=packed, why="1 byte a linear weight; under FSDP2 whole ones in bits")]
+    costs = [
+        Cost("prune: masks", held=size, host=packed, why="1 byte per linear weight; under FSDP2, whole ones in bits")
+    ]
     if config.straight_through:
-        costs.append(Cost("prune: weights beneath masks", held=4 * size, why="learn on until end, 4 bytes"))
+        costs.append(Cost("prune: weights beneath masks", held=4 * size, why="keep training until end, 4 bytes each"))
     if config.criterion in ("movement", "taylor", "fisher", "neuron_taylor"):
-        costs.append(Cost(f"prune: {config.criterion} scores", held=4 * size, why="until end, 4 bytes a weight"))
+        costs.append(Cost(f"prune: {config.criterion} scores", held=4 * size, why="until end, 4 bytes per weight"))
     return costs
 
 
 @memory_costs.register
 def _(config: SoupConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return no bytes on the device, and say what the end of training takes on the host."""
+    """Return no bytes on the device. The note gives the host memory at the end of training."""
     held = 4 * shape.params / run.parts / 2**30
-    why = f"after training alone: {held:,.1f} GiB of host memory, an fp32 model, and as much in a file in TMPDIR"
+    why = f"only after training: {held:,.1f} GiB of host memory (an fp32 model), and as much in a file in TMPDIR"
     return [Cost("soup", why=why)]
 
 
@@ -243,7 +245,7 @@ def counted_costs(
     shape: ModelShape | None = None,
     activations: int | str | None = None,
 ) -> list[Cost]:
-    """Return what a run needs of one device: weights, gradients and moments counted, techniques by formula.
+    """Return what a run needs per device: weights, gradients and moments are counted, techniques by formula.
 
     Example:
         >>> costs = counted_costs(nn.Linear(8, 4, bias=False), PlannedRun(), {}, touched={}, activations=64)
@@ -252,18 +254,18 @@ def counted_costs(
     """
     parameters = list(model.parameters())
     learned = [parameter for parameter in parameters if parameter.requires_grad]
-    # Moments in the weights' own bytes, and what an optimizer keeps beside them in fixed bytes an element.
+    # Moments in the weights' dtype, and those with a fixed number of bytes per element.
     beside = run.moment_bytes - run.moments * run.weight_bytes
     moments = sum(run.moments * parameter.nbytes + beside * parameter.numel() for parameter in learned)
     costs = [
-        Cost("weights", held=float(_bytes([*parameters, *model.buffers()])), why="counted, buffers too"),
-        Cost(f"moments of {run.optimizer}", held=moments, why="of what has a gradient"),
+        Cost("weights", held=float(_bytes([*parameters, *model.buffers()])), why="counted, with buffers"),
+        Cost(f"moments of {run.optimizer}", held=moments, why="of trainable parameters"),
         Cost("gradients", during=float(_bytes(learned)), why="counted"),
     ]
     if isinstance(activations, str):
-        costs.append(Cost("activations", why=f"not told: {activations}"))
+        costs.append(Cost("activations", why=f"unknown: {activations}"))
     elif activations is not None:
-        costs.append(Cost("activations", during=float(activations), why="what autograd keeps of the example inputs"))
+        costs.append(Cost("activations", during=float(activations), why="saved by autograd for the example inputs"))
     elif shape is not None:
         run = replace(run, attention=attention_of(model))
         sizes = _shared_sizes(recipe, shape, run)
@@ -272,26 +274,26 @@ def counted_costs(
         during = sizes.activations + sizes.logits
         costs.append(Cost("activations and logits", during=during, host=sizes.on_host, why=why))
     else:
-        why = "not told: return (model, example_inputs) from the function, or give a folder of a language model"
+        why = "unknown: return (model, example_inputs) from the function, or pass a language model's folder"
         costs.append(Cost("activations", why=why))
     number = sum(parameter.numel() for parameter in parameters)
     for key, config in recipe.items():
-        # Formulas go by layers and hidden size; for a model that is there, one layer of all its parameters gives the
-        # count, and what a technique does not touch goes as embeddings, which its formulas leave alone.
+        # Formulas use layers and hidden size. For a real model, count all its parameters as one layer, and those that
+        # a technique does not touch as embeddings, which its formulas ignore.
         rest = max(number - touched.get(key, 0), 0)
         own = ModelShape(params=number, layers=1, hidden=1, vocab=rest, embeddings=rest)
-        # logits go by the model's vocabulary, and not by the parameters that the technique touches
+        # Logits depend on the model's vocabulary, not on the parameters that the technique touches.
         costs += memory_costs(config, shape if key == "distill" and shape is not None else own, run)
     return costs
 
 
 def attention_of(model: nn.Module) -> Attention:
-    """Return ``eager`` if transformers notes so in a model's config, else ``fused``."""
+    """Return ``eager`` if a model's transformers config says so, else ``fused``."""
     return "eager" if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager" else "fused"
 
 
 def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
-    """Return the bytes that autograd keeps between forward and backward, parameters and buffers left out.
+    """Return the bytes that autograd keeps between forward and backward, without parameters and buffers.
 
     Example:
         >>> saved_bytes(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.ones(2, 8))
@@ -299,9 +301,9 @@ def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
     """
     device = next(model.parameters()).device
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
-    # Parameters and buffers are there anyway. Their storages, so that views of them are known.
+    # Parameters and buffers exist anyway. Compare storages to recognise views of them.
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Any] = {}  # storages are held, so that no other takes the address of one that was released
+    kept: dict[int, Any] = {}  # hold the storages, so that no address is reused
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -309,7 +311,7 @@ def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
             kept[storage._cdata] = storage
         return tensor
 
-    # Train mode: dropout masks are kept, too.
+    # Train mode, so that dropout masks are counted.
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
         call(model.train(), inputs)
     return sum(storage.nbytes() for storage in kept.values())
@@ -321,7 +323,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of each device, its worst moment, and the bytes that it sends in an optimizer step."""
+    """Memory per device, its peak, and the bytes sent per optimizer step."""
 
     costs: tuple[Cost, ...]
 
@@ -332,12 +334,12 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Bytes at the worst moment: all that is held, and all that lives within a step at once, which is a bound."""
+        """Upper bound of the peak in bytes: all that is held, plus all that lives within a step."""
         return self.held + sum(cost.during for cost in self.costs)
 
     @property
     def host(self) -> float:
-        """Bytes that stay in the host's memory, a rank."""
+        """Bytes that stay in the host's memory, per rank."""
         return sum(cost.host for cost in self.costs)
 
     @property
@@ -347,26 +349,26 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfig] | None = None) -> Plan:
-    """Return what a run needs of each device.
+    """Return what a run needs per device.
 
-    With P parameters in w bytes, N = R ranks that cut under FSDP2 (else 1), T tokens a forward, L blocks of width h,
-    V tokens in the vocabulary, c bytes a computed value, A micro-batches a step:
+    With P parameters of w bytes, N = R ranks under FSDP2 (else 1), T tokens per forward, L blocks of width h,
+    V tokens in the vocabulary, c bytes per computed value, A micro-batches per step:
 
     - held: ``P·w/N`` weights, ``P·m/N`` moments, and DDP's buckets ``P·w``;
     - within a step: ``P·w/N`` gradients, ``a·T·L·h`` activations (a = 42 in 16 bit, 54 mixed, 79 in fp32: measured
-      on Llama), with ``3·c·T·L·s·heads`` scores of s tokens where attention is eager, ``T·V·(c + 8)`` logits; under
-      FSDP2 two gathered blocks with one's gradients, embeddings and head; in mixed precision without FSDP2 16-bit
-      copies of the blocks' weights;
-    - sent: DDP ``2·(R-1)/R·P·w``; FSDP2 ``(R-1)/R·c`` bytes a parameter gathered in forward, again in backward for what
-      lies in blocks, and reduced, A times.
+      on Llama), plus ``3·c·T·L·s·heads`` scores of s tokens with eager attention, ``T·V·(c + 8)`` logits; under
+      FSDP2 also two gathered blocks, the gradients of one, embeddings and head; in mixed precision without FSDP2 also
+      16-bit copies of the blocks' weights;
+    - sent: DDP ``2·(R-1)/R·P·w``; FSDP2 ``(R-1)/R·c`` bytes per parameter, A times: to gather all in forward, blocks
+      again in backward, and to reduce gradients.
 
     Args:
-        shape: The model.
-        run: How it is trained.
+        shape: Sizes of the model.
+        run: Settings of the run.
         recipe: Techniques by key.
 
     Raises:
-        ConfigError: If attention is eager, and `shape` has no heads.
+        ConfigError: If attention is eager and `shape` has no heads.
 
     Source: Korthikanti et al., 2022, arXiv:2205.05198, equation 2 for activations; Rajbhandari et al., 2020,
     arXiv:1910.02054, section 7 for traffic.
@@ -378,7 +380,7 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         (12.2, 156, 412)
     """
     if run.attention == "eager" and not shape.heads:
-        raise ConfigError("plan", "heads must be given with eager attention, got 0", "say how many ModelShape has")
+        raise ConfigError("plan", "heads must be given with eager attention, got 0", "set heads of ModelShape")
     recipe = recipe or {}
     for config in recipe.values():
         shape = reshaped(config, shape)
@@ -396,7 +398,7 @@ def _shared_sizes(recipe: Mapping[str, TechniqueConfig], shape: ModelShape, run:
 def _base(shape: ModelShape, run: PlannedRun, sizes: SharedSizes) -> list[Cost]:
     learned, computed = sizes.trained, run.compute_bytes
     gradients = learned * run.weight_bytes
-    scores = " + 3·c·T·L·s·heads, attention is eager" if run.attention == "eager" else ""
+    scores = " + 3·c·T·L·s·heads with eager attention" if run.attention == "eager" else ""
     costs = [
         Cost("weights", held=sizes.weights / run.parts, why="P·w/N"),
         Cost(f"moments of {run.optimizer}", held=learned * run.moment_bytes / run.parts, why="P·m/N"),
@@ -406,16 +408,16 @@ def _base(shape: ModelShape, run: PlannedRun, sizes: SharedSizes) -> list[Cost]:
     if sizes.logits:
         costs.append(Cost("logits", during=sizes.logits, why="T·V·(c + 8)"))
     if run.strategy == "ddp":
-        # DDP's buckets are a copy of all gradients.
-        sent, why = 2 * run.ring(gradients), "buckets P·w; all-reduced once a step, 2·(R-1)/R·P·w"
+        # DDP's buckets hold a copy of all gradients.
+        sent, why = 2 * run.ring(gradients), "buckets P·w; one all-reduce per step, 2·(R-1)/R·P·w"
         costs.append(Cost("DDP", held=gradients, sent=sent, why=why))
     if run.strategy == "fsdp2":
-        # While one block is computed the next is gathered, and one block's gradients wait to be reduced.
+        # While one block is computed, the next is gathered, and one block's gradients wait for their reduction.
         around = computed * (3 * shape.block + shape.embeddings)
-        # Forward and backward gather blocks once each; what lies outside blocks stays gathered; gradients are
-        # scattered once.
+        # Forward and backward gather blocks once each. Weights outside blocks stay gathered. Gradients are scattered
+        # once.
         passes = computed * (2 * shape.matrices + shape.embeddings + learned)
-        why = "two gathered blocks, gradients of one, what lies outside blocks; (R-1)/R·c·(2·P_blocks + P_rest + P)·A"
+        why = "two gathered blocks, gradients of one, weights outside blocks; (R-1)/R·c·(2·P_blocks + P_rest + P)·A"
         costs.append(Cost("FSDP2", during=around, sent=run.accumulate * run.ring(passes), why=why))
     elif run.precision == "mixed":
         costs.append(Cost("autocast", during=2.0 * shape.matrices, why="16-bit copies of the blocks' weights"))

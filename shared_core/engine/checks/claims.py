@@ -1,6 +1,6 @@
-"""Claims of a receipt about final weights, tensor by tensor, counted again wherever these turn up.
+"""Claims of a receipt about the final weights, checked per tensor in the model and in every saved file.
 
-Nothing here is used to make the weights: zeros, values and grids are found by other code than that which left them.
+The checks are independent of the code that made the weights: they count zeros, values and grid points on their own.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from shared_core.modules.matching import plain_name
 
 
 class Where(IntEnum):
-    """Of which weights a claim holds."""
+    """Weights that a claim applies to."""
 
     END = 0
-    """The final model, and what is saved once it is final."""
+    """The final model, and what is saved from it."""
     SAVED = 1
-    """Also plain weights that were saved after the last step, but before the end."""
+    """Also plain weights saved after the last step, but before the end of training."""
     TRAINED = 2
-    """Also weights to go on from of that step."""
+    """Also training checkpoints of the last step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(ABC):
-    """The claim about one tensor, as a whole."""
+    """Base class: a claim about one whole tensor."""
 
     holds: Where = Where.END
 
     @abstractmethod
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return how a tensor differs from what is said of it, None if it does not.
+        """Return how the tensor differs from the claim, or None if it matches.
 
         Args:
-            tensor: Whole, of the final weights.
-            where: What it is of: before the end, figures of the receipt may be others.
+            tensor: The whole (gathered) tensor.
+            where: Where the tensor comes from. Before the end, the receipt's figures may still change.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Zeros(Claim):
-    """Pruned weights are exactly 0, and as many as the receipt counts.
+    """Pruned weights are exactly 0, and there are as many zeros as the receipt says.
 
     Example:
         >>> from eff_kernels.masks import pack_bits
@@ -63,14 +63,14 @@ class Zeros(Claim):
     mask: Tensor
     """Packed, 1 = keep."""
     counted: int | None
-    """Zeros by the receipt, None where it counts none of this tensor."""
+    """Number of zeros in the receipt; None if it has no count for this tensor."""
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return how many pruned weights are not 0, or how many zeros there are and should be."""
+        """Return how many pruned weights are not 0, or a number of zeros that differs from the receipt."""
         from eff_kernels.masks import unpack_bits  # it loads kernels
 
         keep = unpack_bits(self.mask.to(tensor.device), tensor.shape)
-        # masked_fill keeps only what was pruned: NaN counts as not 0.
+        # masked_fill leaves only the pruned weights. NaN counts as not 0.
         pruned, live = int((~keep).sum()), int((tensor.masked_fill(keep, 0) != 0).sum())
         if live:
             return f"{live:,} of {pruned:,} pruned weights are not 0"
@@ -82,63 +82,63 @@ class Zeros(Claim):
 
 @dataclasses.dataclass(frozen=True)
 class FewValues(Claim):
-    """Nonzero weights have few values.
+    """Nonzero weights have a limited number of distinct values.
 
     Example:
         >>> FewValues(2, 2).wrong(torch.tensor([0.0, 1.0, 2.0, 3.0]), Where.END)
-        '3 distinct values beside 0, at most 2 were asked for'
+        '3 distinct values besides 0, at most 2 are allowed'
     """
 
     most: int
     counted: int
-    """Values by the receipt."""
+    """Number of values in the receipt."""
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return how many values there are, if that is too many or not what the receipt says."""
+        """Return the number of values if it is too large or differs from the receipt."""
         values = len(torch.unique(tensor[tensor != 0]))
         if values > self.most:
-            return f"{values:,} distinct values beside 0, at most {self.most:,} were asked for"
+            return f"{values:,} distinct values besides 0, at most {self.most:,} are allowed"
         if where == Where.END and values != self.counted:
-            return f"{values:,} distinct values beside 0, the receipt says {self.counted:,}"
+            return f"{values:,} distinct values besides 0, the receipt says {self.counted:,}"
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Claim):
-    """Weights that share a scale have no more values than there are codes, and lie on multiples of the scale.
+    """Weights that share a scale are multiples of it, with no more distinct values than there are codes.
 
     Example:
         >>> claim = Grid(lambda weight: weight, levels=256, largest=127)
         >>> claim.wrong(torch.tensor([[1.27, 0.01, 0.5]]), Where.END) is None
         True
         >>> claim.wrong(torch.tensor([[1.27, 0.015, 0.5]]), Where.END)
-        'a weight is 0.5 of a step away from the nearest code'
+        'a weight is 0.5 steps away from the nearest code'
     """
 
     rows: Callable[[Tensor], Tensor]
-    """Weights that share a scale, or a whole number of such groups, in each row."""
+    """Return the weights with one or more whole groups that share a scale per row."""
     levels: int
     """Number of codes."""
     group: int = 0
-    """Number of weights that share a scale; 0: a row."""
+    """Number of weights that share a scale; 0: one scale per row."""
     largest: int | None = None
-    """The largest code; None: codes are not multiples of a step."""
+    """Largest code; None if codes are not multiples of a step."""
     scale: tuple[float, ...] | None = None
-    """Of each row; None: its largest weight has the largest code."""
+    """Scale per row; None if the largest weight of a row has the largest code."""
     codes: torch.dtype | None = None
-    """Of codes that are numbers of a small format; None: they are integers."""
+    """Dtype of codes in a small float format; None for integer codes."""
     any_step: bool = False
-    """True if the largest weight may have any code, as under a learned scale that `scale` does not tell."""
+    """True if the largest weight may have any code, as with a learned scale that is not in `scale`."""
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return how far a weight is from its code, or how many values there are."""
+        """Return how far the worst weight is from its code, or a number of values above `levels`."""
         if not tensor.numel():
             return None
         rows = self.rows(tensor)
         groups = rows.reshape(len(rows), -1) if not self.group else _cut(rows, self.group)
-        # More weights than codes share a scale: then values can be counted. Fewer always fit.
+        # Values can only exceed the codes if more weights than codes share a scale.
         if groups.shape[1] > self.levels:
-            # Sorted, each change of value is a new one: no unique a row.
+            # After sorting, each change is a new value: faster than one `unique` per row.
             ordered = groups.sort(dim=1).values
             most = 1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).max())
             if most > self.levels:
@@ -153,27 +153,21 @@ class Grid(Claim):
             off = self._distance(wide, scale, largest, rounding)
         else:
             peak, off = wide.abs().amax(dim=1), wide.new_full((len(wide),), math.inf)
-            # The largest weight has the largest code, unless a learned scale clips: then any code may be its own, and
-            # each is tried.
+            # The largest weight has the largest code. With a learned scale, which may not reach it, try each code.
             for code in range(largest, 0 if self.any_step else largest - 1, -1):
                 left = off > 0
                 off[left] = torch.minimum(off[left], self._distance(wide[left], peak[left] / code, largest, rounding))
-        return f"a weight is {off.max().item():.2g} of a step away from the nearest code" if bool(off.any()) else None
+        return f"a weight is {off.max().item():.2g} steps away from the nearest code" if bool(off.any()) else None
 
     def _distance(self, rows: Tensor, scale: Tensor, largest: int, rounding: float) -> Tensor:
-        """Return of each row how far its weights are from codes of a scale at most, in steps; 0: as rounding leaves it.
-
-        A code beyond the largest one counts as a whole step. A product of code and scale is rounded to the weight's
-        format, and so is the scale.
-        """
-        # A scale of 0 has zeros only.
+        """Return the largest distance to a code per row, in steps; 0 within rounding. Codes out of range count as 1."""
+        # With a scale of 0 all weights are 0.
         codes = rows / scale.where(scale != 0, 1.0).unsqueeze(1)
         nearest = codes.round() if self.codes is None else codes.float().to(self.codes).double()
         off, size = (codes - nearest).abs(), codes.abs()
-        # Four roundings of a weight of that size (scale, product, casts), and 1e-4 of a step for a scale that was
-        # itself rounded.
+        # Allow four roundings of a weight of that size (scale, product, casts), and 1e-4 steps for a rounded scale.
         allowed = 4 * rounding * size + 1e-4
-        # One code beyond the largest: two's complement has one more below 0 than above.
+        # Allow one code beyond the largest: two's complement has one more negative code.
         return off.where(off > allowed, 0.0).where(size <= largest + 1 + allowed, 1.0).amax(dim=1)
 
 
@@ -190,19 +184,19 @@ class Rank(Claim):
     rank: int
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return that the rank is larger: random vectors, one more than it, have independent images then."""
+        """Return a line if the rank is larger: then ``rank + 1`` random vectors have independent images."""
         matrix = self.matrix(tensor.detach()).double()
         rows, columns = matrix.shape
         if self.rank >= min(rows, columns):
             return None
         if not bool(matrix.isfinite().all()):
             return "a weight is not finite"
-        # A matrix of rank r maps r + 1 random vectors to dependent images (with probability 1): r + 1 products and a
-        # thin SVD, in the place of an SVD of the whole.
+        # A matrix of rank r maps r + 1 random vectors to dependent images (with probability 1). So r + 1 products and
+        # a thin SVD replace an SVD of the whole matrix.
         probes = torch.randn(columns, self.rank + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         found = torch.linalg.svdvals(matrix @ probes.to(matrix.device))
-        # Rounding of entries makes a matrix of full rank, with singular values of about eps * (1/sqrt(rows) +
-        # 1/sqrt(columns)) of the largest. 8 leaves room.
+        # Rounded entries give full rank, with singular values of about eps * (1/sqrt(rows) + 1/sqrt(columns)) times
+        # the largest. The factor 8 is a margin.
         rounding = torch.finfo(tensor.dtype).eps * math.sqrt(self.rank) * (rows**-0.5 + columns**-0.5)
         return f"its rank is above {self.rank}" if found[-1] > 8 * rounding * found[0] else None
 
@@ -219,18 +213,18 @@ class Shape(Claim):
     shape: tuple[int, ...]
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return its shape, if that is another."""
+        """Return the tensor's shape if it differs."""
         found = tuple(tensor.shape)
         return None if found == self.shape else f"its shape is {found}, it should be {self.shape}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Same(Claim):
-    """A tensor is, bit for bit, what training ended with; a technique says so before it is known what that is.
+    """A tensor is bit-identical to the end of training. `Claims.settled` fills in the digest then.
 
     Example:
         >>> Same.as_(torch.ones(2)).wrong(torch.zeros(2), Where.END)
-        'it is not what training ended with'
+        'it differs from the end of training'
     """
 
     dtype: torch.dtype | None = None
@@ -238,34 +232,34 @@ class Same(Claim):
 
     @classmethod
     def as_(cls, tensor: Tensor) -> Same:
-        """Return the claim that a tensor is what this one is now."""
+        """Return the claim that a tensor equals this one."""
         return cls(tensor.dtype, digest(tensor))
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return that it differs; of a tensor that was cast to be saved nothing can be said."""
+        """Return a line if the tensor differs. A tensor that was cast to another dtype is not compared."""
         differs = tensor.dtype == self.dtype and digest(tensor) != self.digest
-        return "it is not what training ended with" if differs else None
+        return "it differs from the end of training" if differs else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Gone(Claim):
-    """There is no tensor of this name any more.
+    """The model no longer has a tensor of this name.
 
     Example:
         >>> Gone().wrong(torch.ones(2), Where.END)
-        'it should not be there any more'
+        'it should no longer exist'
     """
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
-        """Return that it is there."""
-        return "it should not be there any more"
+        """Return that the tensor still exists."""
+        return "it should no longer exist"
 
 
 def _cut(rows: Tensor, group: int) -> Tensor:
-    """Return groups of a row's weights in a row each; a last one that is shorter is filled up with its first weight."""
+    """Return one group per row. A shorter last group is padded with its own first weight."""
     short = -rows.shape[1] % group
     if short:
-        # Filled up by a weight of the group itself: no new value, and no larger one.
+        # Padding with a weight of the group adds no new value and no larger one.
         start = rows.shape[1] - rows.shape[1] % group
         rows = torch.cat([rows, rows[:, start : start + 1].expand(-1, short)], dim=1)
     return rows.reshape(-1, group)
@@ -275,14 +269,14 @@ _TOLD = 5
 
 
 class Claims:
-    """What a receipt says of final weights, tensor by tensor.
+    """The claims of a receipt about the final weights, per tensor.
 
     Args:
-        said: Technique → name in the model's state dict → the claim.
+        said: Technique → name in the model's state dict → claim.
 
     Example:
         >>> Claims({"cluster": {"w": FewValues(1, 1)}}).differences({"w": torch.tensor([1.0, 2.0])})
-        ['cluster: w: 2 distinct values beside 0, at most 1 were asked for']
+        ['cluster: w: 2 distinct values besides 0, at most 1 are allowed']
     """
 
     def __init__(self, said: Mapping[str, Mapping[str, Claim]]) -> None:
@@ -290,18 +284,18 @@ class Claims:
 
     @classmethod
     def settled(cls, said: Mapping[str, Mapping[str, Claim]], model: nn.Module) -> Claims:
-        """Return claims with what tensors are now where it is said that they stay so.
+        """Return the claims with the present digest in each `Same`.
 
-        Those of tensors that were merged into others when techniques were detached are left out. Sharded tensors are
-        gathered one by one; then every process must call it.
+        Claims about tensors that were merged into others when techniques were detached are dropped. Sharded tensors
+        are gathered one by one, so every process must call this.
 
         Args:
-            said: By techniques when they had finished.
-            model: As training leaves it.
+            said: Claims of the techniques after `finish`.
+            model: The model at the end of training.
         """
         there = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         wanted = {name for claims in said.values() for name, one in claims.items() if isinstance(one, Same)}
-        # After all techniques have finished: this is what training ended with.
+        # All techniques have finished, so these are the final values.
         found = {name: Same.as_(whole(value.detach())) for name, value in there.items() if name in wanted}
         return cls(
             {
@@ -315,7 +309,7 @@ class Claims:
         )
 
     def any_hold(self, where: Where) -> bool:
-        """Return True if anything is said that weights of such a moment can be compared with."""
+        """Return True if any claim applies to such weights."""
         return any(claim.holds >= where for claims in self._said.values() for claim in claims.values())
 
     def differences(
@@ -326,13 +320,13 @@ class Claims:
         lacking: bool = True,
         gather: bool = True,
     ) -> list[str]:
-        """Return how weights differ from what is said of them, a line each; a tensor at a time is looked at.
+        """Return how the weights differ from the claims, one line each. Reads one tensor at a time.
 
         Args:
-            weights: Under the names of the model's state dict; values may be read only when asked for.
-            where: What the weights are of.
-            lacking: Whether a tensor that is not there is a difference: a file may leave some out.
-            gather: Whether sharded tensors are gathered, for which every process must call; else they are left out.
+            weights: By their names in the model's state dict. Values may be loaded lazily.
+            where: Where the weights come from.
+            lacking: True if a missing tensor counts as a difference. A file may leave some out.
+            gather: True to gather sharded tensors, which every process must call. Otherwise they are skipped.
         """
         there, lines = {plain_name(name): name for name in weights}, []
         for name in dict.fromkeys(name for claims in self._said.values() for name in claims):
@@ -342,11 +336,11 @@ class Claims:
                 if name in claims and claims[name].holds >= where
             ]
             if not said or name not in there:
-                lines += [f"{key}: {name} is not there" for key, one in said if lacking and not isinstance(one, Gone)]
+                lines += [f"{key}: {name} is missing" for key, one in said if lacking and not isinstance(one, Gone)]
                 continue
             tensor = weights[there[name]].detach()
             if not is_sharded(tensor) or gather:
-                # One tensor at a time: sharded ones are gathered whole.
+                # One tensor at a time, since sharded ones are gathered.
                 tensor = whole(tensor)
                 lines += [f"{key}: {name}: {wrong}" for key, one in said if (wrong := one.wrong(tensor, where))]
         return lines
@@ -361,18 +355,18 @@ class Claims:
         *,
         gather: bool,
     ) -> None:
-        """Count again in final weights what is said of them.
+        """Recount the final weights and compare them with the receipt.
 
         Args:
-            model: As training left it.
-            weights: Of a file, under the names of the model's state dict; None: those of the model itself.
-            what: The model or the file, for the message.
-            changed_by: Classes of the callbacks that may have changed them.
-            where: Of which moment they are.
+            model: The model at the end of training.
+            weights: Weights of a file, by their names in the model's state dict; None for those of the model itself.
+            what: Name of the model or file in the message.
+            changed_by: Classes of the callbacks that may have changed the weights.
+            where: Where the weights come from.
             gather: As in `differences`.
 
         Raises:
-            ReceiptError: If they are not what the receipt says.
+            ReceiptError: If the weights differ from the receipt.
         """
         if not self.any_hold(where):
             return
@@ -383,10 +377,10 @@ class Claims:
         if not lines:
             return
         others = ", ".join(dict.fromkeys(changed_by))
-        who = f"it may have been changed by {others}; a callback" if others else "no other callback was there; a hook"
+        who = f"{others} may have changed them; a callback" if others else "no other callback was registered; a hook"
         more = f"; and {len(lines) - _TOLD} more" if len(lines) > _TOLD else ""
         raise ReceiptError(
             what,
-            f"weights must be what the receipt says, got {'; '.join(lines[:_TOLD])}{more}",
-            f"{who} that writes into weights must do so before training ends",
+            f"the weights differ from the receipt: {'; '.join(lines[:_TOLD])}{more}",
+            f"{who} that changes weights must do so before training ends",
         )

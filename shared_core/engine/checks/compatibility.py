@@ -1,6 +1,6 @@
-"""Refuse what cannot be combined, and say why: technique × technique and technique × run environment, at start.
+"""Start-up check: refuse techniques that cannot be combined with each other or with the run environment.
 
-Techniques declare it in their configs: `conflicts` for whole techniques, `refusals` for options.
+Techniques declare this in their configs: `conflicts` for whole techniques, `refusals` for options.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def refusal(first: str, second: str) -> str | None:
-    """Return why two techniques, or a technique and a run environment, cannot be combined; None if they can.
+    """Return why two techniques, or a technique and a run environment, cannot be combined. None if they can.
 
-    The reason also says under which options they can, if there are such.
+    The reason also names the options that allow the combination, if any.
 
     Example:
         >>> refusal("prune", "qat") is None, refusal("loss_scale", "bf16") is None
@@ -34,12 +34,12 @@ def _declared(key: str, other: str) -> str | None:
         return None
     config = REGISTRY[key].config_class
     by_default = None if other in config.works_in else EVERY_TECHNIQUE.get(other)
-    # A config's own word counts before what holds of every technique.
+    # A config's own entry overrides the one for all techniques.
     return config.conflicts.get(other) or by_default
 
 
 def is_allowed(first: str, second: str, recipe: Mapping[str, Any]) -> bool:
-    """Return True if the options of the technique that declares a conflict allow it all the same."""
+    """Return True if a technique declares this conflict but its options allow the combination."""
     return any(
         key in recipe and _declared(key, other) is not None and recipe[key].allows(other, recipe)
         for key, other in ((first, second), (second, first))
@@ -47,23 +47,23 @@ def is_allowed(first: str, second: str, recipe: Mapping[str, Any]) -> bool:
 
 
 def remarks(recipe: Mapping[str, Any]) -> list[str]:
-    """Return a line for each combination that is allowed and that the user must know about; the receipt keeps them."""
+    """Return a line for each allowed combination that the user should know about. They become notes of the receipt."""
     return [line for config in recipe.values() for line in config.remarks(recipe)]
 
 
 def check(keys: Iterable[str], run_environment: Iterable[str] = ()) -> None:
-    """Refuse a combination that cannot be right, before any work.
+    """Refuse a combination that cannot work, before training starts.
 
     Args:
-        keys: A recipe, whose options decide too, or recipe keys alone, which meet no condition.
-        run_environment: Keys of `RUN_ENVIRONMENTS` that hold.
+        keys: A recipe, whose options may allow a combination, or recipe keys alone.
+        run_environment: Keys of `RUN_ENVIRONMENTS` that apply.
 
     Raises:
-        CompatibilityError: Naming both sides and the reason, for every refused pair, and what a recipe lacks.
+        CompatibilityError: Names both sides and the reason for every refused pair, and what the recipe lacks.
     """
     recipe = keys if isinstance(keys, Mapping) else None
     keys, run_environment = list(keys), list(run_environment)
-    # Each pair once: `refusal` asks both sides.
+    # List each pair once: `refusal` checks both sides.
     pairs = [*itertools.combinations(keys, 2), *itertools.product(keys, run_environment)]
     lines = [
         f"{first} cannot be combined with {RUN_ENVIRONMENTS.get(second, second)}: {reason}"
@@ -77,7 +77,7 @@ def check(keys: Iterable[str], run_environment: Iterable[str] = ()) -> None:
 
 
 def matrix() -> list[dict[str, str]]:
-    """Return one row a technique, one column a technique or run environment: ``"yes"`` or the reason why not."""
+    """Return one row per technique and one column per technique or run environment: ``"yes"`` or the reason."""
     columns = [*REGISTRY, *RUN_ENVIRONMENTS]
     return [
         {
@@ -89,15 +89,15 @@ def matrix() -> list[dict[str, str]]:
 
 
 def refuse_without_batches(context: Context) -> None:
-    """Refuse at the start what would look at training batches at the end, where the loop has none to look at.
+    """Refuse techniques that need training batches at the end of a run, if the loop gives none.
 
     Raises:
-        CompatibilityError: If one technique replaces the weights, and another must see batches then.
+        CompatibilityError: If one technique replaces the weights, and another needs batches afterwards.
     """
     remedy = getattr(context.services, "lacks_batches", "")
     replacing = [key for key, one in context.techniques.items() if one.replaces_weights]
     wanting = [key for key, plan in context.plans.items() if plan.looks_at_batches]
     if remedy and replacing and wanting:
         raise CompatibilityError(
-            wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
+            wanting[0], f"needs training batches after {replacing[0]} replaces the weights, but has none", remedy
         )

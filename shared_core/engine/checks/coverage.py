@@ -1,4 +1,4 @@
-"""Measure how much of a model a technique reaches: told before anything else; below half of it a run stops."""
+"""Measure how much of a model each technique covers. The run prints it at the start and stops below half."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from shared_core.engine.technique import Context
 
 ENOUGH = 0.5
-"""The least share of the weights that multiply activations which a technique must reach unasked."""
+"""Minimum share of the weights that multiply activations which a technique must reach by default."""
 
 _OF_LAYERS = ("layers", "factorised layers", "weights")
-"""`Touched.what` of techniques that work on one layer or weight after the other; others are of the run as a whole."""
+"""`Touched.what` of techniques that work per layer or weight. All others work on the run as a whole."""
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NORM = re.compile(r"Norm(\dd|s)?$")
 _NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^|_)(log|quer(y|ies))$", re.IGNORECASE)
@@ -44,7 +44,7 @@ _FROZEN = "frozen weights"
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that multiplies activations: all the names it has, the kind of module that holds it, its elements."""
+    """A tensor that multiplies activations: all its names, the class of its module, its number of elements."""
 
     names: list[str]
     kind: str
@@ -53,15 +53,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Counted:
-    """The weights of a model before a technique touched it.
+    """The weights of a model before techniques change it.
 
     Args:
-        multiplying: Those that multiply activations.
-        beside: Elements of embeddings, norms, biases and others.
-        holders: By plain name the modules that hold the former, in registration order.
+        multiplying: Weights that multiply activations.
+        beside: Number of elements in embeddings, norms, biases and others.
+        holders: Modules that hold `multiplying` weights, by plain name, in registration order.
         modules: All modules by plain name.
-        frozen: Names of the former that require no gradients.
-        unheld: Names of parameters, and of modules, of which no optimizer holds any.
+        frozen: Names of `multiplying` weights that don't require gradients.
+        unheld: Names of parameters that no optimizer holds, and of modules with only such parameters.
     """
 
     multiplying: list[Weight] = field(default_factory=list)
@@ -74,15 +74,15 @@ class Counted:
 
 @dataclass(frozen=True)
 class Reach:
-    """The share that one technique reaches of the weights that multiply activations.
+    """The share of the weights that multiply activations which one technique reaches.
 
     Args:
-        within: Their elements within reach.
-        total: Of all.
-        left: By kind of module and reason, how many tensors are left as they are and their elements.
-        beside: Elements of embeddings, norms, biases, frozen weights that are left, and others, which are not among
-            `total`.
-        unasked: Elements left that neither `skip` nor a `min_size` of the user's leaves out.
+        within: Number of elements that it reaches.
+        total: Number of elements in all of them.
+        left: Number of unchanged tensors and their elements, by class of module and reason.
+        beside: Number of elements in embeddings, norms, biases, unchanged frozen weights and others. They are not
+            part of `total`.
+        unasked: Number of unchanged elements that the user has not excluded by `skip` or `min_size`.
     """
 
     within: int
@@ -93,7 +93,7 @@ class Reach:
 
     @property
     def share(self) -> float:
-        """The number: within / total."""
+        """The ratio ``within / total``."""
         return self.within / self.total if self.total else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,51 +102,51 @@ class Reach:
         return {"share": self.share, "within": self.within, "total": self.total, "left": left, "beside": self.beside}
 
     def line(self) -> str:
-        """Return the number and what is left in one line."""
+        """Return the share and what is left unchanged, in one line."""
         beside = ", ".join(f"{numel:,} of {kind}" for kind, numel in self.beside.items())
-        told = f"{percent(self.share)} of the weights that multiply activations are within reach"
-        told += f"; left as they are: {self._left()}" if self.left else ""
-        return told + (f" (beside them: {beside})" if beside else "")
+        told = f"covers {percent(self.share)} of the weights that multiply activations"
+        told += f"; unchanged: {self._left()}" if self.left else ""
+        return told + (f" (not counted: {beside})" if beside else "")
 
     def _left(self) -> str:
         largest = sorted(self.left.items(), key=lambda item: -item[1][1])
         parts = [f"{percent(numel / self.total)} in {count} of {kind}" for kind, (count, numel) in largest[:_TOLD]]
-        return "; ".join(parts) + (f"; and {len(largest) - _TOLD} kinds more" if len(largest) > _TOLD else "")
+        return "; ".join(parts) + (f"; and {len(largest) - _TOLD} more kinds" if len(largest) > _TOLD else "")
 
     def refusal(self, key: str, config: TechniqueConfig, remedy: str = "") -> MatchError | None:
-        """Return the error of less than `ENOUGH` of what was not skipped, None where `include` chose the layers.
+        """Return an error if the share is below `ENOUGH`, without counting skipped layers. None if `include` is set.
 
         Args:
             key: The technique.
             config: Its options.
-            remedy: How to go on all the same; by default in training.
+            remedy: How to continue anyway; by default for training.
         """
         chosen: tuple[str, ...] = getattr(config, "include", ())
         if chosen or self.within >= ENOUGH * (self.within + self.unasked):
             return None
-        include = f", or name the layers that are meant with include (--{key}_include)"
+        include = f", or name the layers with include (--{key}_include)"
         remedy = remedy or (
-            f"to train like this add --{PARTIAL_FLAG} true ({PARTIAL}: true beside the techniques of a recipe)"
+            f"to train anyway, add --{PARTIAL_FLAG} true ({PARTIAL}: true at the top of a recipe)"
             + (include if hasattr(config, "include") else "")
         )
         return MatchError(
             key,
-            f"at least {ENOUGH:.0%} of the weights that multiply activations must be within reach, got "
-            f"{percent(self.share)}",
-            f"left as they are: {self._left()}; {remedy}",
+            f"covers only {percent(self.share)} of the weights that multiply activations, at least {ENOUGH:.0%} is "
+            "required",
+            f"unchanged: {self._left()}; {remedy}",
         )
 
 
 def count(model: nn.Module) -> Counted:
-    """Return the weights of a model: those that multiply activations, and how many there are beside them.
+    """Return the weights of a model that multiply activations, and the number of all other elements.
 
-    The former are the weights of linear, convolutional and recurrent layers, attention's packed ones, and matrices or
-    stacks of them in modules of other libraries and the user's own, such as experts, unless the parameter's name says
-    that it is a table, a position, a token or a logarithm (Mamba's ``A_log``). A tensor that an embedding holds is the
-    embedding's, tied or not.
+    Weights that multiply activations are those of linear, convolutional and recurrent layers, packed attention weights,
+    and matrices or stacks of them in other modules, such as experts. Parameters whose name says that they are a table,
+    a position, a token or a logarithm (Mamba's ``A_log``) are not. A tensor of an embedding, tied or not, counts as
+    embedding.
 
     Args:
-        model: Before techniques attach.
+        model: The model before techniques attach.
 
     Example:
         >>> found = count(nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.LSTM(4, 2), nn.Linear(2, 3)))
@@ -155,7 +155,7 @@ def count(model: nn.Module) -> Counted:
     """
     modules = {plain_name(name): module for name, module in model.named_modules()}
     found = Counted(modules=modules)
-    # By identity: a head that is tied to an embedding is one with it.
+    # By identity: a head tied to an embedding is the same tensor.
     embedded = {id(value) for module in modules.values() if _embeds(module) for value in module._parameters.values()}
     names: dict[int, list[str]] = {}
     for prefix, module in modules.items():
@@ -164,7 +164,7 @@ def count(model: nn.Module) -> Counted:
                 continue
             own = names.setdefault(id(value), [])
             own.append(f"{prefix}.{name}".removeprefix("."))
-            # Further names of a tied weight: counted once.
+            # A further name of a tied weight, which counts once.
             if len(own) > 1:
                 continue
             holder = modules.get(prefix.partition(".parametrizations.")[0], module)  # of a parametrised layer
@@ -186,26 +186,26 @@ def reach(
     *,
     reaches_frozen: bool = False,
 ) -> Reach | None:
-    """Return what a technique reaches, None of one that works on the run as a whole.
+    """Return what a technique reaches, or None if it works on the run as a whole.
 
     Args:
         counted: From `count`, before techniques attached.
-        touched: What the technique says that it touches.
+        touched: What the technique reports as touched.
         config: Its options.
-        model: The model, as it is now.
-        reaches_frozen: Whether frozen weights that it leaves count against it.
+        model: The model in its present state.
+        reaches_frozen: True if unchanged frozen weights count against the technique.
     """
     if touched.what not in _OF_LAYERS or not touched.tensors:
         return None
     there = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    # All modules around what was touched: a technique may name a layer, its weight, or a module above.
+    # All enclosing modules: a technique may name a layer, its weight, or a parent module.
     inside = {place for name in touched.tensors for place in _around(name)}
     out = {place: reason for name, reason in touched.left_out.items() for place in (_around(name)[0], name)}
     skip: tuple[str, ...] = getattr(config, "skip", ())
-    # by the name of a layer around the weight too, such as one that peft has given adapters
+    # Globs also match enclosing layers, such as one that PEFT has wrapped with adapters.
     globs = {*skip} - {"first", "last"}
     skipped = named_by(skip, counted.holders) | named_by(globs, counted.modules)
-    # of stacked experts the parameter's own name
+    # For stacked experts, globs match the parameter's own name.
     skipped |= {
         name for one in counted.multiplying for name in one.names if any(fnmatchcase(name, glob) for glob in globs)
     }
@@ -215,7 +215,7 @@ def reach(
     beside = dict(counted.beside)
     for weight in counted.multiplying:
         places = [place for name in weight.names for place in (name, *_around(name))]
-        # of a layer that was taken apart (`low_rank`) what stands in its place
+        # For a layer that was split (`low_rank`), look at what replaced it.
         apart = {_around(name)[0] for name in weight.names} if there.isdisjoint(weight.names) else set()
         if apart & inside or not {*touched.tensors, *touched.reached}.isdisjoint(places):
             within += weight.numel
@@ -231,20 +231,20 @@ def reach(
         label = weight.kind + (f" ({reason})" if reason else "")
         tensors, numel = left.get(label, (0, 0))
         left[label] = tensors + 1, numel + weight.numel
-        # What the user asked to be left out does not count against the technique.
+        # Layers that the user excluded don't count against the technique.
         unasked += 0 if asked else weight.numel
     total = within + sum(numel for _, numel in left.values())
     return Reach(within, total, left, beside, unasked)
 
 
 def _too_small(config: TechniqueConfig, weight: Weight) -> str:
-    """Return that `min_size` leaves a weight out where the user has set it; its default nobody asked for."""
+    """Return a reason if `min_size` excludes the weight and the user has set it. The default does not count."""
     least = int(getattr(config, "min_size", 0))
     return f"smaller than min_size {least}" if weight.numel < least and "min_size" in config.changed() else ""
 
 
 class Coverage(dict[str, Reach]):
-    """By key what the techniques of a run reach that work on layers; measured again once optimizers are known."""
+    """Reach of each technique that works on layers, by key. Measured again once the optimizers are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Coverage(dict[str, Reach]):
         self._knows_held = False
 
     def look_at(self, context: Context) -> None:
-        """Count the weights of the user's model, before techniques replace layers and move weights."""
+        """Count the weights of the user's model before techniques change it."""
         self._counted = count(context.model)
         context.shapes = {module: shapes_of(module) for module in context.model.modules()}
         owned = own_parameters(context.model)
@@ -263,11 +263,11 @@ class Coverage(dict[str, Reach]):
         """Measure what each technique reaches.
 
         Args:
-            context: All techniques are attached.
-            allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
+            context: The context after all techniques attached.
+            allow_partial: True to accept less than `ENOUGH`. `include` also allows it.
 
         Raises:
-            MatchError: If one reaches less.
+            MatchError: If a technique reaches less.
         """
         found: dict[str, Reach] = {}
         for key, technique in context.techniques.items():
@@ -282,20 +282,20 @@ class Coverage(dict[str, Reach]):
         self.update(found)
 
     def learn_held(self, context: Context, timed: Callable[[str], AbstractContextManager[None]]) -> str:
-        """Have techniques leave alone what no optimizer holds, and return a line that tells it; "" if nothing is left.
+        """Exclude parameters that no optimizer holds from all techniques. Return a note, or "" if there are none.
 
-        The first call of a run decides: techniques give optimizers copies in place of parameters later.
+        Only the first call of a run counts: later, techniques may give optimizers copies instead of parameters.
 
         Args:
-            context: With the optimizers.
-            timed: Counts the time of a technique, by its key.
+            context: The context, with the optimizers.
+            timed: Measures the time of a technique, by its key.
         """
         if self._knows_held:
             return ""
         self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
         if not context.unheld:
             return ""
-        # Before techniques take out what they added to them.
+        # Before techniques remove what they added to these layers.
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
         for key, leaving in offering(context.techniques, LeavesUnheld):
@@ -308,33 +308,33 @@ class Coverage(dict[str, Reach]):
 def after_training(
     counted: Counted, touched: Touched, config: TechniqueConfig, model: nn.Module, *, where: str, allow_partial: bool
 ) -> Reach:
-    """Return what a technique reaches of a trained model, of which frozen weights count as others do.
+    """Return what a technique reaches in a trained model. Frozen weights count like all others.
 
     Args:
         counted: From `count`, before the model was changed.
-        touched: What is to be changed.
+        touched: The layers to change.
         config: The options.
         model: The model.
-        where: Who changes it, for errors.
-        allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
+        where: Name of the caller in errors.
+        allow_partial: True to accept less than `ENOUGH`. `include` also allows it.
 
     Raises:
-        MatchError: If less is reached.
+        MatchError: If the share is too small.
     """
     found = reach(counted, touched, config, model, reaches_frozen=True) or Reach(0, 0, {}, counted.beside, 0)
-    remedy = f"to go on all the same pass {PARTIAL}=True (--{PARTIAL.replace('_', '-')}), or name the layers in include"
+    remedy = f"to continue anyway, pass {PARTIAL}=True (--{PARTIAL.replace('_', '-')}), or name the layers in include"
     if not allow_partial and (error := found.refusal(where, config, remedy)) is not None:
         raise error
     return found
 
 
 def lines(reaches: Mapping[str, Reach]) -> list[str]:
-    """Return a line about each technique that leaves some of the weights that multiply activations as they are."""
+    """Return a line for each technique that leaves weights unchanged which multiply activations."""
     return [f"{key}: {one.line()}" for key, one in reaches.items() if one.left or _FROZEN in one.beside]
 
 
 def percent(share: float) -> str:
-    """Return a share in words, never 0 % of something, nor 100 % of less than all.
+    """Return a share as text. Rounding never gives 0 % of something or 100 % of less than all.
 
     Example:
         >>> percent(0.9999), percent(1.0), percent(0.125)
@@ -346,7 +346,7 @@ def percent(share: float) -> str:
 
 
 def _around(name: str) -> list[str]:
-    """Return the names of the modules around a tensor or module, the innermost first, the model's own (empty) last."""
+    """Return the names of the enclosing modules, the innermost first and the model's own (empty) last."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
@@ -356,7 +356,7 @@ def _embeds(module: nn.Module) -> bool:
 
 
 def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
-    """Return what a tensor is counted as that multiplies no activations, None of one that does."""
+    """Return the kind of a tensor that multiplies no activations, None for one that does."""
     if any(_NORM.search(kind.__name__) for kind in type(module).__mro__ if kind not in _CONTAINERS):
         return "norms"
     if "bias" in name or (value.ndim < 2 and name == "beta"):
@@ -364,7 +364,7 @@ def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
         return "biases"
     if value.ndim < 2 or name in ("original0", "weight_g"):  # the norms of weight_norm
         return "others"
-    # torch's own layers are known: what is left of them multiplies.
+    # The remaining tensors of torch's own layers multiply activations.
     kinds = [kind for kind in type(module).__mro__ if kind not in _CONTAINERS]
     if any(kind.__module__.startswith("torch.nn.") for kind in kinds):
         return None
@@ -372,4 +372,4 @@ def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
         return "others"
     if _NO_MATRIX.search(type(module).__name__):
         return "embeddings"
-    return None  # of a user's module: what is no table, position, token or logarithm
+    return None  # in the user's own modules: anything but a table, position, token or logarithm

@@ -1,4 +1,4 @@
-"""Check that the loss and its softmax are computed in 32 bits: 16 are too few to add up many classes."""
+"""Warn if the loss or its softmax is computed in 16 bits, which are too few to sum over many classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared_core.engine.technique import Context
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MAX_NODES = 64
-# What may lie between a loss and its logits; at anything else the model begins.
+# Operations that may lie between a loss and its logits. Any other belongs to the model.
 _PASSED = (
     *("ToCopy", "View", "UnsafeView", "ReshapeAlias", "Slice", "Select", "Transpose", "T", "Permute", "Clone"),
     *("Squeeze", "Unsqueeze", "Expand", "Index", "Gather", "Where", "MaskedFill"),
@@ -22,10 +22,9 @@ _PASSED = (
 
 
 class LossDtype:
-    """Looks once at how a training loss came about: the dtypes that autograd noted for its last operations.
+    """Read the dtypes of the last operations of a training loss from its autograd graph, once per run.
 
-    A trainer may hand out a float32 loss that the model had computed in 16 bits and that was cast afterwards, so the
-    dtype of the tensor alone tells nothing.
+    The dtype of the loss tensor is not enough: a trainer may cast a loss to float32 that was computed in 16 bits.
 
     Example:
         >>> probe = LossDtype()
@@ -37,28 +36,28 @@ class LossDtype:
 
     def __init__(self) -> None:
         self.loss: torch.dtype | None = None
-        """The narrowest dtype of the operations that gave one number; None before the first loss."""
+        """Narrowest dtype of the operations with a scalar result; None before the first loss."""
         self.softmax: torch.dtype | None = None
-        """The narrowest dtype of a softmax between the loss and the last matrix product; None without one."""
+        """Narrowest dtype of a softmax between the loss and the last matrix product; None without one."""
 
     def see(self, loss: Tensor) -> bool:
-        """Note the dtypes behind the first loss, and return whether one has 16 bits; later ones are passed over."""
+        """Record the dtypes of the first loss and return True if one has 16 bits. Later losses are ignored."""
         if self.loss is not None:
             return False
         self.loss = loss.dtype
-        # Breadth first from the loss through what may lie between it and the logits; bounded, since a graph is large.
+        # Breadth first from the loss to the logits. Bounded, since a graph is large.
         nodes: list[Any] = [loss.grad_fn]
         for node in nodes:  # grows while it is walked
-            # autograd's notes of a node's outputs: shape and dtype, without the tensors.
+            # autograd records the shape and dtype of a node's outputs, without the tensors.
             outputs = getattr(node, "_input_metadata", ())
             if not outputs:
                 continue
             operation, shape, dtype = node.name().partition("Backward")[0], tuple(outputs[0].shape), outputs[0].dtype
             if operation in ("LogSoftmax", "Softmax"):
                 self.softmax = _narrower(self.softmax, dtype)
-                # Behind the softmax are logits, whose dtype does not matter any more.
+                # Beyond the softmax are the logits, whose dtype does not matter.
                 continue
-            # A node that gives one number is part of the loss itself.
+            # A node with a scalar result is part of the loss itself.
             if not shape:
                 self.loss = _narrower(self.loss, dtype)
             if not shape or operation in _PASSED:
@@ -67,14 +66,14 @@ class LossDtype:
         return self.is_narrow
 
     def tell(self, loss: Tensor, context: Context, hook: Callable[..., Any]) -> None:
-        """Note the dtypes behind the first loss, warn of 16 bits, and have `hook` called no more."""
+        """Check the first loss, warn about 16 bits, and remove `hook`."""
         if self.see(loss):
             context.services.say(self.warning())
         context.drop(hook)
 
     @property
     def is_narrow(self) -> bool:
-        """True if loss or softmax were computed in 16 bits."""
+        """True if the loss or softmax was computed in 16 bits."""
         return self.loss in _NARROW or self.softmax in _NARROW
 
     def warning(self) -> str:
@@ -82,7 +81,7 @@ class LossDtype:
         what = "loss" if self.loss in _NARROW else "softmax"
         dtype = str(self.loss if what == "loss" else self.softmax).removeprefix("torch.")
         return (
-            f"efftrain: the {what} is computed in {dtype}, which has too few bits to add up many classes or positions; "
+            f"efftrain: the {what} is computed in {dtype}, which is too imprecise to sum over many classes or tokens; "
             "call .float() on the logits before the loss"
         )
 

@@ -1,4 +1,4 @@
-"""Checks of the user's model and optimizers: one session for a model, what techniques hold, what they can work with."""
+"""Checks of the user's model and optimizers: one session per model, unchanged modules, supported wrappers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shared_core.engine.session import Session
     from shared_core.engine.technique import Context
 
-# Exact classes: a subclass may do anything, and what is not known may mix the elements of a gradient, as Muon (its
-# singular values), Adafactor (sums of rows and columns), LAMB and LARS (norms) and 8-bit states (scales of blocks) do.
+# Exact classes only: any other optimizer may mix the elements of a gradient, like Muon (singular values), Adafactor
+# (sums of rows and columns), LAMB and LARS (norms) and 8-bit states (block scales).
 _ELEMENT_WISE = frozenset(
     getattr(torch.optim, name)
     for name in (
@@ -31,36 +31,36 @@ _ELEMENT_WISE = frozenset(
     )
 )  # fmt: skip
 _Held = tuple[str, str, nn.Module | Tensor]
-# of sessions, not of models: a copy of a model, or one that was pickled, has none
+# A set of sessions instead of marks on models: a copied or pickled model has no session.
 _ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def refuse_second_session(session: Session, model: nn.Module) -> None:
-    """Note that a session attaches to a model, which no other may do then.
+    """Register a session for a model, which may have only one.
 
-    A trainer's session that has not begun gives way: it attaches again when its trainer trains.
+    A trainer's session that has not begun is detached. It attaches again when its trainer trains.
 
     Raises:
-        TrainingError: If the model, one of its parts, or one that it is a part of, is another session's.
+        TrainingError: If another session is attached to the model, to a part of it, or to a model that contains it.
     """
     if not session.techniques:
         return
     if any(True for _ in _others(session, model)):
-        gc.collect()  # sessions are in cycles with what they drive, so that one nobody holds may still be there
+        gc.collect()  # sessions are in reference cycles: one that nobody uses may still exist
     for other in _others(session, model):
         if other.front_end == "bare" or other.has_begun:
             raise TrainingError(
                 "session",
-                f"a model must have one session, got {type(model).__name__}, which a {other.front_end} session with "
-                f"{', '.join(other.recipe)} is attached to",
-                "put all techniques into one recipe, or call finish or detach of the other one first",
+                f"{type(model).__name__} already has a {other.front_end} session with {', '.join(other.recipe)}, and a "
+                "model can have only one",
+                "put all techniques into one recipe, or call finish or detach on the other session first",
             )
         other.detach()
     _ATTACHED.add(session)
 
 
 def _others(session: Session, model: nn.Module) -> Iterator[Session]:
-    # Also a part of a model, or a model around it: they share modules.
+    # A part of the model, or a model around it, shares modules too.
     parts = {*map(id, model.modules())}
     for other in list(_ATTACHED):
         if other is session or not other.is_attached or other.context is None:
@@ -71,31 +71,30 @@ def _others(session: Session, model: nn.Module) -> Iterator[Session]:
 
 
 def refuse_changed(plans: Mapping[str, Plan], context: Context) -> None:
-    """Refuse a model of which something was replaced or unfrozen: a technique would work on what is left over.
+    """Refuse a model with replaced or unfrozen parts: a technique would work on objects that are no longer used.
 
     Args:
-        plans: Of the techniques, by their keys.
-        context: With the model.
+        plans: Plans of the techniques, by key.
+        context: The context with the model.
 
     Raises:
-        TrainingError: If something that a technique holds is no longer in the model, or trains and must not.
+        TrainingError: If a module or parameter that a technique uses was replaced, or unfrozen although it must not.
     """
     held = [(key, *one) for key, plan in plans.items() for one in plan.guards.items()]
     for key, name, value in held:
         if plans[key].keeps_frozen and isinstance(value, Tensor) and value.requires_grad:
             raise TrainingError(
                 key,
-                f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",
-                "leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning",
+                f"{name} must stay frozen until the end of training, but was unfrozen by step {context.step}",
+                "remove what unfreezes whole modules, such as Lightning's BackboneFinetuning",
             )
     if held and _gone(held, context.model):
-        reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts
+        reshard_(context.model)  # FSDP2's gathered parameters had replaced the sharded ones
         for key, name, _ in _gone(held, context.model):
             raise TrainingError(
                 key,
-                f"{name} must stay in the model until the end of training, got another object in its place by step "
-                f"{context.step}",
-                "write into parameters (copy_, load_state_dict without assign=True), and replace modules before "
+                f"{name} must stay in the model until the end of training, but was replaced by step {context.step}",
+                "change parameters in place (copy_, load_state_dict without assign=True), and replace modules before "
                 "training",
             )
 
@@ -107,10 +106,10 @@ def _gone(held: Iterable[_Held], model: nn.Module) -> list[_Held]:
 
 
 def wrapped_by_user(model: nn.Module) -> set[str]:
-    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that modules and weights of a model show.
+    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that apply to the user's wrappers.
 
     Args:
-        model: As the trainer was given it. Under a trainer that shards, weights are in parts anyway.
+        model: The model as given to the trainer, before the trainer shards it.
 
     Example:
         >>> from torch import nn
@@ -129,7 +128,7 @@ def wrapped_by_user(model: nn.Module) -> set[str]:
 
 
 def trained_in_ddp(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that train inside DistributedDataParallel, where a model is or holds one."""
+    """Return the trainable parameters inside DistributedDataParallel, in the model or around it."""
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     return {parameter for module in wrapped for parameter in module.parameters() if parameter.requires_grad}
 
@@ -138,44 +137,43 @@ def refuse_not_reduced(model: nn.Module, reduced: set[nn.Parameter]) -> None:
     """Refuse techniques that changed which parameters train inside DistributedDataParallel.
 
     Args:
-        model: With techniques attached.
-        reduced: What `trained_in_ddp` returned before.
+        model: The model with techniques attached.
+        reduced: The result of `trained_in_ddp` before.
 
     Raises:
-        CompatibilityError: If others train now: it reduces the gradients of those that it was made with.
+        CompatibilityError: If other parameters train now. DDP reduces only the gradients it was built with.
     """
     if trained_in_ddp(model) != reduced:
         raise CompatibilityError(
             "session",
-            "model must be the one inside DistributedDataParallel where techniques add, replace or freeze parameters, "
-            "got one that is wrapped already",
-            "attach to model.module first, and wrap it then",
+            "the model is already wrapped in DistributedDataParallel, but techniques add, replace or freeze parameters",
+            "attach to model.module first, then wrap it",
         )
 
 
 def refuse_scripted(model: nn.Module, where: str) -> None:
-    """Refuse modules of `torch.jit.script` where a technique reads parameters, copies or runs a forward again.
+    """Refuse `torch.jit.script` modules for techniques that read parameters, copy the model or rerun a forward.
 
     Raises:
-        CompatibilityError: Names the first one.
+        CompatibilityError: Names the first such module.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CompatibilityError(
                 where,
-                f"model must consist of Python modules, got a torch.jit module ({name or 'the model itself'})",
-                "train the module that it was made of, and script the trained model",
+                f"torch.jit modules are not supported ({name or 'the model itself'})",
+                "train the original module, then script the trained model",
             )
 
 
 def optimizers_of(given: Any, where: str) -> tuple[torch.optim.Optimizer, ...]:
-    """Return a list of optimizers as it was given: techniques read their groups and their state.
+    """Return the given optimizers as a tuple. Techniques read their groups and state.
 
     Raises:
-        TrainingError: If it is no list, or one is no optimizer of torch and does not look like one.
+        TrainingError: If it is not a list, or an item has no `param_groups` and `state` like torch's optimizers.
     """
     if isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable):
-        raise TrainingError(where, "optimizers must be a list, got one", "pass [optimizer]")
+        raise TrainingError(where, "optimizers must be a list, got a single object", "pass [optimizer]")
     found = tuple(given)
     for optimizer in found:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state")):
@@ -184,18 +182,18 @@ def optimizers_of(given: Any, where: str) -> tuple[torch.optim.Optimizer, ...]:
                 where,
                 "optimizer must be a torch.optim.Optimizer, or have its param_groups and state, got "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-                f"pass the {type(inner).__name__} that it wraps"
+                f"pass the {type(inner).__name__} inside it"
                 if isinstance(inner, torch.optim.Optimizer)
-                else "make one of torch.optim, or of a library whose optimizers are subclasses of it",
+                else "use an optimizer from torch.optim, or a subclass of torch.optim.Optimizer",
             )
     return found
 
 
 def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
-    """Refuse an optimizer that is LBFGS, beneath a wrapper too: it moves weights many times within one step.
+    """Refuse LBFGS, also inside a wrapper: it moves weights many times within one step.
 
     Raises:
-        CompatibilityError: If one is.
+        CompatibilityError: If an optimizer is LBFGS.
     """
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
@@ -203,7 +201,7 @@ def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
 
 
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is known to move each element by its own gradient alone.
+    """Return True if an optimizer is known to update each element from its own gradient only.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""Which of a model's parameters optimizers hold, and groups that follow what techniques add or replace, and return."""
+"""Which parameters the optimizers hold, and parameter groups that follow what techniques add or replace."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ def unheld(
 ) -> dict[nn.Parameter, str]:
     """Return the parameters that require gradients but are in no optimizer, with their plain names.
 
-    Empty where the optimizers hold none of the model's parameters: they hold others in their place (parts of a sharded
-    model, copies), or step elsewhere.
+    Empty if the optimizers hold none of the model's parameters. They may hold shards or copies instead.
 
     Args:
-        model: Techniques are attached.
-        optimizers: Torch's own, unwrapped.
-        trained: The owners and names of those that required gradients before techniques attached: of a layer whose
-            additions no optimizer holds, what a technique has frozen is returned too.
+        model: The model with techniques attached.
+        optimizers: Unwrapped torch optimizers.
+        trained: Owner and name of the parameters that required gradients before techniques attached. If a technique
+            froze one of them in a layer that no optimizer holds, it is returned too.
 
     Example:
         >>> model = nn.ModuleDict({"net": nn.Linear(1, 1), "copy": nn.Linear(1, 1)})
@@ -50,17 +49,17 @@ def unheld(
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield every parameter with the module that holds it and its name there: FSDP2 puts others in their places."""
+    """Yield every parameter with its module and its name there. FSDP2 replaces parameters, so names are the key."""
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
             yield module, name, value
 
 
 def untrained_modules(model: nn.Module, left: Mapping[nn.Parameter, str]) -> dict[str, nn.Module]:
-    """Return by plain name the outermost modules that hold some of these parameters and train no others.
+    """Return the outermost modules that hold some of these parameters and train no others, by plain name.
 
     Args:
-        model: Searched through.
+        model: The model to search.
         left: Parameters that do not train, with their plain names.
     """
     found: dict[str, nn.Module] = {}
@@ -74,10 +73,10 @@ def untrained_modules(model: nn.Module, left: Mapping[nn.Parameter, str]) -> dic
 
 
 def named_parts(model: nn.Module, left: Mapping[nn.Parameter, str]) -> str:
-    """Return the names of the modules that hold these parameters, or their own, for a message.
+    """Return the names of the modules that hold these parameters, or of the parameters, for a message.
 
     Args:
-        model: Searched through.
+        model: The model to search.
         left: Parameters that do not train, with their plain names.
     """
     modules = untrained_modules(model, left)
@@ -94,14 +93,14 @@ def shapes_of(module: nn.Module) -> list[torch.Size]:
 def copies(
     model: nn.Module, left: Mapping[nn.Parameter, str], shapes: Mapping[nn.Module, list[torch.Size]]
 ) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return by name the copies of trained parts, such as a moving average that the user's code updates, and those.
+    """Return copies of trained modules with their originals, such as a moving average that the user's code updates.
 
-    Such code goes through the parameters of both one by one. So a copy is told by parameters of the same shapes.
+    Such code pairs the parameters of both one by one. So a copy is recognised by parameters of the same shapes.
 
     Args:
-        model: Searched through.
+        model: The model to search.
         left: From `unheld`.
-        shapes: Of the parameters of modules, before techniques attached.
+        shapes: Shapes of the parameters of each module, before techniques attached.
     """
     trained = [one for one in shapes if any(p.requires_grad and p not in left for p in one.parameters())]
     found: dict[str, tuple[nn.Module, nn.Module]] = {}
@@ -115,59 +114,60 @@ def copies(
 def layers_of_copies(
     where: str, model: nn.Module, left: Mapping[nn.Parameter, str], shapes: Mapping[nn.Module, list[torch.Size]]
 ) -> set[nn.Module]:
-    """Return the modules inside `copies`, which keep what a technique adds to them as to their originals.
+    """Return the modules inside `copies`. They keep what a technique adds, just like their originals.
 
     Args:
-        where: The technique, for errors.
+        where: Name of the technique in errors.
         model: As in `copies`.
         left: As in `copies`.
         shapes: As in `copies`.
 
     Raises:
-        CompatibilityError: If the parameters of a copy are no longer those of its original one by one.
+        CompatibilityError: If the parameters of a copy no longer match its original one by one.
     """
     found = copies(model, left, shapes)
     for name, (copy, original) in found.items():
         if shapes_of(copy) != shapes_of(original):
             raise CompatibilityError(
                 where,
-                f"{name}, which no optimizer holds, must keep the parameters of the part that it copies one by one, "
-                "got layers added to one of them",
-                "let average keep the moving average, or make the copy outside of the model once training has begun",
+                f"{name}, which no optimizer holds, is a copy of another module, but a technique changed the layers of "
+                "only one of them",
+                "use the technique average for a moving average, or make the copy outside the model after training "
+                "begins",
             )
     return {inner for copy, _ in found.values() for inner in copy.modules()}
 
 
 def unheld_note(model: nn.Module, left: Mapping[nn.Parameter, str]) -> str:
-    """Return the line that tells which parameters no optimizer holds."""
-    return f"no optimizer holds the parameters of {named_parts(model, left)}: for all techniques they count as frozen"
+    """Return a note about the parameters that no optimizer holds."""
+    return f"no optimizer holds the parameters of {named_parts(model, left)}: all techniques treat them as frozen"
 
 
 def joined_note(left: Mapping[nn.Parameter, str], optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return the line that tells which of these parameters an optimizer holds by now; empty if none."""
+    """Return a note about the parameters that have joined an optimizer since; empty if none."""
     if not left:
         return ""
     held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
     names = [name for parameter, name in left.items() if parameter in held]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{names[0]}{more} joined an optimizer after training had begun: techniques leave them as they are; give them "
-        "to the optimizer at the start, frozen (requires_grad False) or with a learning rate of 0, until they train"
+        f"{names[0]}{more} joined an optimizer after training began, so techniques do not change them; add them to the "
+        "optimizer at the start, frozen (requires_grad=False) or with a learning rate of 0, until they train"
         if names
         else ""
     )
 
 
 class OptimizerParameters:
-    """Which of a model's parameters each group of existing optimizers holds, by name.
+    """Keeps the parameter groups of existing optimizers up to date while techniques change the model.
 
-    Groups stay as many and keep their options: schedulers and saved states count them. A new parameter joins the group
-    that holds its layer's other ones, or those of the nearest module around it. Muon takes matrices alone: any other
-    parameter joins the nearest group of another optimizer.
+    The number of groups and their options stay the same, since schedulers and saved states rely on them. A new
+    parameter joins the group of its layer's other parameters, or of the nearest enclosing module. Muon takes only
+    matrices, so other parameters join the nearest group of another optimizer.
 
     Args:
-        model: The user's, before techniques are attached.
-        optimizers: Torch's own, unwrapped.
+        model: The user's model, before techniques are attached.
+        optimizers: Unwrapped torch optimizers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -185,7 +185,7 @@ class OptimizerParameters:
         self._held = {held: index for index, group in enumerate(self._groups()) for held in group["params"]}
         self._group_of = {self._before[held][0]: index for held, index in self._held.items() if held in self._before}
         self.adds = False
-        """True once parameters have joined that were made after the optimizers."""
+        """True once a parameter has joined that was created after the optimizers."""
 
     @property
     def is_empty(self) -> bool:
@@ -193,10 +193,10 @@ class OptimizerParameters:
         return not self._group_of
 
     def follow(self) -> None:
-        """Put into the groups what trains in the model as it is now; nothing changes where its parameters are the same.
+        """Fill the groups with the model's present trainable parameters. A no-op if its parameters did not change.
 
         Raises:
-            TrainingError: If an optimizer has state of a parameter that no longer trains: it stepped before; or if none
+            TrainingError: If an optimizer has already stepped a parameter that no longer trains, or if no optimizer
                 can take a new one.
         """
         now = dict(self._model.named_parameters())
@@ -205,11 +205,11 @@ class OptimizerParameters:
         joins: dict[nn.Parameter, int] = {}
         for name, parameter in now.items():
             if parameter not in self._before and parameter.requires_grad:
-                # what is added to a layer that no optimizer holds does not train either
+                # Additions to a layer that no optimizer holds don't train either.
                 if not self._is_unheld(name):
                     joins[parameter] = self._nearest(name, parameter)
                     self.adds = True
-            # what a technique froze leaves, what the user froze stays
+            # Parameters that a technique froze leave; those that the user froze stay.
             elif parameter in self._held and (parameter.requires_grad or not self._before[parameter][1]):
                 joins[parameter] = self._held[parameter]
         if any(
@@ -217,17 +217,17 @@ class OptimizerParameters:
         ):
             raise TrainingError(
                 "session",
-                "optimizer must not have stepped before techniques add or replace parameters, got one with state",
-                "make a new one; in a resumed run load its state once training has begun",
+                "the optimizer has stepped already, but techniques add or replace parameters",
+                "create a new optimizer; in a resumed run, load its state after training begins",
             )
         self._fill(joins)
 
     @contextlib.contextmanager
     def sharding(self) -> Iterator[None]:
-        """Surround what may shard the model: groups hold what then stands in the places of its parameters.
+        """Return a context manager for code that may shard the model: the groups get the sharded parameters.
 
         Raises:
-            TrainingError: If an optimizer has state of a parameter that another one has taken the place of.
+            TrainingError: If an optimizer has state for a parameter that was replaced.
 
         Example:
             >>> model = nn.Linear(2, 2)
@@ -251,18 +251,18 @@ class OptimizerParameters:
         if any(parameter in replaced for optimizer in self._optimizers for parameter in optimizer.state):
             raise TrainingError(
                 "session",
-                "optimizer must not have stepped before its model is sharded, got one with state",
-                "make it anew",
+                "the optimizer has stepped already, but its model is only now sharded",
+                "create a new optimizer",
             )
         for group in self._groups():
             group["params"][:] = [replaced.get(held, held) for held in group["params"]]
-        # whole parameters would stay in memory for as long as anything here is known by them
+        # Drop all references to the whole parameters, which would stay in memory.
         others = {held: index for held, index in self._held.items() if held not in self._before}
         self._before = {now[held]: told for held, told in self._before.items() if held in now}
         self._held = others | {now[held]: index for held, index in self._held.items() if held in now}
 
     def restore(self) -> None:
-        """Have the groups hold the user's parameters again, by name."""
+        """Fill the groups with the user's parameters again, by name."""
         now = dict(self._model.named_parameters())
         joins = {now[name]: index for name, index in self._group_of.items() if name in now}
         self._fill(joins)
@@ -272,7 +272,7 @@ class OptimizerParameters:
                 del optimizer.state[parameter]
 
     def _is_unheld(self, name: str) -> bool:
-        """Return True if parameters stood nearest to a new one that could train, and no group holds any of them."""
+        """Return True if the nearest parameters around a new one could train but are in no group."""
         around = name
         while around:
             around = around.rpartition(".")[0]
@@ -293,28 +293,27 @@ class OptimizerParameters:
         names = " and ".join(type(optimizer).__name__ for optimizer in self._optimizers)
         raise TrainingError(
             "session",
-            f"an optimizer must take {name} of shape {tuple(parameter.shape)}, which a technique adds, got {names}, "
-            "which takes matrices alone",
-            "pass one such as AdamW as well (attach_with and Session.begin take several), or exclude the layer",
+            f"a technique adds {name} of shape {tuple(parameter.shape)}, but {names} takes only matrices",
+            "also pass an optimizer such as AdamW (attach_with and Session.begin take several), or exclude the layer",
         )
 
     def _takes(self, index: int, parameter: nn.Parameter) -> bool:
-        """Return True if the optimizer of a group steps parameters of as many dimensions."""
+        """Return True if the optimizer of a group accepts parameters with this number of dimensions."""
         groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
         optimizer, group = groups[index]
         if "muon" not in type(optimizer).__name__.lower() or not group.get("use_muon", True):
             return True
-        # Some other than torch's own flatten convolutions.
+        # Some Muon versions other than torch's flatten convolutions.
         return parameter.ndim == 2 or any(held.ndim == parameter.ndim for held in group["params"])
 
     def _groups(self) -> list[dict[str, Any]]:
-        # Asked each time: loading a state makes new ones.
+        # Not cached: loading a state makes new groups.
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _fill(self, joins: dict[nn.Parameter, int]) -> None:
         for index, group in enumerate(self._groups()):
             others = [held for held, its in self._held.items() if its == index and held not in self._before]
-            # in place: some optimizers keep the list itself
+            # In place: some optimizers keep a reference to the list.
             group["params"][:] = [*others, *(held for held, its in joins.items() if its == index)]
 
 
@@ -324,24 +323,28 @@ def attach_with(
     optimizers: Iterable[torch.optim.Optimizer],
     run_environment: Iterable[str] = (),
 ) -> OptimizerParameters:
-    """Attach a session to a model whose optimizers exist; return what fills their groups, until the run is over.
+    """Attach a session to a model whose optimizers already exist. The groups are restored when the session ends.
 
     Args:
-        session: Not attached yet.
+        session: A session that is not attached yet.
         model: As in `Session.attach`.
-        optimizers: Torch's own, unwrapped, which have not stepped yet.
+        optimizers: Unwrapped torch optimizers that have not stepped yet.
         run_environment: As in `Session.attach`.
 
+    Returns:
+        The object that keeps the parameter groups up to date.
+
     Raises:
-        TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `Session.attach`.
+        TrainingError: If no optimizer holds a parameter of the model, or one is not torch's. Also the errors of
+            `Session.attach`.
     """
     optimizers = optimizers_of(optimizers, session.front_end)
     parameters = OptimizerParameters(model, optimizers)
     if parameters.is_empty:
         raise TrainingError(
             session.front_end,
-            f"optimizer must hold parameters of the {type(model).__name__} that trains, got none",
-            "make it from model.parameters()",
+            f"the optimizer holds no parameters of the {type(model).__name__} to train",
+            "create it from model.parameters()",
         )
     session.attach(model, run_environment)
     context = cast("Context", session.context)

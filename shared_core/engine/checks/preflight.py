@@ -1,4 +1,4 @@
-"""One evaluated batch before the first step: what evaluation will not report is found before it is trained for."""
+"""Evaluate one batch before the first step, to find a metric that evaluation does not report."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ def check_reported(option: str, metric: str, reported: Collection[str]) -> None:
     """Refuse a metric that evaluation does not report.
 
     Args:
-        option: Who asks for it, as ``"soup: metric"``.
-        metric: Its name, as the trainer reports it.
-        reported: Names of what evaluation reported.
+        option: The option that names it, such as ``"soup: metric"``.
+        metric: Name of the metric, as the trainer reports it.
+        reported: Names of the reported metrics.
 
     Raises:
-        ConfigError: With the nearest name that was reported.
+        ConfigError: Suggests the nearest reported name.
 
     Example:
         >>> check_reported("soup: metric", "eval_acc", ["eval_loss", "eval_accuracy"])
         Traceback (most recent call last):
         shared_core.errors.ConfigError: soup: metric must be one that evaluation reports, got 'eval_acc'; did you \
-mean 'eval_accuracy'? One that has no value yet can be reported as NaN
+mean 'eval_accuracy'? Report NaN for a metric without a value yet
     """
     if metric not in reported:
-        hint = nearest(metric, reported) or "; this one reports none"
+        hint = nearest(metric, reported) or "; evaluation reports no metrics"
         raise ConfigError(
             f"{option} must be one that evaluation reports, got {metric!r}{hint}{'' if hint.endswith('?') else '.'} "
-            "One that has no value yet can be reported as NaN"
+            "Report NaN for a metric without a value yet"
         )
 
 
 def reported_names(evaluate: Callable[[], Iterable[str]]) -> tuple[list[str] | None, str]:
-    """Return the names of metrics that the main process found; None, and why, where the user's code failed.
+    """Return the metric names of the main process, or None and the reason if the user's code failed.
 
     Args:
-        evaluate: Evaluates one batch on every process; an `EffError` of it is raised, as it would be in training.
+        evaluate: Evaluates one batch on every process. Its `EffError`s are raised, as in training.
     """
     try:
         told = "\n".join(evaluate())
     except EffError:
         raise
-    except Exception as error:  # the user's own evaluation, of fewer examples than it was written for
+    except Exception as error:  # the user's evaluation may not expect so few examples
         first_line = (str(error).splitlines() or [""])[0]
-        # A NUL marks a failure: names of metrics have none, and one text is all that is broadcast.
+        # A NUL marks a failure, since one text is broadcast. Metric names contain none.
         told = f"\0{type(error).__name__}: {first_line[:200]}"
-    # The main process's answer for all: others would go on and wait.
+    # All processes use the main one's answer. Otherwise some would continue and wait for the rest.
     told = from_main(told)
     return (None, told[1:]) if told.startswith("\0") else (told.split("\n") if told else [], "")
 
 
 @contextlib.contextmanager
 def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> Iterator[None]:
-    """Put back what an evaluation changes: random generators, modes, buffers, and the owners' attributes.
+    """Restore what an evaluation changes: random generators, modes, buffers, and the owners' attributes.
 
     Args:
-        model: What is evaluated.
-        owners: Objects whose attributes are put back, and whose lists and dicts are replaced by copies until then.
-        data: Where else generators may be: data sets, loaders, collators.
+        model: The evaluated model.
+        owners: Objects whose attributes are restored. Their lists and dicts are copied meanwhile.
+        data: Data sets, loaders and collators, which may hold generators.
 
     Example:
         >>> model = nn.BatchNorm1d(2)
@@ -79,12 +79,12 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
     """
     random, own = rng_state(), OwnGenerators(*data)
     drawn = own.states()
-    # The dicts too: a forward may register or replace buffers.
+    # Keep the dicts too: a forward may register or replace buffers.
     held = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     before = [(owner, dict(vars(owner))) for owner in owners]
     for owner, attributes in before:
-        # Lists and dicts of a trainer are copied for the evaluation to write into.
+        # The evaluation writes into copies of the trainer's lists and dicts.
         vars(owner).update({name: _copied(value) for name, value in attributes.items() if type(value) in (list, dict)})
     try:
         with modes_restored(model):
@@ -94,7 +94,7 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
             for name in vars(owner).keys() - attributes.keys():
                 del vars(owner)[name]
             vars(owner).update(attributes)
-        # FSDP2 gathers in the forward.
+        # FSDP2 gathers weights in the forward.
         reshard_(model)
         with torch.no_grad():
             for module, buffers in held:
@@ -102,19 +102,19 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
                 module._buffers.update(buffers)
             for buffer, value in values:
                 buffer.copy_(value)
-        # Data sets' generators, then the global ones: making the former may draw.
+        # Data sets' generators first: making them may draw from the global ones.
         own.restore(drawn)
         set_rng_state(random)
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a list or dict, and of those that lie in it."""
+    """Return a copy of a list or dict, including nested ones."""
     if type(value) is dict:
         return {key: _copied(part) for key, part in value.items()}
     return [_copied(part) for part in value] if type(value) is list else value
 
 
 def check_all(wanted: Mapping[str, str], reported: Collection[str]) -> None:
-    """Check each metric of ``{option: metric}`` as `check_reported` does."""
+    """Call `check_reported` for each entry of ``{option: metric}``."""
     for option, metric in wanted.items():
         check_reported(option, metric, reported)

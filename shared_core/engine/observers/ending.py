@@ -1,4 +1,4 @@
-"""What the model lacks of that which was asked for, while checkpoints compete for the best and at the end."""
+"""Targets that the model has not reached yet, for the best checkpoint and at the end of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Ending:
-    """Asks the plans what is missing, and keeps the answer of the run's end."""
+    """Collects what the plans still miss, and keeps the result at the end of the run."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -22,7 +22,7 @@ class Ending:
         self._tells_of_best = True
 
     def unreached(self) -> dict[str, str]:
-        """Return by technique what the model, or at the end the final one, lacks of that which was asked for."""
+        """Return the targets that the model, or the final model, has not reached, by technique."""
         if self._final is not None:
             return dict(self._final)
         context = self._session.context
@@ -33,34 +33,32 @@ class Ending:
         return {key: text for key, text in found.items() if text}
 
     def may_be_best(self) -> bool:
-        """Return True if the weights of now hold what was asked for: others are not compared. Warns the first time."""
+        """Return True if the present weights reach all targets, so that they may be the best. Warns the first time."""
         unreached = self.unreached()
         if unreached and self._tells_of_best:
             self._tells_of_best = False
             so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
-            self._session.note(
-                f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}"
-            )
+            self._session.note(f"a checkpoint can only be the best once all targets are reached; so far {so_far}")
         return not unreached
 
     def tell(self) -> None:
-        """Note what is missing before techniques finish, and keep it for the receipt."""
+        """Note unreached targets before techniques finish, and keep them for the receipt."""
         context = self._session.attached("finish")
         self._final = unreached = self.unreached()
         planned, (applied, skipped) = context.total_steps, context.furthest
         is_short = planned is not None and applied + skipped < planned
         ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
         for key, text in unreached.items():
-            context.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {text}; {ended}")
+            context.note(f"{key} did not reach its target: {text}; {ended}")
         for key, step, what in context.events_after(applied):
             if key not in unreached:
-                context.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
+                context.note(f"{key} did not run as planned: {ended}, before step {step}: {what}")
         if is_short or (planned is not None and applied > planned):
             context.note(f"steps: {applied} were applied, {planned} were planned")
 
 
 def not_finite_note(model: nn.Module) -> str:
-    """Return a warning if the trained weights, or this process's part, hold NaN or infinity; else an empty text."""
+    """Return a warning if the trained weights, or this process's part, contain NaN or infinity; else ""."""
     parts = {name: local_part(value.detach()) for name, value in model.named_parameters() if not value.is_meta}
     held = {
         name: part
@@ -71,4 +69,4 @@ def not_finite_note(model: nn.Module) -> str:
     if all_finite(held.values()):
         return ""
     wrong = next(name for name, value in held.items() if not all_finite([value]))
-    return f"WEIGHTS ARE NOT FINITE, such as {wrong}: training diverged, or a callback wrote into them"
+    return f"weights contain NaN or infinity, such as {wrong}: training diverged, or a callback changed them"

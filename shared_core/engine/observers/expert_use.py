@@ -1,4 +1,4 @@
-"""Which experts of a mixture no token has reached: their weights were pruned or quantised, and trained by nothing."""
+"""Find experts that no token reached in training: their weights were pruned or quantised but never trained."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TOLD = 5
 
 
 class ExpertUse:
-    """Notes in training forwards to which stacked experts of transformers tokens were sent, until `close`."""
+    """Records which stacked experts of transformers receive tokens in training forwards, until `close`."""
 
     def __init__(self) -> None:
-        self._reached: dict[str, Tensor] = {}  # uint8, (experts + 1,): the last stands for those of other processes
+        self._reached: dict[str, Tensor] = {}  # uint8, (experts + 1,): the last entry collects other processes' experts
         self._handles: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Watch the experts of a model whose forward is told each token's."""
+        """Watch the experts of a model whose forward gets each token's expert indices."""
         for name, module in model.named_modules():
             if isinstance(module, StackedExperts) and "has_gate" in vars(module):
                 stack = next(iter(expert_weights(module).values()))
@@ -35,7 +35,7 @@ class ExpertUse:
 
     def _hook(self, name: str, watched: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if module is not watched or not module.training:  # a copy has its hooks
+            if module is not watched or not module.training:  # a copied module has the hook too
                 return
             index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
             if isinstance(index, Tensor):
@@ -47,40 +47,40 @@ class ExpertUse:
         return hook
 
     def join(self) -> None:
-        """Hold what all processes have seen; every process must call it."""
+        """Combine the records of all processes; every process must call it."""
         if world_size() > 1:
             for reached in self._reached.values():
                 all_reduce_(reached, "max")
 
     def without_tokens(self) -> dict[str, list[int]]:
-        """Return by module the experts that no token has reached."""
+        """Return the experts that no token has reached, by module."""
         found = {name: (reached[:-1] == 0).nonzero().view(-1).tolist() for name, reached in self._reached.items()}
         return {name: experts for name, experts in found.items() if experts}
 
     def told(self) -> str:
-        """Return what a user should know of them, empty if there are none."""
+        """Return a note about experts without tokens, empty if there are none."""
         found = self.without_tokens()
         if not found:
             return ""
         lines = [f"{name} {', '.join(map(str, experts))}" for name, experts in [*found.items()][:_TOLD]]
-        more = f"; and of {len(found) - _TOLD} modules more" if len(found) > _TOLD else ""
-        return f"experts that no token reached in training, so that nothing was learned there: {'; '.join(lines)}{more}"
+        more = f"; and in {len(found) - _TOLD} more modules" if len(found) > _TOLD else ""
+        return f"experts that received no token in training and so learned nothing: {'; '.join(lines)}{more}"
 
     def close(self) -> None:
-        """Watch no more; what was seen stays."""
+        """Stop watching. The records stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what was seen."""
+        """Return the records."""
         return {name: reached.clone() for name, reached in self._reached.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take in what a run saw until it was saved; modules that it did not watch begin anew.
+        """Restore the records of a saved run. Modules that it did not watch start empty.
 
         Raises:
-            CheckpointError: If a module had another number of experts.
+            CheckpointError: If a module had a different number of experts.
         """
         for name, seen in state.items():
             if name not in self._reached:
@@ -89,7 +89,7 @@ class ExpertUse:
             if seen.shape != reached.shape:
                 raise CheckpointError(
                     "resume",
-                    f"experts of {name} must be {len(reached) - 1} as now, got {seen.numel() - 1} in the checkpoint",
+                    f"{name} has {len(reached) - 1} experts, but {seen.numel() - 1} in the checkpoint",
                     "resume with the model that wrote the checkpoint",
                 )
             reached.copy_(seen)

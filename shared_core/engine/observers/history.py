@@ -1,4 +1,4 @@
-"""Figures of a run over its steps, as many as can be looked at: what plots of a receipt are drawn from."""
+"""Figures of a run over its steps, thinned out to a limited number of points, for the plots of a receipt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ LIMIT = 200  # even: see `Series.add`
 
 
 class Series:
-    """Points over steps; when there are more than `LIMIT`, every other one goes, but never the first nor the latest.
+    """Points over steps. Above `LIMIT` points every other one is dropped, but never the first or the latest.
 
-    What is left depends on what was added alone, so that a resumed run ends with the points of one that was not
-    stopped.
+    The result depends only on the added points, so a resumed run ends with the same ones as an uninterrupted run.
 
     Example:
         >>> series = Series()
@@ -29,24 +28,24 @@ class Series:
         self._stride, self._seen = 1, 0
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add what was found at a step; of a step that is there already, more or newer figures."""
+        """Add figures of a step. For the latest step, add to its figures or replace them."""
         if not values:
             return
         if self.points and self.points[-1]["step"] == step:
             self.points[-1] |= values
             return
-        # The latest point is always kept; when the next comes, it goes if its place is none that stays.
+        # The latest point is always kept. When the next one comes, it is dropped unless it lies on the stride.
         if self.points and (self._seen - 1) % self._stride:
-            self.points.pop()  # the latest until now lies between those that stay
+            self.points.pop()
         self.points.append({"step": step, **values})
         self._seen += 1
-        # Halved in place: spacing doubles, memory stays bounded however long a run is.
-        if len(self.points) > LIMIT:  # an odd number, so that the latest stays
+        # Drop every other point: memory stays bounded for runs of any length.
+        if len(self.points) > LIMIT:  # an odd number, so the latest stays
             self.points = self.points[::2]
             self._stride *= 2
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the points and where they stand among all."""
+        """Return the points, their stride and the number of points seen."""
         return {"points": [dict(point) for point in self.points], "stride": self._stride, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -56,22 +55,22 @@ class Series:
 
 
 class History:
-    """Figures that the trainer logged of the techniques, and those of the user's validations, over applied steps."""
+    """Logged figures of the techniques and metrics of the user's validations, over applied steps."""
 
     def __init__(self) -> None:
         self._series = {"figures": Series(), "validation": Series()}
 
     def logged(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Add figures of the techniques, and on CUDA the bytes in use and the most so far; return the figures."""
+        """Add figures of the techniques, and on CUDA the present and peak memory. Return the figures."""
         self._series["figures"].add(step, {name: float(value) for name, value in metrics.items()} | device_memory())
         return metrics
 
     def validated(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the numbers of a validation."""
+        """Add the metrics of a validation."""
         self._series["validation"].add(step, figures(metrics))
 
     def told(self) -> dict[str, Any]:
-        """Return the points for the receipt, and under ``validation`` the latest value of each figure of it."""
+        """Return the points for the receipt, and under ``validation`` the latest value of each metric."""
         points = self._series["validation"].points
         latest = {name: value for point in points for name, value in point.items() if name != "step"}
         return {"validation": latest, "history": {name: series.points for name, series in self._series.items()}}
@@ -81,7 +80,7 @@ class History:
         return {name: series.state_dict() for name, series in self._series.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the points back, unless there are some: the best checkpoint of a run does not undo what happened."""
+        """Restore the points, unless there are some: loading the best checkpoint must not erase the history."""
         for name, series in self._series.items():
             if name in state and not series.points:
                 series.load_state_dict(state[name])

@@ -1,4 +1,4 @@
-"""Means over the micro-batches of a step: of positions, for a loop that does not know their number, and of figures."""
+"""Means over the micro-batches of a step: of positions, for a loop that does not know their count, and of figures."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
-    """Return ``total / count``, 0 where nothing counts: the normaliser of a trainer that averages micro-batches.
+    """Return ``total / count``, or 0 if the count is 0: the normaliser of a trainer that averages micro-batches.
 
     Args:
-        total: A sum over what counts.
-        count: How many that were; a number, or an integer tensor of one element.
+        total: Sum over the counted positions.
+        count: Number of positions: a number, or an integer tensor with one element.
     """
     if not isinstance(count, Tensor):
-        # max(…, 1): the total is 0 where nothing counts.
+        # max(…, 1): the total is 0 if the count is 0.
         return total / max(count, 1)
-    # the count stays on its device; 16 bits would round it
+    # The count stays on its device. 16 bits would round it.
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     return (wide / count.reshape(()).to(total.device).clamp(min=1)).to(total.dtype)
 
 
 class MicroBatchMeans:
-    """Averages over one micro-batch at a time, and tells once if those of a step counted different positions.
+    """Averages over one micro-batch at a time, and warns once if those of a step have different numbers of positions.
 
     Args:
-        front_end: Who trains.
+        front_end: Name of the front end.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ class MicroBatchMeans:
         ...     means.open()
         ...     counts.append(means.normalise(torch.tensor(total), count).item())
         >>> counts, means.close()[:50], means.close()
-        ([2.0, 4.0], 'the micro-batches of a step counted 1 to 3 positio', '')
+        ([2.0, 4.0], 'the micro-batches of a step have 1 to 3 positions:', '')
     """
 
     def __init__(self, front_end: str) -> None:
@@ -45,27 +45,27 @@ class MicroBatchMeans:
         self._counts: list[Tensor | int] = []
         self._is_new = self._is_told = False
         self._spread: Tensor | None = None
-        """Least and most positions of a step's micro-batches, of the first step in which they differ, if any does."""
+        """Least and most positions per micro-batch, in the first step in which they differ, if any."""
 
     def open(self) -> None:
-        """Begin a micro-batch: the first that is averaged from now on tells its positions."""
+        """Begin a micro-batch. The next average gives its number of positions."""
         self._is_new = True
 
     def normalise(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Return ``total / count``, 0 where nothing counts.
+        """Return ``total / count``, or 0 if the count is 0.
 
         Args:
-            total: A sum over what counts.
-            count: How many that were.
+            total: Sum over the counted positions.
+            count: Number of positions.
         """
-        # The first in a micro-batch: a loss of several parts averages over the same positions.
+        # Only the first in a micro-batch: all parts of a loss average over the same positions.
         if self._is_new:
             self._counts.append(count)
             self._is_new = False
         return mean_over_micro_batch(total, count)
 
     def close(self) -> str:
-        """End a step; return what `differing` does, of counts that are at hand: others are not waited for."""
+        """End a step. Return the line of `differing` if the counts are on the CPU; do not wait for a GPU."""
         counts, self._counts = self._counts, []
         if self._is_told or len(counts) < 2:
             return ""
@@ -76,24 +76,24 @@ class MicroBatchMeans:
         return self.differing() if both.is_cpu else ""
 
     def differing(self) -> str:
-        """Return a line the first time that a step's micro-batches counted different positions, else an empty one."""
+        """Return a warning the first time that a step's micro-batches have different numbers of positions, else ""."""
         if self._is_told or self._spread is None:
             return ""
         least, most = self._spread.tolist()
         self._is_told = least != most
         if not self._is_told:
             return ""
-        other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
+        other = "; pass normalise= to Session.loss to average differently" if self._front_end == "bare" else ""
         return (
-            f"the micro-batches of a step counted {least} to {most} positions: each is averaged by itself and weighs "
-            f"the same, in what is added to the loss as in a task loss that is a mean{other}"
+            f"the micro-batches of a step have {least} to {most} positions: each is averaged by itself and has the "
+            f"same weight in the terms that techniques add, as in a task loss that is a mean{other}"
         )
 
 
 class StepMeans:
-    """Means of a step's figures over its micro-batches, which weigh as they do in the step's gradient.
+    """Means of a step's figures over its micro-batches, with the same weights as in the step's gradient.
 
-    Tensors are kept as they are until somebody reads the means, since reading waits for a GPU.
+    Tensors are kept until the means are read, since reading waits for the GPU.
 
     Example:
         >>> import torch
@@ -114,13 +114,13 @@ class StepMeans:
         """Add a micro-batch.
 
         Args:
-            figures: What it adds to the step, as the loss is scaled.
-            weight: What a figure of 1 adds there.
+            figures: Its contribution to the step, scaled like the loss.
+            weight: The contribution of a figure of 1.
         """
         self._open.append((figures, weight))
 
     def close(self) -> None:
-        """End a step: its means are read from now on. A second call changes nothing."""
+        """End a step: `read` returns its means from now on. A second call changes nothing."""
         if self._open:
             self._closed, self._open = self._open, []
 
@@ -129,11 +129,11 @@ class StepMeans:
         self._closed, self._open = [], []
 
     def read(self) -> dict[str, float]:
-        """Return the means of the latest step; during the first one, of its micro-batches so far."""
+        """Return the means of the latest step. During the first step, of its micro-batches so far."""
         return {name: total / weight if weight else 0.0 for name, (total, weight) in _sums(self._closed or self._open)}
 
     def window_state(self) -> dict[str, Any]:
-        """Return the sums of the micro-batches of a step that is not over."""
+        """Return the sums over the micro-batches of an unfinished step."""
         return {name: [*sums] for name, sums in _sums(self._open)}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
@@ -142,8 +142,8 @@ class StepMeans:
 
 
 def _sums(parts: list[tuple[Mapping[str, Tensor | float], Tensor | float]]) -> list[tuple[str, tuple[float, float]]]:
-    """Return for each figure its sum over micro-batches and that of the weights."""
-    from shared_core.numerics.deferred_checks import read_together  # loads kernels, which `Session` starts without
+    """Return the sum of each figure over micro-batches, and the sum of its weights."""
+    from shared_core.numerics.deferred_checks import read_together  # loads kernels, so not at the import of `Session`
 
     values = [value for figures, weight in parts for value in (*figures.values(), weight)]
     there = [value.double() for value in values if isinstance(value, Tensor)]

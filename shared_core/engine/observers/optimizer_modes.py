@@ -1,4 +1,4 @@
-"""Optimizers with a mode to train in and one to evaluate in (schedule-free): each mode keeps other weights."""
+"""Optimizers with a training and an evaluation mode (schedule-free), which have different weights in each mode."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MODES = ("train", "eval")
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Return True if an optimizer moves the weights between training and evaluation."""
+    """Return True if an optimizer changes the weights between training and evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in _MODES)
 
 
 class OptimizerModes:
-    """Keeps ``train()`` and ``eval()`` of optimizers from moving weights that are not the optimizer's.
+    """Keeps ``train()`` and ``eval()`` of optimizers from changing weights that a technique has put in.
 
-    In these calls schedule-free optimizers move the parameters from the weights of training to their average, or back.
-    Calls wait while something else is in the parameters. Final weights stay as they are.
+    In these calls schedule-free optimizers switch the parameters between training weights and their average. Calls are
+    delayed while the parameters hold other weights. Final weights never change.
 
     Args:
-        moved: Called once an optimizer has moved the weights.
+        moved: Called after an optimizer has changed the weights.
     """
 
     def __init__(self, moved: Callable[[], None] = lambda: None) -> None:
@@ -36,11 +36,11 @@ class OptimizerModes:
         self._is_held = self._is_final = False
 
     def watch(self, optimizers: Iterable[Any], wrappers: Iterable[Any] = ()) -> None:
-        """Watch those of some optimizers that have modes.
+        """Watch the optimizers that have modes.
 
         Args:
-            optimizers: Torch's own.
-            wrappers: Of a trainer, whose methods call the optimizer's class and not the optimizer.
+            optimizers: Unwrapped torch optimizers.
+            wrappers: A trainer's wrappers around them, whose methods call the optimizer's class directly.
         """
         self.close()
         self._optimizers = [optimizer for optimizer in optimizers if has_modes(optimizer)]
@@ -50,23 +50,23 @@ class OptimizerModes:
         for owner, optimizer in pairs:
             for name in _MODES:
                 earlier = vars(owner).get(name)
-                if isinstance(earlier, _Switch):  # of a run that is over
+                if isinstance(earlier, _Switch):  # from an earlier run
                     earlier.modes.close()
                 self._switches.append(_Switch(self, owner, optimizer, name))
 
     def hold(self) -> None:
-        """Let calls wait: the parameters hold other weights from now on."""
+        """Delay calls: the parameters hold other weights from now on."""
         self._is_held = True
 
     def release(self) -> None:
-        """Make the calls that waited: the weights are back."""
+        """Make the delayed calls: the optimizer's weights are back."""
         self._is_held = False
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
 
     def settle(self) -> None:
-        """Put the weights of evaluation into the parameters; from now on no call moves them, until the next step."""
+        """Switch to the evaluation weights. No call changes them until the next step."""
         if self._is_final:
             return
         for optimizer in self._optimizers:
@@ -93,14 +93,14 @@ class OptimizerModes:
         self._is_held = self._is_final = False
 
     def switch(self, optimizer: Any, name: str, method: Callable[[], Any]) -> None:
-        """Make a call of `train` or `eval`, or let it wait."""
+        """Make or delay a call of `train` or `eval`."""
         if self._is_held:
             self._waiting.append(functools.partial(self.switch, optimizer, name, method))
             return
         if self._mode.get(id(optimizer)) == name:
             method()
             return
-        # Lightning validates in inference mode, whose tensors no later step could write
+        # Lightning validates in inference mode, and later steps cannot change tensors created there.
         with torch.inference_mode(False), torch.no_grad():
             weights = [held for group in optimizer.param_groups for held in group["params"]] if self._is_final else []
             kept = [weight.detach().clone() for weight in weights]
@@ -113,7 +113,7 @@ class OptimizerModes:
 
 
 class _Switch:
-    """Stands in for one of the two methods on an object until `undo`."""
+    """Replaces one of the two methods on an object until `undo`."""
 
     def __init__(self, modes: OptimizerModes, owner: Any, optimizer: Any, name: str) -> None:
         self.modes = modes

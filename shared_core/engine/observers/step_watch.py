@@ -1,4 +1,4 @@
-"""Checks who steps the weights: the optimizers of the session, after the techniques have seen the gradients."""
+"""Check that only the session's optimizers step the weights, after the techniques have seen the gradients."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.errors import TrainingError
 
 _FIRST_STEPS = 8
-"""Applied steps after which weights that have not moved yet are no longer compared."""
-_PIECE = 1 << 18  # elements: the memory for one piece at a time is all that this takes
+"""Number of applied steps after which weights are no longer compared, even if they have not changed yet."""
+_PIECE = 1 << 18  # elements at a time, to bound memory
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class StepWatch:
     """Raises an error if another optimizer steps the weights, or one steps them inside backward.
 
-    Every optimizer of torch reports its steps before they are made. An update without such a step, as in a hook that
-    writes into weights, shows in the weights themselves: they are compared before and after backward, until the
-    session's optimizers have moved them.
+    Every torch optimizer reports its steps through a hook. Updates without such a step, for example by a hook that
+    changes weights, are found by comparing the weights before and after backward, until the session's optimizers have
+    changed them.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class StepWatch:
 
     def _reset(self) -> None:
         self._optimizers: tuple[Any, ...] = ()
-        self._known: set[int] = set()  # of these and of those that they wrap
-        self._held: set[int] = set()  # of the parameters in their groups
+        self._known: set[int] = set()  # ids of these and of the optimizers that they wrap
+        self._held: set[int] = set()  # ids of the parameters in their groups
         self._parameters: dict[str, Tensor] = {}
         self._ids: set[int] = set()
         self._acting = self._other = ""
@@ -46,7 +46,7 @@ class StepWatch:
         self._steps_left = 0
         self._marked: dict[str, int] = {}
         self.inside_backward = ""
-        """The name of an optimizer that takes gradients inside backward, as far as one was seen."""
+        """Name of an optimizer that steps inside backward, if one was seen."""
 
     def close(self) -> None:
         """Stop watching."""
@@ -54,16 +54,16 @@ class StepWatch:
         self._reset()
 
     def watch(self, model: nn.Module, optimizers: Iterable[Any], acting: str, *, is_bare: bool) -> None:
-        """Watch the weights of a model, and no others.
+        """Watch the weights of this model instead of an earlier one.
 
         Args:
-            model: With techniques attached, before they begin.
-            optimizers: Those that `Session.begin` was given.
+            model: The model with techniques attached, before they begin.
+            optimizers: The optimizers given to `Session.begin`.
             acting: Key of a technique that needs complete gradients before the step, empty if none does.
-            is_bare: True if nothing but the user's own loop steps: then each step must be one of theirs.
+            is_bare: True for the user's own loop, in which every step must be one of these optimizers.
 
         Raises:
-            TrainingError: If a technique needs complete gradients, and an optimizer takes them inside backward.
+            TrainingError: If a technique needs complete gradients, and an optimizer steps inside backward.
         """
         self.close()
         reshard_(model)
@@ -82,59 +82,58 @@ class StepWatch:
 
     @property
     def is_comparing(self) -> bool:
-        """True until the session's optimizers have moved weights."""
+        """True until the session's optimizers have changed the weights."""
         return self._steps_left > 0
 
     def mark(self) -> None:
-        """Note the weights after a forward: backward comes next."""
+        """Record the weights after a forward, before backward."""
         if self.is_comparing:
             self._marked = _digests(self._parameters)
 
     @contextlib.contextmanager
     def marking(self, forward: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """Surround a forward, which may write into weights itself: they are noted after it."""
+        """Wrap a forward, which may change weights itself, and record the weights after it."""
         self._marked = {}
         with forward:
             yield
         self.mark()
 
     def before_step(self) -> None:
-        """Check that backward moved no weight; the session's optimizers step next.
+        """Check that backward changed no weight. The session's optimizers step next.
 
         Raises:
-            TrainingError: If a technique needs complete gradients, and weights have moved.
+            TrainingError: If a technique needs complete gradients, and weights have changed.
         """
         self._is_step = True
         if self._marked:
             now = _digests(self._parameters)
             if now != self._marked:
-                self._refuse_inside(self._names, ", and load the weights again, which have moved")
+                self._refuse_inside(self._names, ", and reload the weights, which have changed")
 
     def discard(self) -> None:
-        """Have the step that comes change nothing: the trainer makes it all the same.
+        """Drop the gradients, so that the trainer's next step changes nothing.
 
         Raises:
-            TrainingError: If an optimizer made it inside backward.
+            TrainingError: If an optimizer already stepped inside backward.
         """
         if self.inside_backward:
             raise TrainingError(
                 "session",
-                "a step with gradients that are not finite must be discarded, but "
-                f"{self.inside_backward} made it inside backward",
+                "a step with NaN or infinite gradients cannot be skipped, because "
+                f"{self.inside_backward} stepped inside backward",
                 "use an optimizer that steps after backward, such as AdamW",
             )
-        # The trainer goes on to step: it must change nothing.
         for optimizer in self._optimizers:
-            optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
+            optimizer.zero_grad()  # to None: without gradients, optimizers (also fused) change no weights or state
 
     def after_step(self, *, skipped: bool = False) -> None:
         """Check that one of the session's optimizers made the step.
 
         Args:
-            skipped: True if the session was told that no step was made.
+            skipped: True if the front end reported no step.
 
         Raises:
-            TrainingError: If another one did.
+            TrainingError: If another optimizer did.
         """
         stepped, other = self._stepped, self._other
         self._stepped, self._other, self._is_step = False, "", False
@@ -143,23 +142,23 @@ class StepWatch:
         if not skipped:
             self._has_stepped = stepped
         if self._marked and not skipped:
-            # They have moved in the step, and not before it.
+            # The weights changed in the step, not before it.
             moved = _digests(self._parameters) != self._marked
             self._steps_left = 0 if moved else self._steps_left - 1
         self._marked = {}
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at a step of any optimizer in this process before it is made."""
+        """Check a step of any optimizer in this process before it is made."""
         if torch._C._current_graph_task_id() != -1:  # in a backward
             if not self.inside_backward and _holds(optimizer, self._ids):
                 name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
                 told = name if package == "torch" else f"{package}.{name}"  # GaLore's is called AdamW, too
                 self._refuse_inside(told if name in self._names else f"{told} of {self._names}")
         elif not self._known:
-            return  # `begin` was given none: then no step is another's
+            return  # `begin` got no optimizers, so no step is wrong
         elif id(optimizer) in self._known:
             self._stepped = True
-        # A loop of the user's own may step with another one in between, where no technique acts on gradients.
+        # The user's own loop may also step with another optimizer, if no technique acts on gradients.
         elif _holds(optimizer, self._ids if self._acting else self._held):
             self._other = type(optimizer).__name__
             if not self._is_step and (self._acting or not self._is_bare):
@@ -172,9 +171,8 @@ class StepWatch:
     def _others(self, name: str) -> TrainingError:
         return TrainingError(
             "session",
-            "steps must be those of the optimizers that begin was given, got one that none of them made"
-            + (f", but another {name}" if name else ""),
-            "change their param_groups instead, or finish this session and make another for the new optimizer",
+            "a step was made by an optimizer that begin was not given" + (f": another {name}" if name else ""),
+            "change param_groups instead of replacing the optimizer, or finish this session and start another",
         )
 
     def _refuse_inside(self, name: str, more: str = "") -> None:
@@ -182,18 +180,18 @@ class StepWatch:
         if self._acting:
             raise TrainingError(
                 self._acting,
-                f"gradients must be complete before the optimizer steps, got {name}, which steps inside backward",
-                f"use an optimizer that steps after backward, neither a layerwise one nor LOMO{more}",
+                f"gradients must be complete before the optimizer steps, but {name} steps inside backward",
+                f"use an optimizer that steps after backward, not a layerwise one or LOMO{more}",
             )
 
 
 _WATCHES: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-"""Those that look at steps; a session that nobody holds leaves."""
+"""All active watches. Weak references, so that an unused session is freed."""
 
 
 @functools.cache
 def _look_at_steps() -> None:
-    # Once, and never removed: torch goes through its hooks in each step, and must not find them changed meanwhile.
+    # Registered once and never removed: torch iterates over its hooks in each step, and they must not change then.
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for watch in list(_WATCHES):
             watch._before(optimizer)
@@ -206,7 +204,7 @@ def _holds(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
 
 
 def _inner(optimizer: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield an optimizer and those that it wraps."""
+    """Yield an optimizer and the optimizers that it wraps."""
     yield optimizer
     if depth and hasattr(optimizer, "__dict__"):
         for value in vars(optimizer).values():
@@ -217,7 +215,7 @@ def _inner(optimizer: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _taken_by(parameter: Any) -> str:
-    """Return the name of an optimizer that takes a parameter's gradient inside backward; empty if none is known."""
+    """Return the name of an optimizer that steps a parameter inside backward; empty if none is known."""
     if stepping := getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim marks them
         return type(stepping[0]).__name__
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
@@ -232,8 +230,8 @@ def _taken_by(parameter: Any) -> str:
 
 @torch.no_grad()
 def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a number for the bits of each parameter, or of this process's part, that differs if they do."""
-    with _disable_current_modes():  # a profile of memory must not take this for a part of the step
+    """Return a checksum of the bits of each parameter, or of this process's part."""
+    with _disable_current_modes():  # a memory profile must not count this as part of the step
         return _digests_of(parameters)
 
 
@@ -245,7 +243,7 @@ def _digests_of(parameters: Mapping[str, Tensor]) -> dict[str, int]:
             continue
         value = torch.view_as_real(value) if value.is_complex() else value
         bits = value.reshape(-1).view(_BITS.get(value.itemsize, torch.int32))
-        # squares: elements that move by one in opposite directions must not cancel; overflow wraps around
+        # Squares, so that opposite changes by one do not cancel. Overflow wraps around.
         wide = (piece.to(torch.int64) for piece in torch.split(bits, _PIECE))
         found[name] = sum(((piece * piece + piece).sum() for piece in wide), torch.zeros((), dtype=torch.int64))
     together: dict[torch.device, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Buffers that a model's state dict leaves out (``persistent=False``), as far as training changes them."""
+"""Buffers that a model's state dict leaves out (``persistent=False``) but training changes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shared_core.distributed.collectives import digest, local_part
 
 
 class LeftOutBuffers:
-    """State of a model that its checkpoints lack and a resumed run needs: running figures that a loss reads.
+    """Buffers that checkpoints lack but a resumed run needs, such as running statistics that a loss reads.
 
-    Tables that nothing writes to (rotary frequencies, causal masks) are left out here too.
+    Constant tables (rotary frequencies, causal masks) are left out.
 
     Args:
-        model: As the user made it: what techniques add is theirs to save.
+        model: The user's model, before techniques add their own buffers.
 
     Example:
         >>> import torch
@@ -38,21 +38,21 @@ class LeftOutBuffers:
         self._before: dict[str, str] = {}
 
     def mark(self) -> None:
-        """Training begins: those that `put_back` has not filled count as unchanged until they are."""
-        # What `put_back` marked stays marked: it wins over the present digest.
+        """Record the values at the start of training. Buffers that `put_back` has filled count as changed."""
+        # The marks of `put_back` override the present digest.
         self._before = {name: digest(value) for name, value in self._now().items()} | self._before
 
     def changed(self) -> dict[str, Tensor]:
-        """Return those that are no longer what they were when training began."""
+        """Return the buffers that have changed since training began."""
         return {
             name: value.detach().clone()
             for name, value in self._now().items()
-            # Digests and no copies: most buffers (masks, tables of positions) never change.
+            # Digests instead of copies: most buffers (masks, position tables) never change.
             if value is not None and digest(value) != self._before.get(name)
         }
 
     def put_back(self, saved: Mapping[str, Tensor]) -> None:
-        """Write what `changed` returned into the same model; names that it has not are passed over."""
+        """Restore the values returned by `changed` into the same model. Unknown names are skipped."""
         for name, value in saved.items():
             if name not in self._places:
                 continue
@@ -60,10 +60,10 @@ class LeftOutBuffers:
             present = self._now()[name]
             if present is not None and present.shape == value.shape:
                 present.copy_(value)
-            else:  # a table that grew
+            else:  # a table that has grown
                 device = next((one.device for one in module.parameters()), value.device)
                 module._buffers[own] = value.to(device, copy=True)
-            self._before[name] = ""  # saved again, changed or not
+            self._before[name] = ""  # always saved again
 
     def _now(self) -> dict[str, Tensor | None]:
         found = {name: module._buffers.get(own) for name, (module, own) in self._places.items()}

@@ -1,4 +1,4 @@
-"""What validations of the user's own saw of the model, and what the final model is known to be worth."""
+"""Results of the user's validations, and the metrics of the final model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Knows the metrics of the last validation and whether it saw the model as it is now."""
+    """Keeps the metrics of the last validation and whether the model has changed since."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -23,38 +23,38 @@ class Validation:
         self._final: dict[str, float] = {}
 
     def saw(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Take what a validation of the present weights found; several of one step (one a data set) add up."""
+        """Record the metrics of a validation of the present weights. Those of one step (one per data set) add up."""
         context = self._session.attached("evaluated")
         before = self._last[1] if self._last and self._last[0] == context.step else {}
         self._last, context.unvalidated = (context.step, before | figures(metrics)), False
 
     def restored(self) -> None:
-        """Weights of a checkpoint are in the model: others than those that were last validated, unless of that step."""
+        """Record that a checkpoint was loaded: unless it is of the last validated step, its weights are unvalidated."""
         context = self._session.attached("load_state_dict")
         context.unvalidated |= not (self._last and self._last[0] == context.step)
 
     @property
     def is_current(self) -> bool:
-        """True if the last validation saw the model as it is now."""
+        """True if the model has not changed since the last validation."""
         context = self._session.context
         return bool(context and not context.unvalidated and self._last and self._last[0] == context.step)
 
     def finals(self) -> dict[str, float]:
-        """Return the figures of the final model, as far as any are known."""
+        """Return the metrics of the final model, empty if none are known."""
         return self._final or dict(self._last[1] if self._last and self.is_current else {})
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
-        """Check at the start of a run, by one evaluated batch, that evaluation will report what the recipe needs.
+        """Evaluate one batch at the start of a run to check that evaluation reports the metrics the recipe needs.
 
-        Where the user's evaluation fails on so little data, a note says that its first run will tell. Nothing is
-        evaluated in a resumed run, or where nothing needs it.
+        If the user's evaluation fails on so little data, a note says so. Nothing is evaluated in a resumed run, or if
+        no metric is needed.
 
         Args:
-            evaluate: Evaluates one batch and leaves no trace; returns the names of the metrics, on every process.
-            also: Metrics that the trainer needs itself, by option.
+            evaluate: Evaluates one batch without side effects and returns the metric names, on every process.
+            also: Metrics that the trainer itself needs, by option.
 
         Raises:
-            ConfigError: If one is not reported.
+            ConfigError: If a metric is not reported.
         """
         wanted = {**self._session.recipe.needed_metrics(), **(also or {})}
         if not wanted or self._session.step:
@@ -64,16 +64,16 @@ class Validation:
             check_all(wanted, names)
             return
         self._session.note(
-            f"whether evaluation reports {', '.join(sorted(set(wanted.values())))} is only known after its first run: "
-            f"one batch could not be evaluated at the start ({reason})"
+            f"could not check that evaluation reports {', '.join(sorted(set(wanted.values())))}: evaluating one batch "
+            f"at the start failed ({reason})"
         )
 
     def of_final(self, evaluate: Callable[[], Mapping[str, float]], *, after_steps: bool = False) -> None:
-        """Evaluate the finished model if it holds what no validation has seen; the figures go into the receipt.
+        """Evaluate the finished model if it changed after the last validation. The metrics go into the receipt.
 
         Args:
-            evaluate: Returns the metrics of the weights of now, on every process.
-            after_steps: Whether steps of training after the last validation count, too.
+            evaluate: Returns the metrics of the present weights, on every process.
+            after_steps: True if training steps after the last validation count as a change too.
         """
         context = self._session.context
         if context is not None and (context.unvalidated or (after_steps and not self.is_current)):

@@ -1,1 +1,1 @@
-"""What a session leaves in checkpoints, and how it is read again."""
+"""Saving a session's state in checkpoints, and restoring it."""

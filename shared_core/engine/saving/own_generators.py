@@ -1,4 +1,4 @@
-"""Random generators that a data set, a collator or a sampler keeps for itself: their states as savable values."""
+"""Save and restore random generators that a data set, collator or sampler owns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 _DEPTH = 6
 _WIDTH = 64
-"""Containers that are longer hold data."""
+"""Longer containers hold data and are not searched."""
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LEAVES = (str, bytes, int, float, Tensor, np.ndarray, nn.Module, type, type(None), type(random))
 
@@ -22,10 +22,10 @@ Place = tuple[Any, ...]
 
 
 class OwnGenerators:
-    """Those that are reached through attributes, short lists and dicts, partial functions, methods and closures.
+    """Generators found through attributes, short lists and dicts, partial functions, methods and closures.
 
     Args:
-        owners: Where to look, in an order that is the same in every run.
+        owners: Objects to search, in the same order in every run.
 
     Example:
         >>> class Noise:
@@ -45,26 +45,25 @@ class OwnGenerators:
         self.look()
 
     def look(self) -> None:
-        """Look for them again: many are made at the first draw."""
+        """Search again, since many generators are created at the first draw."""
         self._found = dict(_search(self._owners))
 
     def states(self) -> list[dict[str, Any]]:
-        """Return where each of them is."""
+        """Return the place and state of each generator."""
         return [{"place": list(place), **_state_of(one)} for place, one in self._found.items()]
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """Put each back to where `states` found it, and make those that are not there yet."""
+        """Restore the result of `states`, and create generators that do not exist yet."""
         self.look()
         for state in states:
             place = tuple(state["place"])
             one = self._found.get(place)
-            # Some are made at the first draw, which the resumed run has not made yet: one of the same kind takes the
-            # place.
+            # Some are created at the first draw, which the resumed run has not made yet: create one of the same kind.
             if one is None and (one := _made(state)) is not None:
                 owner = _at(self._owners, place[:-1])
-                # Only where the attribute is there and None: else the class is another.
+                # Only if the attribute exists and is None. Otherwise the class has changed.
                 if owner is None or getattr(owner, str(place[-1]), owner) is not None:
-                    continue  # of a class that has changed
+                    continue
                 setattr(owner, place[-1], one)
                 self._found[place] = one
             if one is not None:
@@ -76,7 +75,7 @@ def _search(owners: tuple[Any, ...]) -> Iterator[tuple[Place, Any]]:
     seen: set[int] = set()
     while todo:
         place, one = todo.pop()
-        # Objects hold each other: by identity, and not deeper than such things are.
+        # Objects may refer to each other, so track identity and limit the depth.
         if isinstance(one, _LEAVES) or id(one) in seen or len(place) > _DEPTH:
             continue
         seen.add(id(one))
@@ -92,7 +91,7 @@ def _parts(one: Any) -> list[tuple[Any, Any]]:
     if isinstance(one, MethodType):
         return [("__self__", one.__self__)]
     if isinstance(one, FunctionType):
-        # Closures: a collator is often a function in a function.
+        # Closures: a collator is often a nested function.
         return [(index, cell.cell_contents) for index, cell in enumerate(one.__closure__ or ()) if _is_full(cell)]
     if isinstance(one, dict):
         return [(key, part) for key, part in one.items() if isinstance(key, str)] if len(one) <= _WIDTH else []
@@ -109,7 +108,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def _at(owners: tuple[Any, ...], place: Place) -> Any:
-    """Return the object at a place, None where it cannot be given an attribute."""
+    """Return the object at a place, None if its attributes cannot be set."""
     one: Any = owners[place[0]]
     for key in place[1:]:
         one = dict(_parts(one)).get(key)
@@ -151,7 +150,7 @@ def _made(state: Mapping[str, Any]) -> Any:
 
 
 def _plain(state: Any) -> Any:
-    """Return numpy's state as lists and numbers, some of which have 128 bits."""
+    """Return numpy's state as lists and numbers (some with 128 bits)."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
@@ -159,6 +158,6 @@ def _plain(state: Any) -> Any:
 
 def _like(present: Any, saved: Any) -> Any:
     if isinstance(present, dict):
-        # In the present state's structure and dtypes: JSON has lists.
+        # Use the present state's structure and dtypes, since JSON has only lists.
         return {key: _like(value, saved[key]) for key, value in present.items()}
     return np.array(saved, present.dtype) if isinstance(present, np.ndarray) else saved

@@ -1,4 +1,4 @@
-"""A session's state with what each process alone holds of it: gathered to be saved, dealt out again."""
+"""A session's state with the parts that differ between processes: gathered for saving, distributed on loading."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shared_core.engine.session import Session
 
 
 def gathered(session: Session, wrapped: nn.Module, **more: Any) -> dict[str, Any]:
-    """Return the session's state and `more` with what the other processes hold otherwise; each must call it."""
+    """Return the session's state and `more`, with the parts in which other processes differ. Every process calls it."""
     state = {**session.state_dict(), **more}
-    # Every process: own_state and own_buffers gather.
+    # own_state and own_buffers gather.
     if world_size() == 1:
         return state
     mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, wrapped)}
@@ -31,13 +31,13 @@ def gathered(session: Session, wrapped: nn.Module, **more: Any) -> dict[str, Any
 
 
 def load(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put back this process's state and buffers; where another number saved them, the main process's, which is told.
+    """Restore this process's state and buffers. If the number of processes changed, use the main one's and note it.
 
     Returns:
-        What was saved of this process, empty where another number did.
+        The state saved for this process, empty if the number of processes changed.
     """
     ranks = state.get("ranks", ())
-    # Another number of processes: what each held for itself has no place now.
+    # The number of processes changed, so the parts of single processes do not apply.
     if len(ranks) != world_size():
         session.load_state_dict(state)
         if max(len(ranks), 1) != world_size():

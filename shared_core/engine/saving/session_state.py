@@ -1,4 +1,4 @@
-"""The state of a session in a checkpoint: read and put back, and whether the model fits the weights beside it."""
+"""The state of a session in a checkpoint: read and restore it, and check that the model fits the saved weights."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def state_of(context: Context, recipe: Recipe, history: History, experts: Expert
 
 @contextlib.contextmanager
 def reading(key: str) -> Iterator[None]:
-    """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
+    """Convert any error while reading saved state into `CheckpointError`, with the original error as its cause.
 
     Raises:
-        CheckpointError: If reading fails, other than for want of memory or of a file, or with an error of ours.
+        CheckpointError: If reading fails. `EffError`, `OSError` and out-of-memory errors are raised unchanged.
     """
     try:
         yield
     except (EffError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a damaged state holds any value, and a reader may do anything with it
+    except Exception as error:  # a damaged state may hold any value and cause any error
         raise CheckpointError(
             "resume",
-            f"checkpoint's state of {key} must be one that a session saved, got {error!r} from it: it is damaged or "
-            "of another version, or this error is a bug",
-            "go on from another checkpoint",
+            f"cannot read the checkpoint's state of {key}: {error!r}. It is damaged or from another version, or this "
+            "is a bug",
+            "resume from another checkpoint",
         ) from error
 
 
 def restore(state: Mapping[str, Any], context: Context, history: History, experts: ExpertUse) -> Mapping[str, Any]:
-    """Put back all but what techniques get in `begin`; return the recipe that a state was saved with.
+    """Restore everything except what techniques load in `begin`. Return the recipe that the state was saved with.
 
     Raises:
-        CheckpointError: If the state is not a session's.
+        CheckpointError: If it is not the state of a session.
     """
     with reading("session"):
         saved, recipe = dict(state["techniques"]), dict(state["recipe"])
@@ -71,7 +71,7 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
     for key in context.techniques:
         with reading(key):
             if not isinstance(saved.get(key, {}), Mapping):
-                raise TypeError(f"{saved[key]!r} is no mapping")
+                raise TypeError(f"{saved[key]!r} is not a mapping")
     for key, drawing in offering(context.techniques, DrawsBatches):
         if key in saved:
             with reading(key):
@@ -80,13 +80,13 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
 
 
 def window_state(session: Session) -> dict[str, dict[str, Any]]:
-    """Return what techniques have gathered on this process in an accumulation window that is not over."""
+    """Return what techniques have gathered on this process in an unfinished accumulation window."""
     windows = session.context.windows if session.context is not None else {}
     return {name: state for name, window in windows.items() if (state := window.window_state())}
 
 
 def load_window_state(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
+    """Restore the state returned by `window_state`. Call it after `begin`, with the window's gradients restored."""
     with reading("session"):
         found = dict(state)
     for name, window in session.context.windows.items() if session.context is not None else ():
@@ -96,19 +96,19 @@ def load_window_state(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
-    """Refuse a checkpoint of a run without a technique that goes on from its own alone."""
+    """Refuse a checkpoint of a run without a technique that can only resume from its own checkpoints."""
     for key in techniques.keys() - saved.keys():
         if why := techniques[key].config.own_checkpoints:
-            raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
+            raise CheckpointError(key, f"the checkpoint is of a run without {key}, {why[0]}", why[1])
 
 
 @contextlib.contextmanager
 def unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Surround saving: an optimizer of shards that has not stepped yet is not stepped by it.
+    """Return a context manager for saving that keeps a fresh sharded optimizer unstepped.
 
-    torch.distributed.checkpoint (2.13) steps one that has neither state nor gradients, with a rate and gradients of 0,
-    so that the file has states. Adam would count that step in its bias correction, in this run and in a resumed one. So
-    the file gets a count of 0, and the optimizer no state.
+    torch.distributed.checkpoint (2.13) steps an optimizer without state and gradients once, with rate and gradients 0,
+    so that the file has states. Adam would count that step in its bias correction, now and after resuming. So the file
+    gets a step count of 0, and the optimizer's state is cleared again.
     """
 
     def count_none(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -134,10 +134,10 @@ def unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(session: Session) -> Iterator[None]:
-    """Surround the loading of plain weights by a trainer that goes by the parameters' names, as torch does under FSDP2.
+    """Return a context manager for loading plain weights by parameter names, as torch does under FSDP2.
 
     Args:
-        session: Attached; its own state is loaded afterwards.
+        session: The attached session. Its own state is loaded afterwards.
     """
     with contextlib.ExitStack() as stack:
         if session.context is not None:
@@ -147,21 +147,21 @@ def loading(session: Session) -> Iterator[None]:
 
 
 def fits(session: Session, state: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint's weights have the structure that the model has now.
+    """Return True if a checkpoint's weights have the same structure as the model.
 
     Args:
-        session: Attached, not begun.
-        state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
+        session: A session that is attached but has not begun.
+        state: The saved `Session.state_dict`; empty if the checkpoint is of a run without techniques.
 
     Raises:
-        CheckpointError: If a technique cannot go on from this checkpoint.
+        CheckpointError: If a technique cannot resume from this checkpoint.
     """
     with reading("session"):
         saved: Mapping[str, Any] = dict(state.get("techniques", {}))
     for key in REGISTRY.keys() & saved.keys() - session.techniques.keys():
         if structure := REGISTRY[key].config_class.saved_structure:
             raise CheckpointError(
-                "resume", f"recipe must keep {key}, {structure[0]}, got none", f"keep it, or {structure[1]}"
+                "resume", f"the recipe no longer has {key}, {structure[0]}", f"add it again, or {structure[1]}"
             )
     refuse_foreign(saved, session.techniques)
     if session.context is None:
@@ -171,19 +171,19 @@ def fits(session: Session, state: Mapping[str, Any]) -> bool:
 
 
 def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
-    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+    """Attach again if a checkpoint's weights need a different model structure. No optimizer may exist yet.
 
     Args:
-        session: Attached, not begun.
+        session: A session that is attached but has not begun.
         state: As in `fits`.
         run_environment: As in `Session.attach`.
 
     Raises:
-        CheckpointError: If a technique cannot go on from this checkpoint.
+        CheckpointError: If a technique cannot resume from this checkpoint.
     """
     if fits(session, state) or session.context is None:
         return
     model = session.context.model
-    # Structure before weights: layers are put in as the checkpoint has them, then loaded.
+    # Structure before weights: rebuild the checkpoint's layers, then load them.
     session.detach()
     session.attach(model, run_environment, state["techniques"])

@@ -1,4 +1,4 @@
-"""The file that holds a session's state beside a checkpoint: one safetensors file, written whole or not at all."""
+"""The file with a session's state in a checkpoint: one safetensors file, written atomically."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TENSOR = "__tensor__"
 def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         name = f"t{len(tensors)}"
-        # A copy each: safetensors refuses two names for one storage, and optimizer state may share it.
+        # Copy each tensor: safetensors refuses shared storage, and optimizer state may share it.
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        # JSON has no other keys than texts.
+        # JSON keys are always strings.
         return {str(key): _split(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_split(item, tensors) for item in value]
@@ -58,7 +58,7 @@ def save_state(folder: Path | str, state: Mapping[str, Any]) -> Path:
         ([True, False], 3)
     """
     tensors: dict[str, Tensor] = {}
-    # One file: the tree of plain values in its metadata, with names in the tensors' places.
+    # One file: the tree of plain values is in its metadata, with names in place of tensors.
     tree = json.dumps(_split(state, tensors))
     path = Path(folder) / STATE_FILE
     with atomic_write(path) as temporary:
@@ -70,24 +70,22 @@ def load_state(folder: Path | str) -> dict[str, Any]:
     """Return what `save_state` wrote into `folder`.
 
     Raises:
-        CheckpointError: If the file is missing, damaged or of a newer format.
+        CheckpointError: If the file is missing, damaged or in a newer format.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
-        raise CheckpointError(
-            "state", f"{path} must exist, but it does not", "this checkpoint was saved without efftrain"
-        )
+        raise CheckpointError("state", f"{path} does not exist", "this checkpoint was saved without efftrain")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        # Files of older versions can be read; a newer one may mean something else.
+        # Files of older versions can be read, newer formats may differ.
         if int(metadata["eff_format"]) > _FORMAT:
             raise CheckpointError("state", f"{path} was written by a newer efftrain", "update it to read this file")
         return dict(_join(parse_json(metadata["state"]), tensors))
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
-            "state", f"{path} must be a whole state file, got {error}", "the file is damaged"
+            "state", f"cannot read {path}: {error}", "the file is damaged; use another checkpoint"
         ) from error
 
 
@@ -98,14 +96,14 @@ def packed(state: Mapping[str, Any]) -> bytes:
         >>> unpacked(packed({"step": 3, "mask": torch.tensor([True, False])}))["mask"].tolist()
         [True, False]
     """
-    # Eight bytes tell where the tree ends: no separator that a tensor's bytes could hold.
+    # Eight bytes hold the length of the tree. A separator could also occur in a tensor's bytes.
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_split(state, tensors)).encode()
     return len(tree).to_bytes(8, "little") + tree + save(tensors)
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Return the state that `packed` made these bytes of."""
+    """Return the state from the bytes that `packed` returned."""
     end = 8 + int.from_bytes(data[:8], "little")
     return dict(_join(json.loads(data[8:end]), load(data[end:])))
 
@@ -114,13 +112,13 @@ def rng_state(*, on_gpu: bool = True) -> dict[str, Any]:
     """Return the state of every random generator that training draws from, as savable values.
 
     Args:
-        on_gpu: Whether those of GPUs are among them, which a data loader's workers must leave alone.
+        on_gpu: True to include the GPUs' generators, which data loader workers must not touch.
     """
     return rng_snapshot(on_gpu=on_gpu)()
 
 
 def rng_snapshot(*, on_gpu: bool = True) -> Callable[[], dict[str, Any]]:
-    """Return what makes `rng_state` of now when it is called: most snapshots are never saved, and making it is dear."""
+    """Return a function that builds the present `rng_state`. Building is slow, and most snapshots are never saved."""
     import random
 
     import numpy as np
@@ -131,7 +129,7 @@ def rng_snapshot(*, on_gpu: bool = True) -> Callable[[], dict[str, Any]]:
     of_gpus = torch.cuda.get_rng_state_all() if on_gpu and torch.cuda.is_available() else None
 
     def state() -> dict[str, Any]:
-        # As tensors and numbers: a state is saved without pickle.
+        # Tensors and numbers only, since a state is saved without pickle.
         found: dict[str, Any] = {
             "torch": of_torch,
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -149,7 +147,7 @@ def rng_snapshot(*, on_gpu: bool = True) -> Callable[[], dict[str, Any]]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put every random generator back to where `rng_state` found it."""
+    """Restore every random generator to the result of `rng_state`."""
     import random
 
     import numpy as np

@@ -1,4 +1,4 @@
-"""The trained part of a model in files of its own, without the rest of the model."""
+"""The trained part of a model in separate files, without the rest of the model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import ClassVar
 
 
 class TrainedPart(ABC):
-    """What was trained of a model, as files that stock libraries load over the rest of it."""
+    """The trained part of a model, as files that stock libraries load onto the base model."""
 
     name: ClassVar[str]
-    """Of the folder beside the receipt where checkpoints hold the whole model."""
+    """Name of its folder next to the receipt, if checkpoints hold the whole model."""
 
     @abstractmethod
     def write(self, folder: Path) -> None:
-        """Write the files into a folder, made if need be."""
+        """Write the files into a folder, which is created if needed."""
 
     @abstractmethod
     def differences(self, folder: Path) -> list[str]:
         """Return how the files in a folder differ from this part, one line each."""
 
     def write_beside(self, folder: Path) -> None:
-        """Write the files beside whole weights or a receipt, into a folder of their own."""
+        """Write the files into their own folder next to the whole weights or a receipt."""
         self.write(folder / self.name)

@@ -172,7 +172,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"stored as it is, got .*zstd"):
         open_ingredient(packed)
     short = edited(tmp_path / "short", lambda index: index.state_dict_metadata["model.a.bias"].chunks.clear())
-    with pytest.raises(CheckpointError, match=r"make up the whole of 'model.a.bias'"):
+    with pytest.raises(CheckpointError, match=r"'model.a.bias' are missing"):
         open_ingredient(short)
 
     def swap(index):
@@ -180,7 +180,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
         vars(of_bias(index)).update(vars(of_weight))
 
     other = edited(tmp_path / "other", swap)
-    with pytest.raises(CheckpointError, match=r"shard of 'model.a.bias' must be of the index's shape"):
+    with pytest.raises(CheckpointError, match=r"shape or dtype of a shard of 'model.a.bias'"):
         uniform_soup([other])
 
 

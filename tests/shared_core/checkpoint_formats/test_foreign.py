@@ -177,7 +177,7 @@ def test_nothing_that_a_file_names_runs(tmp_path):
             assert content["state_dict"]["w"].tolist() == [1, 1]
             assert isinstance(content["hyper_parameters"]["x"], Foreign), name
         else:
-            with pytest.raises(CheckpointError, match=r"x\.ckpt: .*which runs code and is no value; nothing was run"):
+            with pytest.raises(CheckpointError, match=r"x\.ckpt: .*which runs code; nothing was run"):
                 load_checkpoint(path)
         assert not canary.exists(), name
     for name in ("reduce of os", "reduce of eval", "inst", "obj", "stack global"):  # the witness is one
@@ -250,7 +250,7 @@ def test_packed_and_broken_archives_are_refused(tmp_path):
         load_checkpoint(packed)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x09"))
-    with pytest.raises(CheckpointError, match="must be a whole checkpoint, got Bad magic number"):
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint: Bad magic number"):
         load_checkpoint(path)
 
 

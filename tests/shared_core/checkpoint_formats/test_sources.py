@@ -230,16 +230,16 @@ def test_truncated_and_empty_files_are_refused_with_the_reason(tmp_path, name, s
     content = file.read_bytes()
     file.write_bytes(content[: size if isinstance(size, int) else int(size * len(content))])
     path = file if name.startswith("x") else file.parent
-    with pytest.raises(CheckpointError, match=f"{file}.*" + ("empty" if size == 0 else "must be (a )?whole")):
+    with pytest.raises(CheckpointError, match=f"{file}.*" + ("empty" if size == 0 else "(cannot read|be whole)")):
         open_ingredient(path)
 
 
 def test_what_is_not_a_model_is_refused_by_name(folders, tmp_path):
-    with pytest.raises(CheckpointError, match="file must exist"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         open_ingredient(tmp_path / "none.pt")
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(CheckpointError, match="folder must hold one of model"):
+    with pytest.raises(CheckpointError, match="holds none of model"):
         open_ingredient(empty)
     (empty / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="peft_type must be LORA, got None"):
@@ -349,8 +349,8 @@ def test_tensors_that_a_model_does_not_make_by_itself_must_be_in_all(tmp_path, c
     [("{", "JSON"), ("[]", "JSON object"), ('{"weight_map": {}}', "weight_map"),
      ('{"weight_map": {"w": "../out.safetensors"}}', "file name in the same folder"),
      ('{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors: file must exist"),
-     ('{"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}', "'v' on one side only"),
-     ('{"weight_map": {"b": "a.safetensors"}}', "on one side only")],
+     ('{"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}', "only one of them has 'v'"),
+     ('{"weight_map": {"b": "a.safetensors"}}', "only one of them")],
 )  # fmt: skip
 def test_a_damaged_index_is_refused(tmp_path, index, match):
     save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
@@ -366,7 +366,7 @@ def test_nothing_half_written_and_nothing_overwritten(folders, tmp_path, monkeyp
     (full / "precious").write_text("kept")
     with pytest.raises(CheckpointError, match="must not exist yet"):
         save_soup(soup, like, full)
-    with pytest.raises(CheckpointError, match="must be writable"):
+    with pytest.raises(CheckpointError, match="cannot write to"):
         save_soup(soup, like, full / "precious" / "soup")
     assert [file.name for file in full.iterdir()] == ["precious"]
 

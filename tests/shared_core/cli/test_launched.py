@@ -105,6 +105,6 @@ def test_a_command_that_shares_no_work_is_refused(monkeypatch, command):
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    told = f"^eff {command}: processes must be one, got 2 of a launcher; start it without torchrun$"
+    told = f"^eff {command}: must run in one process, but a launcher started 2; start it without torchrun$"
     with pytest.raises(CompatibilityError, match=told):
         commands.eff(command, "--out", "x", "model")

@@ -92,7 +92,7 @@ def test_a_quiet_run_tells_its_receipt_in_a_line(monkeypatch, tmp_path):
     made.write(tmp_path)
     monkeypatch.setenv(QUIET, "1")
     assert re.match("efftrain: 1 step; prune: .*50.0 % of 64 weights", made.told())
-    assert made.told().endswith(f"all of it: {tmp_path}/eff_receipt.json; as a page: eff report {tmp_path}")
+    assert made.told().endswith(f"receipt: {tmp_path}/eff_receipt.json; as an HTML page: eff report {tmp_path}")
     assert "\n" not in made.told()
 
 

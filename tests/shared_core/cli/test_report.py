@@ -254,7 +254,7 @@ def test_a_written_receipt_says_where_it_lies(tmp_path):
     receipt = Receipt(RECEIPT)
     assert "eff report" not in receipt.text()
     receipt.write(tmp_path / "run")
-    assert receipt.text().endswith(f"{tmp_path / 'run' / RECEIPT_FILE}; as a page: eff report {tmp_path / 'run'}")
+    assert receipt.text().endswith(f"{tmp_path / 'run' / RECEIPT_FILE}; as an HTML page: eff report {tmp_path / 'run'}")
 
 
 def test_a_folders_name_commands_no_terminal(tmp_path):

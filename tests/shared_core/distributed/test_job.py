@@ -51,6 +51,6 @@ def test_a_command_that_shares_nothing_is_refused_under_a_launcher(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CompatibilityError, match="processes must be one, got 2 of a launcher; start it without torch"):
+    with pytest.raises(CompatibilityError, match=r"one process.* 2; start it without torch"):
         check_alone("eff prune")
     assert os.environ["WORLD_SIZE"] == "2"

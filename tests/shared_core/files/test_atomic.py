@@ -30,7 +30,10 @@ def test_atomic_folder_refuses_a_full_folder_and_leaves_nothing_on_failure(tmp_p
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("whole")
     assert (tmp_path / "out" / "a").read_text() == "whole"
-    with pytest.raises(CheckpointError, match="must not exist or be an empty folder"), atomic_folder(tmp_path / "out"):
+    with (
+        pytest.raises(CheckpointError, match="already exists and is not an empty folder"),
+        atomic_folder(tmp_path / "out"),
+    ):
         pass
 
 

@@ -32,7 +32,7 @@ def test_a_callback_takes_its_switch_without_a_name(package, key):
         return
     assert repr(kind(value)) == repr(kind(**{config.switch: value}))
     assert next(iter(inspect.signature(kind).parameters)) == config.switch
-    with pytest.raises(ConfigError, match=f"only {config.switch} can stand without its name, got 2 values"):
+    with pytest.raises(ConfigError, match=f"only {config.switch} can be given without its name, got 2 values"):
         kind(value, value)
     with pytest.raises(ConfigError, match=f"{config.switch} must be given once"):
         kind(value, **{config.switch: value})

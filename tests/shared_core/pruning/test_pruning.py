@@ -260,7 +260,7 @@ def test_a_run_cut_short_keeps_the_zeros_that_it_has_and_says_so():
     receipt = session.receipt()
     assert receipt["unreached"] == unreached
     assert (
-        "PRUNE DID NOT REACH WHAT WAS ASKED FOR: sparsity 0.2032 of 0.75, complete at step 100; the run ended after 15 "
+        "prune did not reach its target: sparsity 0.2032 of 0.75, complete at step 100; the run ended after 15 "
         "steps of 100 planned"
     ) in receipt["notes"]
     assert [type(module) for module in model] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]

@@ -147,7 +147,7 @@ def test_a_run_that_never_found_its_units_says_so_at_the_end():
             assert not loop.session.ending.may_be_best()
     receipt = loop.session.receipt()
     assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: no units were found")
-    assert any(note.startswith("PRUNE DID NOT REACH WHAT WAS ASKED FOR") for note in receipt["notes"])
+    assert any(note.startswith("prune did not reach") for note in receipt["notes"])
 
 
 class Stepped(nn.Module):

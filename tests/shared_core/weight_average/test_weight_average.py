@@ -378,7 +378,7 @@ def test_what_cannot_be_right_is_refused():
         Run(bn_batches=1, more={"prune": {"sparsity": 0.5, "criterion": "wanda"}})
     run = Run().step(2)
     run.model[0].bias = nn.Parameter(torch.zeros(4))
-    with pytest.raises(TrainingError, match=r"0\.bias must stay in the model .* another object in its place by step 3"):
+    with pytest.raises(TrainingError, match=r"0\.bias must stay in the model .* replaced by step 3"):
         run.step().averaged()
 
 
@@ -425,7 +425,7 @@ def test_steps_after_the_planned_ones_are_told_and_averaged():
     torch.testing.assert_close(model.weight.double(), torch.stack(seen).mean(0))
     receipt = session.receipt()
     assert receipt["steps"]["applied"] == 6
-    assert sum("training goes on after the 3 planned steps" in note for note in receipt["notes"]) == 1
+    assert sum("training continues after the 3 planned steps" in note for note in receipt["notes"]) == 1
 
 
 def values(count, dtype=torch.float32):

@@ -44,7 +44,7 @@ def test_a_weight_that_moved_is_found(recipe):
     with torch.no_grad():
         model[0].weight += 1e-3 * torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
     for weights in (None, dict(model.state_dict())):
-        with pytest.raises(ReceiptError, match=r"^run/model: .*0.weight.* changed by Swa, Ema"):
+        with pytest.raises(ReceiptError, match=r"^run/model: .*0.weight.* Swa, Ema may have changed"):
             session.verify(weights, "run/model", ["Swa", "Ema", "Swa"])
     assert any("differ from this receipt" in note for note in session.receipt()["notes"])
 
@@ -73,7 +73,7 @@ def test_a_tensor_that_is_gone_is_told_of_the_model_alone():
     del weights["0.weight"]
     session.verify(weights, "a file that leaves some out")
     model[0] = nn.Identity()
-    with pytest.raises(ReceiptError, match=r"prune: 0.weight is not there"):
+    with pytest.raises(ReceiptError, match=r"prune: 0.weight is missing"):
         session.verify(None, "the model")
 
 

@@ -57,7 +57,7 @@ def test_a_layer_that_was_replaced_is_named(key, where):
     with session.swapped("evaluate"), session.swapped("checkpoint"):
         pass
     model[1] = nn.Linear(16, 16)
-    with pytest.raises(TrainingError, match=rf"^{key}: 1.* must stay in the model .* in its place by step 1; "):
+    with pytest.raises(TrainingError, match=rf"^{key}: 1.* must stay in the model .* replaced by step 1; "):
         look(session, where)
     session.detach()
     assert [type(module) for module in model[2:]] == [nn.Linear] * 2
@@ -80,7 +80,7 @@ def test_a_parameter_that_was_replaced_is_named(key):
 def test_a_base_that_was_unfrozen_under_adapters_is_named(where):
     session, _, model = run("lora")
     model.requires_grad_(True)
-    with pytest.raises(TrainingError, match=r"^lora: .*weight must stay frozen .* trainable by step 1; leave out"):
+    with pytest.raises(TrainingError, match=r"^lora: .*weight must stay frozen .* unfrozen by step 1; "):
         look(session, where)
 
 
@@ -88,7 +88,7 @@ def test_an_optimizer_made_anew_in_mid_run_is_refused():
     session, optimizer, model = run("prune")
     step(session, optimizer, model, torch.ones(4, 16))
     anew = torch.optim.SGD(model.parameters(), lr=0.01)
-    with pytest.raises(TrainingError, match="steps must be those of the optimizers that begin was given"):
+    with pytest.raises(TrainingError, match="an optimizer that begin was not given"):
         step(session, anew, model, torch.ones(4, 16))
     session.finish()
 

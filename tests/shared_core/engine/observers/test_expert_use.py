@@ -49,7 +49,7 @@ def test_experts_without_tokens_are_told_at_the_end(kind, recipe):
     session.finish()
     receipt = session.receipt()
     assert receipt["experts_without_tokens"] == {EXPERTS: [2, 3]}
-    assert any(f"nothing was learned there: {EXPERTS} 2, 3" in note for note in receipt["notes"])
+    assert any(f"learned nothing: {EXPERTS} 2, 3" in note for note in receipt["notes"])
     assert not net.get_submodule(EXPERTS)._forward_pre_hooks
 
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_knows_those_that_were_reached_before():
     session.finish()
     assert session.receipt()["experts_without_tokens"] == {EXPERTS: [3]}
     state["experts"][EXPERTS] = state["experts"][EXPERTS][1:]
-    with pytest.raises(CheckpointError, match=r"experts of .* must be 4 as now, got 3"):
+    with pytest.raises(CheckpointError, match=r"has 4 experts, but 3 in the checkpoint"):
         run(mixture("mixtral"), RECIPES[0], [], state)
 
 
