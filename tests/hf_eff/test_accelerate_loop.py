@@ -219,7 +219,11 @@ def refused(make, **given):
             ConfigError,
             "prepare must get the training DataLoader too with a technique that draws batches, got none",
         ),
-        ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "must be within the 3 steps"),
+        ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "within the 3 steps"),
+            {"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}},
+            ConfigError,
+            "must be within the 3 steps",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_training(make, given, error, told):
