@@ -116,7 +116,7 @@ def test_a_damaged_file_does_not_end_a_run_that_makes_a_soup(tmp_path, capsys):
     assert services._saved_by_this_run(file).step == 3
     DAMAGE["truncated"](file)
     assert services._saved_by_this_run(file) is None
-    assert f"checkpoint left out: {file}" in capsys.readouterr().out
+    assert f"checkpoint skipped: {file}" in capsys.readouterr().out
 
 
 def test_lightning_goes_on_from_the_newest_whole_file(tmp_path, capsys):

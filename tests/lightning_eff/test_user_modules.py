@@ -209,7 +209,7 @@ def test_a_resume_is_not_tuned_again(tmp_path):
         return make_trainer(tmp_path, callbacks=[finder, EffCallback(RECIPE), *more], max_epochs=1)
 
     fit(trainer(saver("pytorch_lightning", tmp_path)), make_module())
-    with pytest.raises(CompatibilityError, match="no LearningRateFinder, after whose trials Lightning starts again"):
+    with pytest.raises(CompatibilityError, match="LearningRateFinder"):
         fit(trainer(), make_module(), ckpt_path=tmp_path / "2.ckpt")
 
 

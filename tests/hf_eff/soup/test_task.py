@@ -244,7 +244,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         FolderEvaluator("loss", bert, tmp_path / "empty.jsonl")
     # transformers 5 makes up a tokenizer to which all words are unknown
     make_classifier(0).save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="tokenizer .*bare"):
+    with pytest.raises(CheckpointError, match=r"tokenizer .*bare"):
         FolderEvaluator("loss", tmp_path / "bare", room / "data.jsonl")
     with pytest.raises(ConfigError, match="BertForSequenceClassification, got"):
         FolderEvaluator("loss", bert, long_rows(tmp_path), max_length=17)(weights_of(make_classifier(0)))
