@@ -289,7 +289,7 @@ def _loaded(
     lacking = sorted(absent - {*provided})
     if lacking:
         rule = f"teacher's files lack weights: {name!r} has no {lacking[0]} ({len(lacking)} missing)"
-        raise CheckpointError("distill", rule, "it would teach with random weights")
+        raise CheckpointError("distill", rule, "it would teach from random weights")
     check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
     return teacher.to(device)  # type: ignore[no-any-return]
 
@@ -329,7 +329,7 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be random
             rule = f"teacher must be a {ours}, got {name!r} of {config.architectures}"
-            raise CheckpointError("distill", rule, "it would teach with random weights")
+            raise CheckpointError("distill", rule, "it would teach from random weights")
     device = next((str(parameter.device) for parameter in student.parameters()), "cpu")
     place = str(path) if path.exists() else name
     teacher: nn.Module = kind(place, device=device, trust_remote_code=trust_remote_code)

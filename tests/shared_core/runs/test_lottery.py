@@ -123,7 +123,7 @@ def test_a_wrong_metric_costs_one_run_and_no_second_one(tmp_path):
 
 def test_training_without_the_recipe_is_told(tmp_path):
     with pytest.raises(
-        TrainingError, match=r"round-00 must train with the recipe it was given, but left no round\.json"
+        TrainingError, match=r"round-00 must train with the given recipe, but left no round\.json"
     ):
         LotterySearch(rounds=1).run(lambda recipe: None, tmp_path)
 
