@@ -217,9 +217,9 @@ def refused(make, **given):
         (
             {"recipe": {"dp": {"noise_multiplier": 1.0}}},
             ConfigError,
-            "prepare must get the training DataLoader",
+            "training DataLoader",
         ),
-        ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "end must lie"),
+        ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "prune: end"),
     ],
 )
 def test_what_cannot_run_is_refused_before_training(make, given, error, told):
@@ -245,7 +245,7 @@ def test_a_private_loop_trains_on_drawn_batches_alone(make):
         other.model(**next(iter(other.loader)))
     other = Loop(make, PRIVATE)
     other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
-    with pytest.raises(TrainingError, match="must be drawn by Poisson sampling, got none; pass the DataLoader to hf_e"):
+    with pytest.raises(TrainingError, match="must be drawn by Poisson sampling, got none; pass the DataLoader"):
         other.steps(1)
     with pytest.raises(CompatibilityError, match="got DataLoaderDispatcher; leave dispatch_batches"):
         Loop(make, PRIVATE, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))

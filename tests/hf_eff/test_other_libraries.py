@@ -178,8 +178,8 @@ def test_the_key_is_where_axolotl_looks_for_it(module):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({}, "axolotl: eff must be a recipe or .*, got None; leave out the plugin"),
-        ({"eff": {}}, "axolotl: eff must be a recipe or .*, got {}"),
+        ({}, "got None; leave out the plugin"),
+        ({"eff": {}}, "got {}"),
         ({"eff": {"prune": {"sparsity": 75}}}, "sparsity must be in"),
         ({"eff": {"purne": {}}}, "prune"),
     ],

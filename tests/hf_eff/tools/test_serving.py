@@ -229,7 +229,7 @@ def test_experts_are_written_one_by_one_as_vllm_names_them(kind, scheme, tmp_pat
 
 def test_experts_that_files_stack_or_that_engines_multiply_in_floats_of_other_sizes_are_refused(tmp_path):
     for kind, options, rule in (
-        ("gpt_oss", SIZES | {"scheme": "int8_dynamic"}, "must be a matrix each .* for vLLM, got .* with parameters"),
+        ("gpt_oss", SIZES | {"scheme": "int8_dynamic"}, "must be one matrix each .* for vLLM, got .* with parameters"),
         (
             "mixtral",
             {"scheme": "int8_weight", "skip": ("*_proj", "lm_head")},
