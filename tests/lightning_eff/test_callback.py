@@ -317,7 +317,7 @@ def test_what_a_module_cannot_have_is_refused_by_name(recipe, make, match, tmp_p
 
 
 def test_wrong_recipes_fail_before_training(tmp_path):
-    with pytest.raises(ConfigError, match=r"sparsity must be given"):
+    with pytest.raises(ConfigError, match="sparsity must be given"):
         Pruning()
     with pytest.raises(ConfigError, match="prune was given twice"):
         run(tmp_path, callbacks=[Pruning(sparsity=0.3)])
