@@ -52,7 +52,7 @@ class CurveRow:
     reached_dense_at: int | None
     """The first validated step that is as good as the dense run's quality; None if there is none."""
     replay: str | None
-    """Whether the steps up to k are bitwise equal to those of the dense run."""
+    """Result of comparing the steps up to k with the dense run's, bit for bit."""
     folder: str
     """Folder of the run, relative to the search's folder."""
 
