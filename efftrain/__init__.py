@@ -1,4 +1,4 @@
-"""The front door: loops, sessions, recipes of `shared_core`, `hf` (that is `hf_eff`), `lightning` (`lightning_eff`)."""
+"""The main package: loops, sessions and recipes of `shared_core`, plus `hf` and `lightning`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FRONT_ENDS = ("hf", "lightning")
 __all__ = ["__version__", *_CORE, *_FRONT_ENDS]
 
 
-def __getattr__(name: str) -> Any:  # each loads what it needs when it is first used, torch and trainers too
+def __getattr__(name: str) -> Any:  # names load on first use, including torch and the trainers
     if name in _FRONT_ENDS:
         return importlib.import_module(f"efftrain.{name}")
     if name in _CORE:

@@ -1,4 +1,4 @@
-"""`python -m efftrain` is `eff`, for launchers that start modules: `torchrun ... -m efftrain run train.py`."""
+"""Run `eff` as `python -m efftrain`, for launchers that start modules: `torchrun ... -m efftrain run train.py`."""
 
 from shared_core.cli import main
 

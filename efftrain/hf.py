@@ -1,4 +1,4 @@
-"""Another name of `hf_eff`: the same module, not a copy."""
+"""Alias of `hf_eff`: the same module, not a copy."""
 
 import sys
 

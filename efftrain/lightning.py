@@ -1,4 +1,4 @@
-"""Another name of `lightning_eff`: the same module, not a copy."""
+"""Alias of `lightning_eff`: the same module, not a copy."""
 
 import sys
 

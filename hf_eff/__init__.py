@@ -1,4 +1,4 @@
-"""Efficient-training techniques in the Hugging Face Trainer. Names load on first use: `eff run` must stay cheap."""
+"""Efficient-training techniques for the Hugging Face Trainer. Names load on first use, which keeps `eff run` fast."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -1,6 +1,6 @@
-"""The trainer's checkpoint folders: which there are, which are whole, and their weights under the model's names.
+"""The trainer's checkpoint folders: find them, check that they are complete, read their weights by the model's names.
 
-What each process alone holds, in the main process's file: the trainer saves that process's weights and buffers.
+Weights and buffers come from the main process's file. State that differs per process is saved separately.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ def step_of(folder: Path | str) -> int | None:
 
 
 def checkpoint_folder(run: Path | str, step: int) -> Path:
-    """Return the folder that the trainer saves step `step` of a run into."""
+    """Return the folder that the trainer saves step `step` into."""
     return Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def damage(folder: Path) -> str | None:
-    """Return why a run with techniques cannot go on from this checkpoint, None if it can.
+    """Return why a run with techniques cannot resume from this checkpoint, None if it can.
 
-    Files are compared with the list of them. Where there is none, weights are checked by their headers, files of
-    ``torch.save`` by their zip directory, which a truncated one lacks. Those and indexes are checked for what they
-    would unpickle.
+    Files are compared with the checkpoint's list of files. Without a list, weights are checked by their headers, and
+    ``torch.save`` files by their zip directory, which a truncated file lacks. Both, and indexes, are checked for
+    unsafe pickles.
     """
     if not folder.is_dir():
-        return "it is no folder"
+        return "it is not a folder"
     shards = sorted(folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))  # written last
-    shards += folder.glob("global_step*/*model_states.pt")  # DeepSpeed's, beside which stage 3 saves no model
+    shards += folder.glob("global_step*/*model_states.pt")  # DeepSpeed: stage 3 saves no other model file
     try:
-        # The list first: it has a checksum of each file, and says by itself whether the writer was stopped.
+        # The list first: it has a checksum per file, and shows by itself if the writer was stopped.
         if reason := damage_by_list(folder, functools.partial(_is_replaced, folder)):
             return reason
-        # A folder of shards, or of adapters alone, holds no file of the whole model.
+        # A folder with only shards or adapters has no file of the whole model.
         if not shards and not any((folder / name).exists() for name in ADAPTER_FILES):
             open_ingredient(folder).close()
         for adapter in filter(Path.exists, (folder / name for name in ADAPTER_FILES)):
@@ -79,7 +79,7 @@ def damage(folder: Path) -> str | None:
         if "global_step" not in read_json(folder / _STATE):
             return f"{_STATE} holds no global_step"
         if not (folder / STATE_FILE).is_file():
-            return f"it has no {STATE_FILE}, so it was saved without these techniques, or not completely"
+            return f"it has no {STATE_FILE}: it was saved without these techniques, or is incomplete"
         load_state(folder)
         check_indexes(folder)
         for file in (
@@ -87,8 +87,8 @@ def damage(folder: Path) -> str | None:
             folder / f"{FSDP_MODEL_NAME}.bin",
             folder / f"{OPTIMIZER_NAME}.bin",
         ):
-            # Not .safetensors, which were read above. Optimizer and scheduler are read too: a damaged one would end
-            # the resume.
+            # Skip .safetensors, which were read above. Optimizer and scheduler are checked too: a damaged one would
+            # make the resume fail.
             if file.is_file() and file.suffix in (".pt", ".pth", ".bin"):
                 if not zipfile.is_zipfile(file):
                     return f"{file.name} is truncated or not a checkpoint"
@@ -100,22 +100,22 @@ def damage(folder: Path) -> str | None:
 
 
 def _is_replaced(folder: Path, name: str) -> bool:
-    """Return True if a file of weights has given way to others that the trainer takes: shards, or their sum."""
+    """Return True if the trainer loads other files (shards or merged shards) instead of this weight file."""
     stands_in = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     return bool(_WEIGHTS.fullmatch(name)) and any((folder / other).is_file() for other in stands_in)
 
 
 def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial: Any) -> None:
-    """Let the trainer save a checkpoint, and list what is in it before an older one is deleted."""
+    """Let the trainer save a checkpoint, and write its list of files before an older checkpoint is deleted."""
     folder = checkpoint_folder(trainer._get_output_dir(trial), trainer.state.global_step)
     state, is_new, is_whole = trainer.state, not folder.exists(), False
-    # Replaced on the instance and for this save: the Trainer writes its state last, then deletes older checkpoints,
-    # so the list has to be whole in between.
+    # Patched on the instance for this save only: the Trainer writes its state last and then deletes older checkpoints,
+    # so the list must be complete in between.
     write_state = state.save_to_json
 
     def write_state_and_list(path: str) -> None:
         nonlocal is_whole
-        write_state(path)  # the last file of the trainer's own
+        write_state(path)  # the trainer's last file
         _wait_for_others()
         finish_list(folder)
         is_whole = True
@@ -129,12 +129,12 @@ def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial:
         vars(state)["save_to_json"] = write_state_and_list
         method(model, trial)
     except BaseException:
-        if is_whole:  # what came after, such as a push to the Hub, failed
+        if is_whole:  # a later step failed, such as a push to the Hub
             raise
-        # A half-written new folder is of no use; one that was there before is left, and marked as unfinished.
+        # A half-written new folder is useless. An existing folder is kept and marked as unfinished.
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        with named_failure(folder, "what was written of it is removed" if is_new else "it is not complete"):
+        with named_failure(folder, "the partial files are removed" if is_new else "it is incomplete"):
             raise
     finally:
         vars(state).pop("save_to_json", None)
@@ -146,14 +146,14 @@ def _wait_for_others() -> None:
 
 
 def clean_run(run: Path | str) -> None:
-    """Remove what a killed run left of files that it was writing."""
+    """Remove files that a killed run left half-written."""
     for folder in (Path(run), *Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
         clean_strays(folder)
 
 
 @contextlib.contextmanager
 def factors_renamed(folder: Path, model: nn.Module) -> Iterator[None]:
-    """Give weights that a block saves, and counts again, another name behind it if they are of factorised layers."""
+    """Rename weights of factorised layers that are saved inside the block and recounted after it."""
     from shared_core.low_rank.factorize import hide
     from shared_core.low_rank.layers import factorised
 
@@ -165,9 +165,9 @@ def factors_renamed(folder: Path, model: nn.Module) -> Iterator[None]:
 
 
 def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
-    """Return a run's newest checkpoint that is whole, and the newer ones that are not, each with the reason.
+    """Return a run's newest complete checkpoint, and the newer incomplete ones, each with the reason.
 
-    None is whole of a run that was killed while it wrote its first.
+    The checkpoint is None if the run was killed while it wrote its first.
     """
     folders = [folder for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(folder) is not None]
     damaged: dict[Path, str] = {}
@@ -177,54 +177,54 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
         if reason is None:
             return folder, damaged
         damaged[folder] = reason
-    # Only stopped writers: nothing was lost that had been saved. Real damage to all of them must not look like a new
-    # run.
+    # Only interrupted saves: no finished checkpoint was lost. If all are really damaged, the run must not silently
+    # start anew.
     if not all(map(_was_cut_short, damaged)):
         lines = "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
-        raise CheckpointError("resume", f"{run} must hold a whole checkpoint, got {lines}")
+        raise CheckpointError("resume", f"{run} has no complete checkpoint: {lines}")
     return None, damaged
 
 
 def _was_cut_short(folder: Path) -> bool:
-    """Return True if a checkpoint's writer was stopped, which is no damage to what was saved before."""
+    """Return True if the writer was stopped while saving this checkpoint. Earlier checkpoints are not affected."""
     if folder.is_dir() and all(is_stray(Path(path.name)) for path in folder.iterdir()):
-        return True  # before its list was begun
+        return True  # stopped before its list was started
     with contextlib.suppress(CheckpointError):
         return is_unfinished(folder)
     return False
 
 
 def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) -> str | None:
-    """Return the checkpoint that a run goes on from, None if it starts afresh; newer ones that are not whole are told.
+    """Return the checkpoint to resume from, None to start anew. Report newer ones that are incomplete.
 
-    A script that names its newest checkpoint, as transformers' own do, means the newest whole one where that was being
-    written when the run was killed.
+    Scripts that pass their newest checkpoint, as transformers' examples do, get the newest complete one if the run
+    was killed during a save.
     """
     if resume is None or resume is False:
         return None
     run = trainer._get_output_dir(trial)
-    # A folder of this very run, given by path, may be replaced by an earlier one of the run; any other is taken or
-    # refused.
+    # An incomplete folder of this run, given by path, may be replaced by an earlier one of the run. Any other folder is
+    # loaded or refused.
     of_run = resume is True or Path(resume).absolute().parent == Path(run).absolute()
     if not of_run or (resume is not True and not _was_cut_short(Path(resume))):
         if broken := damage(Path(resume)):
-            # transformers' own words first: what looks for them finds them
+            # start with transformers' own message: scripts may look for it
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {resume}",
-                f"it must be a whole checkpoint of a run with these techniques, but {broken}",
-                "resume_from_checkpoint=True goes on from the newest whole one",
+                f"it is not a complete checkpoint of a run with these techniques: {broken}",
+                "resume_from_checkpoint=True resumes from the newest complete one",
             )
         _tell_missing(Path(resume), session)
         return str(resume)
     newest, damaged = newest_whole(run)
-    instead = f"resumed from {newest} instead" if newest else "there is no earlier one: the run starts at step 0"
+    instead = f"resumed from {newest} instead" if newest else "there is no earlier one, so the run starts at step 0"
     for folder, reason in damaged.items():
-        session.note(f"not resumed from {folder}, because {reason}; {instead}")
+        session.note(f"not resumed from {folder}: {reason}; {instead}")
     if newest is None and damaged:
         return None
     if newest is None:
         raise CheckpointError(
-            f"No valid checkpoint found in output directory ({run})", "it must hold a checkpoint to resume from"
+            f"No valid checkpoint found in output directory ({run})", "there is nothing to resume from"
         )
     _tell_missing(newest, session)
     return str(newest)
@@ -233,44 +233,44 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
 def _tell_missing(folder: Path, session: Session) -> None:
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # the latter is DeepSpeed's
         session.note(
-            f"resumed from {folder}, which holds no optimizer (save_only_model): its state, the learning "
-            "rate's schedule and random numbers begin anew, so the run is not the one that was stopped"
+            f"resumed from {folder}, which has no optimizer state (save_only_model): optimizer, learning rate schedule "
+            "and random numbers start anew, so the run differs from an uninterrupted one"
         )
 
 
 class ModelWeights(Mapping[str, Tensor]):
-    """A checkpoint's tensors under the names of a model's state dict, read when asked for.
+    """A checkpoint's tensors under the names of a model's state dict, read on access.
 
-    Files leave out all but one name of a tied tensor; the others are found through the model's own ties. A model whose
-    class saves under older names than it uses (transformers 5 does for ViT) is read as a whole through that class.
+    Files keep one name of a tied tensor. The others are found through the model's own ties. If the class saves under
+    older names than it uses (ViT in transformers 5), the whole model is read through that class.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         ingredient = open_ingredient(folder, alone=True)
         self._read: Callable[[str], Tensor] = ingredient.tensor
         state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        # A tied weight may be stored under another of its names.
+        # A tied weight may be stored under its other name.
         saved_under = {storage_key(value): name for name, value in state.items() if ingredient.has(name)}
         self._names = {
             name: name if ingredient.has(name) else saved_under.get(storage_key(value), "")
             for name, value in state.items()
         }
         lacking = [name for name, source in self._names.items() if not source]
-        self.renamed = bool(lacking)  # whether the names in the file are not the model's
+        self.renamed = bool(lacking)  # True if the file's names are not the model's
         if not lacking:
             return
-        # Else transformers' own renaming for files (experts, tied heads), name by name.
+        # Try transformers' renaming of file names (experts, tied heads), name by name.
         found = {
             storage_key(state[name]): other for name in lacking if ingredient.has(other := saved_name(model, name))
         }
         self._names |= {name: found.get(storage_key(state[name]), "") for name in lacking}
         if all(self._names.values()):
             return
-        # Else through the class: names and pieces may be converted in ways that no single name shows.
-        loaded, _ = _through_class(model, folder)  # without factors, which the class does not have
+        # Otherwise load through the class: some conversions involve several tensors.
+        loaded, _ = _through_class(model, folder)  # without factors, which the class does not know
         unknown = next((name for name, source in self._names.items() if not source and name not in loaded), None)
         if unknown is not None:
-            raise CheckpointError(folder, f"weights must hold {unknown} of this model, got none", "check the path")
+            raise CheckpointError(folder, f"the weights lack {unknown} of this model", "check the path")
         sources, direct = dict(self._names), ingredient.tensor
         self._read = lambda name: loaded[name] if name in loaded else direct(sources[name])
         self._names = {name: name for name in state}
@@ -286,9 +286,9 @@ class ModelWeights(Mapping[str, Tensor]):
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """What `ModelWeights` is, of a folder whose modules have folders of their own, as sentence-transformers saves."""
+    """`ModelWeights` for a folder whose modules have their own folders, as sentence-transformers saves."""
 
-    renamed = False  # its trainer loads it through the modules' own classes
+    renamed = False  # its trainer loads it with the modules' own classes
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         held: dict[str, tuple[ModelWeights, str]] = {}
@@ -298,7 +298,7 @@ class ModuleWeights(Mapping[str, Tensor]):
             try:
                 module = model.get_submodule(part.module)
             except AttributeError as error:
-                raise CheckpointError(folder, f"modules must be those of the model, got {part.module!r}") from error
+                raise CheckpointError(folder, f"module {part.module!r} does not fit the model") from error
             # A module that wraps one transformers model saves that model's files.
             wrapped = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
             inner = wrapped[0] if len(wrapped) == 1 else ""
@@ -310,7 +310,7 @@ class ModuleWeights(Mapping[str, Tensor]):
         self._places = {name: held.get(name) or tied.get(storage_key(value)) for name, value in state.items()}
         lacking = next((name for name, place in self._places.items() if place is None), None)
         if lacking is not None:
-            raise CheckpointError(folder, f"weights must hold {lacking} of this model, got none", "check the path")
+            raise CheckpointError(folder, f"the weights lack {lacking} of this model", "check the path")
 
     def __getitem__(self, name: str) -> Tensor:
         weights, its = cast(tuple[ModelWeights, str], self._places[name])
@@ -324,27 +324,27 @@ class ModuleWeights(Mapping[str, Tensor]):
 
 
 def weights_of(folder: Path, model: nn.Module) -> ModelWeights | ModuleWeights:
-    """Return a checkpoint's tensors under the names of a model, read when asked for."""
+    """Return a checkpoint's tensors under the model's names, read on access."""
     return (ModuleWeights if (folder / MODULES).is_file() else ModelWeights)(folder, model)
 
 
 def saved_name(model: nn.Module, name: str) -> str:
-    """Return what transformers writes a tensor of a model as; its own name where more than the name would change."""
+    """Return the name that transformers saves a tensor under; its own name if more than the name would change."""
     if not isinstance(model, PreTrainedModel):
         return name
-    # An empty probe: the conversion is asked for the name alone.
+    # An empty probe: only the name is converted.
     probe = torch.empty(0)
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
         found = revert_weight_conversion(model, {name: probe})
-    except Exception:  # one that wants other tensors beside this one, whatever that raises; transformers 4 has none
+    except Exception:  # conversions that need other tensors raise any error; transformers 4 has no conversion
         return name
     return next((other for other, value in found.items() if value is probe), name)
 
 
 def own_weights(model: nn.Module, names: Collection[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return saved weights by a model's own names, where transformers saves them by others or in other pieces."""
+    """Return saved weights under the model's own names, undoing transformers' renaming and splitting."""
     by_saved = {saved_name(model, name): name for name in names}
     own = {name if name in names else by_saved.get(name, name): value for name, value in state.items()}
     others = own.keys() - set(names)
@@ -359,15 +359,15 @@ def own_weights(model: nn.Module, names: Collection[str], state: Mapping[str, Te
 
 
 def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
-    """Return what a model's class finds in a folder or saved weights, by its own names, and what it does not know."""
+    """Return the weights that a model's class reads from a folder or state dict, and the names it does not know."""
     if not isinstance(model, PreTrainedModel):
         return {}, set()
     stock: Any = type(model)
     folder, given = (source, {}) if isinstance(source, Path) else (None, {"state_dict": dict(source)})
-    report = logging.getLogger("transformers.modeling_utils")  # of what is new or left over: we look at that ourselves
+    report = logging.getLogger("transformers.modeling_utils")  # silence its list of missing and unused names
     level = report.level
     report.setLevel(logging.ERROR)
-    # from_pretrained draws what is missing: forked, so that the caller's generator stays.
+    # from_pretrained draws missing weights at random: fork, so that the caller's random state does not change.
     try:
         with torch.random.fork_rng(devices=[]):
             loaded, info = stock.from_pretrained(
@@ -375,7 +375,7 @@ def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tup
             )
     except RuntimeError as error:
         raise CheckpointError(
-            folder or "weights", f"must be saved weights of this {stock.__name__}, got {error}", "check the path"
+            folder or "weights", f"the weights do not load into {stock.__name__}: {error}", "check the path"
         ) from error
     finally:
         report.setLevel(level)
@@ -385,9 +385,9 @@ def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tup
 
 
 def load_renamed_(model: nn.Module, folder: Path) -> None:
-    """Load a checkpoint whose names are not the model's; where they are, the trainer has loaded it already.
+    """Load a checkpoint whose names differ from the model's. If they match, the trainer has loaded it already.
 
-    The trainer's own loading compares names as they stand in the file and only warns of what it did not find.
+    The trainer compares the names in the file and only warns about missing ones.
     """
     if any((folder / name).exists() for name in ADAPTER_FILES):
         return

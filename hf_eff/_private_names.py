@@ -1,10 +1,10 @@
-"""The private names of transformers' Trainer that this package needs, and what gives them to older versions.
+"""The private names of transformers' Trainer that this package needs, and substitutes for older versions.
 
-A version that lacks one is refused by name. The Trainers of transformers 4.57 to 5.5 differ from later ones: up to 5.2
-the loop is one method, which clips by itself and keeps the sum of losses to itself. No other file handles them.
+If a version lacks one, the error names it. The Trainers of transformers 4.57 to 5.5 differ from later ones: up to 5.2
+the loop is one method, which clips by itself and keeps the sum of losses local. Only this file handles them.
 
-transformers has no public hook at these places. Each name was found in the last version of the Trainer that the tests
-ran with, in the method given here; a test looks there again and names what moved.
+transformers has no public hook at these places. Each name was found in the last tested version of the Trainer, in the
+method given here. A test checks this and reports names that moved.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shared_core.front_ends import wrapped_method
 from shared_core.front_ends.wrapped_method import PrivateName, Wrapped
 
 FIRST_SEEN, LAST_SEEN = "4.57", "5.24"
-"""The oldest and the newest transformers with every name; an older one gets those with a `since` from
-`OlderLoop`, or does without."""
+"""The oldest and the newest transformers with every name. For older ones, `OlderLoop` provides those with a `since`,
+or they are not needed."""
 
 WRAPPED = {
     "_inner_training_loop": PrivateName("train", "techniques attach anew for each try of auto_find_batch_size"),
@@ -55,37 +55,37 @@ USED = {
     "_loss_shifts_labels": PrivateName("_get_num_items_in_batch", "which labels the loss counts; absent: none is "
                                        "shifted", since="5.13", is_method=False),
 }  # fmt: skip
-"""Private names that are called or read beside them."""
+"""Further private names that are called or read."""
 
 
 def check_private_names(trainer: Trainer) -> None:
-    """Refuse a Trainer without a private method that techniques need."""
+    """Raise an error if the Trainer lacks a private method that techniques need."""
     whose = f"hf: the Trainer of transformers {transformers.__version__}"
-    remedy = f"update efftrain, or use transformers {FIRST_SEEN} to {LAST_SEEN}, which it was tested with"
+    remedy = f"update efftrain, or use transformers {FIRST_SEEN} to {LAST_SEEN}, which were tested"
     wrapped_method.check_private_names({**WRAPPED, **USED}, lambda _: trainer, whose, remedy)
 
 
 def second_division(trainer: Trainer) -> str | None:
-    """Return what to tell of a Trainer that divides gradients of micro-batches by their number once more; else None.
+    """Return a warning if the Trainer divides gradients by the number of micro-batches twice, else None.
 
-    That of transformers 5.2 to 5.5.3 hands the number to accelerate, whose ``backward`` divides by it too.
+    The Trainer of transformers 5.2 to 5.5.3 passes the number to accelerate, whose ``backward`` divides by it too.
     """
     accelerator = trainer.accelerator
     number = accelerator.gradient_accumulation_steps
     if number == 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
         return None
     return (
-        f"this version of transformers divides gradients once more by its {number} micro-batches, with techniques or "
-        "without: 5.5.4 and later do not"
+        f"this version of transformers divides gradients a second time by its {number} micro-batches, with or without "
+        "techniques: transformers 5.5.4 fixes this"
     )
 
 
 class OlderLoop:
-    """Gives a Trainer ``_clip_grad_norm``, ``_get_grad_norm`` and ``_tr_loss`` with their meaning in later versions."""
+    """Gives older Trainers ``_clip_grad_norm``, ``_get_grad_norm`` and ``_tr_loss`` with their later meaning."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
-        self._clip: Callable[..., Any] = trainer.accelerator.clip_grad_norm_  # to the norm that the loop asked for
+        self._clip: Callable[..., Any] = trainer.accelerator.clip_grad_norm_  # with the norm that the loop asked for
         self._in_training_step = self._has_clipped = False
         self._checkpoint: Any = None
         vars(trainer).update(_clip_grad_norm=self._clip_grad_norm, _get_grad_norm=self._get_grad_norm)
@@ -93,11 +93,11 @@ class OlderLoop:
 
     @classmethod
     def of(cls, trainer: Trainer) -> OlderLoop | None:
-        """Return it for a trainer that needs it, None for one of a later version."""
+        """Return an instance for a trainer that needs it, None for a later version."""
         return cls(trainer) if Version(transformers.__version__) < Version("5.3") else None
 
     def watch(self) -> list[Wrapped]:
-        """Return what notes the events of the loop; outside all other wrappers, which may hold an event back."""
+        """Return the wrapper that follows the loop's events. It is the outermost, since others may delay an event."""
         handler = self._trainer.callback_handler
         return [
             Wrapped(self._trainer, "_inner_training_loop", self._inner_training_loop, keep_signature=True),
@@ -108,14 +108,14 @@ class OlderLoop:
         ]
 
     def watch_accelerator(self) -> Wrapped:
-        """Return what sends the loop's clipping through ``_clip_grad_norm``; each accelerator needs it."""
+        """Return the wrapper that sends the loop's clipping through ``_clip_grad_norm``; each accelerator needs it."""
         return Wrapped(self._trainer.accelerator, "clip_grad_norm_", self._on_clip)
 
     # --- clipping
 
     def _on_clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if self._in_training_step:
-            return method(parameters, *args, **kwargs)  # by the user, of gradients that are not complete
+            return method(parameters, *args, **kwargs)  # called by the user, on incomplete gradients
         self._clip, self._has_clipped = lambda other: method(other, *args, **kwargs), True
         return self._trainer._clip_grad_norm(self._trainer.model_wrapped)
 
@@ -123,7 +123,7 @@ class OlderLoop:
         return self._clip(model.parameters())
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return grad_norm  # those versions log none where they do not clip
+        return grad_norm  # those versions log no norm without clipping
 
     def _on_pre_optimizer_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._has_clipped:
@@ -134,7 +134,7 @@ class OlderLoop:
     # --- the sum of losses since the last log, a variable of the loop
 
     def _start_sum(self) -> None:
-        # Whoever resumes a run puts another tensor there: one that the loop's own sum is yet to begin from.
+        # On resume another tensor is set: the loop's own sum then starts from it.
         self._trainer._tr_loss = self._loops_sum = torch.zeros((), device=self._trainer.args.device)
 
     def _inner_training_loop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -145,14 +145,14 @@ class OlderLoop:
     def _on_train_begin(self, method: Callable[..., Any], args: Any, state: Any, *rest: Any) -> Any:
         control = method(args, state, *rest)
         if state.epoch >= state.num_train_epochs:
-            # The loop is passed over and adds nothing: what was taken off for its sum is put back.
+            # The loop is skipped and adds nothing: restore what was subtracted for its sum.
             self._trainer._total_loss_scalar += self._trainer._tr_loss.item()
             self._start_sum()
         return control
 
     @property
     def _is_resumed(self) -> bool:
-        """True until the loop's sum includes the sum of the run that is resumed."""
+        """True until the loop's sum includes the resumed run's sum."""
         return self._trainer._tr_loss is not self._loops_sum
 
     def _training_step(self, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -161,17 +161,17 @@ class OlderLoop:
             loss = method(*args, **kwargs)
         finally:
             self._in_training_step = False
-        if self._is_resumed and loss.isfinite():  # the loop may pass over another one
-            # The loop adds it to 0: the same sum, bit for bit, as that of a run that was never stopped.
+        if self._is_resumed and loss.isfinite():  # the loop may skip a non-finite loss
+            # The loop adds it to 0: the same sum, bit for bit, as in an uninterrupted run.
             loss = loss + self._trainer._tr_loss
             self._trainer._tr_loss = self._loops_sum
         return loss
 
     def _log_save_evaluate(self, method: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._is_resumed and loss is not self._trainer._tr_loss:
-            # No step is left: the loop restores generators with a batch alone, and an evaluation draws from them.
+            # No step is left: the loop restores generators only with a batch, but an evaluation draws from them.
             self._trainer._load_rng_state(self._checkpoint)
-            loss += self._trainer._tr_loss  # in place: the loop's own
+            loss += self._trainer._tr_loss  # in place: the loop's own tensor
         if loss is not self._trainer._tr_loss:
             self._trainer._tr_loss = self._loops_sum = loss
         method(loss, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Find out about a trainer before anything is attached: precision, processes, output folder, callbacks given to it."""
+"""Inspect a trainer before anything is attached: precision, processes, output folder, callbacks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 def forget_optimizer(trainer: Trainer) -> None:
-    """Have the trainer make its optimizer anew where the model has other parameters than when it made one."""
+    """Drop the trainer's optimizer if the model's parameters have changed since it was made."""
     if trainer.optimizer is None:
         return
-    # An optimizer that was made for another model of the same run (model_init, techniques added): its groups lack
-    # parameters.
+    # An optimizer made for another model of this run (model_init, added techniques): its groups lack parameters.
     held = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
     if any(weight.requires_grad and id(weight) not in held for weight in cast(Any, trainer.model).parameters()):
         trainer.optimizer = None
@@ -39,7 +38,7 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def is_peft(model: Any) -> bool:
-    """Return True if this is a model with adapters, whose checkpoints hold only these."""
+    """Return True if the model has PEFT adapters, whose checkpoints hold only the adapters."""
     if not is_peft_available():
         return False
     from peft import PeftModel
@@ -65,7 +64,7 @@ def run_environment(trainer: Trainer) -> set[str]:
 
 
 def accelerator_environment(accelerator: Any, model: Any, optimizer_class: Any) -> set[str]:
-    """Return the keys that hold for an accelerator, the model that it trains, and its optimizer."""
+    """Return the keys that hold for an accelerator, its model and its optimizer."""
     state = accelerator.state
     plugin = getattr(state, "fsdp_plugin", None)
     holds = {
@@ -84,16 +83,16 @@ def accelerator_environment(accelerator: Any, model: Any, optimizer_class: Any) 
     found = {key for key, value in holds.items() if value}
     if model is None or plugin is not None:
         return found
-    # transformers' own plan has cut what it loaded
+    # transformers split the model over devices on loading
     return found | wrapped_by_user(model) - ({"sharded_by_user"} if holds["tensor_parallel"] else set())
 
 
 def check_sharding(trainer: Trainer) -> None:
-    """Refuse a run that asked for FSDP or DeepSpeed where accelerate, which says nothing, would train in plain DDP."""
+    """Raise an error if FSDP or DeepSpeed was requested but accelerate would silently train in plain DDP."""
     if getattr(trainer.args, "deepspeed_plugin", None) is not None and not trainer.is_deepspeed_enabled:
         raise CompatibilityError(
             "hf",
-            "DeepSpeed was asked for, but accelerate does not use it here (distributed type "
+            "DeepSpeed was requested, but accelerate does not use it here (distributed type "
             f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
             "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED",
         )
@@ -102,22 +101,22 @@ def check_sharding(trainer: Trainer) -> None:
 
 
 def refuse_unsharded(where: str, accelerator: Any, by_flags: bool = False) -> None:
-    """Refuse FSDP that was asked for, by flags or by accelerate's environment, where accelerate does not shard."""
+    """Raise an error if FSDP was requested, by flags or accelerate's environment, but accelerate does not shard."""
     if by_flags or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise CompatibilityError(
             where,
-            "FSDP was asked for, but accelerate does not shard here (distributed type "
+            "FSDP was requested, but accelerate does not shard here (distributed type "
             f"{accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
-            "start several processes on devices that it shards on, or drop fsdp and ACCELERATE_USE_FSDP",
+            "start several processes on devices that support FSDP, or drop fsdp and ACCELERATE_USE_FSDP",
         )
 
 
 def check_output_folder(args: TrainingArguments) -> None:
-    """Refuse at start an output folder that cannot be written at the end."""
+    """Raise an error at start if the output folder is not writable."""
     if not args.should_save:
         return
     try:
-        # A real file: permissions of folders do not tell of full or read-only file systems.
+        # Write a real file: permissions do not show a full or read-only file system.
         os.makedirs(str(args.output_dir), exist_ok=True)
         with tempfile.TemporaryFile(dir=args.output_dir):
             pass
@@ -128,38 +127,38 @@ def check_output_folder(args: TrainingArguments) -> None:
 
 
 class GivenCallbacks:
-    """Watches that what was given stays while the trainer trains."""
+    """Checks that the callbacks given to a trainer stay while it trains."""
 
     def __init__(self, trainer: Trainer, driver: TrainerCallback) -> None:
         self._trainer, self._driver = trainer, driver
         self.callbacks: list[Any] = []
 
     def gone(self) -> list[Any]:
-        """Return the callbacks that the user removed, the driver among them."""
-        # By identity: callbacks of users may define __eq__.
+        """Return the callbacks that the user removed, including the driver."""
+        # By identity: users' callbacks may define __eq__.
         there = {id(callback) for callback in self._trainer.callback_handler.callbacks}
         return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
 
     def others(self) -> list[str]:
-        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
+        """Return the classes of callbacks from other sources, which might change weights."""
         kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
         own = [type(self._driver), *map(type, self.callbacks)]
         return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
 
     def check(self, step: int) -> None:
-        """Refuse that one is taken away in mid-training."""
+        """Raise an error if a callback was removed during training."""
         if gone := self.gone():
             raise TrainingError(
                 "hf",
-                f"{type(gone[0]).__name__} must stay until training ends, got remove_callback by step {step}",
-                "remove it before training or after it",
+                f"{type(gone[0]).__name__} must stay until training ends, was removed by step {step}",
+                "remove it before or after training",
             )
 
     def left_of(self, recipe: Recipe) -> Recipe:
-        """Return the techniques of a session without those of callbacks that were removed, which forget it."""
+        """Return the recipe without the techniques of removed callbacks."""
         gone = self.gone()
         out = {key for callback in gone if callback is not self._driver for key in callback.recipe}
-        # The driver itself removed: nothing drives the session, so nothing is left of it.
+        # The driver itself was removed: nothing drives the session.
         left = {key: config for key, config in recipe.items() if key not in out and self._driver not in gone}
         for callback in gone if left else self.callbacks:
             callback.session = None

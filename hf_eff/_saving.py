@@ -1,6 +1,6 @@
-"""What the trainer saves and loads with techniques: states beside weights, baked models and their card, the best one.
+"""Save and load with techniques: state beside weights, baked models and their model card, the best model.
 
-What is saved of a finished model is compared with the receipt.
+Saved files of a finished model are compared with the receipt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_IN
 
 
 class Saving:
-    """Bakes what a user saves, leaves the state beside what the trainer saves, and counts again what is claimed."""
+    """Bakes what users save, adds technique state to checkpoints, and checks files against the receipt."""
 
     session: Session
     """The trainer's."""
@@ -61,17 +61,17 @@ class Saving:
         more: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._trainer, self._given, self._services, self._more = trainer, given, services, more
-        self._baking = False  # what is being saved is the user's model
-        self._part: TrainedPart | None = None  # what is being saved in place of the whole model
+        self._baking = False  # True while the user's model is saved
+        self._part: TrainedPart | None = None  # saved instead of the whole model
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Return what surrounds methods of the trainer."""
+        """Return the wrappers of the trainer's methods."""
         return {"save_model": self._save_model, "_save": self._save, "create_model_card": self._create_model_card}
 
     def _save_model(
         self, method: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
+        # The trainer's checkpoints keep the latent weights for resuming. Models that users save are baked.
         trainer, session = self._trainer, self.session
         self._baking = not _internal_call and session.is_attached and not is_peft(trainer.model)
         is_alone = session.context is not None and session.context.part_alone and session.has_begun
@@ -90,7 +90,7 @@ class Saving:
                 self._count(folder, Where.END)
                 if trainer.is_world_process_zero():
                     leave_section(folder, session.receipt())
-        # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.
+        # `_save_checkpoint` calls save_model with a folder named after the step: add the state there.
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and session.is_attached and session.has_begun:
             self._save_state(folder, step)
@@ -101,7 +101,7 @@ class Saving:
         if self._part is not None:
             self._save_part(self._part, method, Path(output_dir or str(self._trainer.args.output_dir)))
             return
-        # FSDP and others hand in what they gathered; else the model's own tensors are baked into copies.
+        # FSDP and others pass the gathered weights. Otherwise copies of the model's own tensors are baked.
         if self._baking and self._trainer.args.should_save and self.session.context is not None:
             state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
         method(output_dir, state_dict=state_dict)
@@ -115,16 +115,16 @@ class Saving:
         return self.session.context is not None and self._unwrapped is self.session.context.model
 
     def settle(self) -> None:
-        """Decide whether checkpoints hold the trained part alone: where the trainer writes the model's files itself."""
+        """Decide if checkpoints hold only the trained part: only if the trainer writes the model's files itself."""
         trainer, context, model = self._trainer, self.session.context, self._unwrapped
         engines = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft(model)
-        # Other libraries' models have folders of their own layout.
+        # Other libraries' models have their own folder layout.
         stock = isinstance(model, PreTrainedModel) or not hasattr(model, "save_pretrained")
         if context is not None:
             context.part_alone = stock and not engines and self.session.saves_part
 
     def _save_part(self, part: TrainedPart, method: Callable[..., Any], folder: Path) -> None:
-        """Save the trained part where the trainer would save the model, and all else as the trainer does."""
+        """Save the trained part instead of the model, and all else as the trainer does."""
         model, is_main = self._unwrapped, self._trainer.args.should_save
         if hasattr(model, "save_pretrained"):
             wrapped = Wrapped(model, "save_pretrained", lambda *_, **__: None, keep_signature=True)
@@ -133,7 +133,7 @@ class Saving:
             finally:
                 wrapped.undo()
         elif is_main:
-            # Its weights go elsewhere: a file of that name in the folder may be the base.
+            # Its weights go into another file: a weights file in the folder may be the base model.
             with scratch_folder() as aside:
                 method(str(aside), state_dict={})
                 make_folder(folder)
@@ -144,20 +144,20 @@ class Saving:
         part.write(folder)
         for earlier in (folder / name for name in _WEIGHTS if (folder / name).exists()):
             if step_of(folder) is not None:
-                earlier.unlink()  # of a run whose checkpoint this one replaces
+                earlier.unlink()  # from a run whose checkpoint this one replaces
             else:
                 told = (
-                    "of an earlier save, which may be loaded in place of the adapters; delete it unless it is the base"
+                    "from an earlier save, which may be loaded instead of the adapters; delete it unless it is the base"
                 )
                 self.session.note(f"{folder} also holds {earlier.name} {told}")
 
     def _save_state(self, folder: Path, step: int) -> None:
-        # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
+        # After the weights and before the trainer's own state, so a checkpoint that looks complete is complete.
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
         state = rank_states.gathered(self.session, self._trainer.model_wrapped, **self._more())
         if self._trainer.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
+            folder.mkdir(parents=True, exist_ok=True)  # sharded weights are saved after this
             save_state(folder, {**state, "saved_steps": self._services.saved_steps})
 
     def _create_model_card(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class Saving:
         return output
 
     def trained(self) -> None:
-        """Count in the model and in the last checkpoint, after every callback's last event; leave the receipt."""
+        """Check the model and the last checkpoint after the last event of all callbacks, and write the receipt."""
         try:
             self._count_all()
         finally:
@@ -191,12 +191,12 @@ class Saving:
                 self._count(folder, Where.TRAINED)
         except ReceiptError as error:
             found = str(error)
-        # One process reads the folder, all must raise: those that go on would hang in the next collective.
+        # One process reads the folder, but all must raise: the others would hang in the next collective.
         if found := from_main(found):
             raise ReceiptError(found)
 
     def _count(self, folder: Path, where: Where) -> None:
-        """Count in a saved folder, on the process that saves; a folder of PEFT holds adapters alone."""
+        """Check a saved folder on the process that saves. A PEFT folder holds only adapters."""
         session, trainer = self.session, self._trainer
         if session.context is None or not session.claims.any_hold(where) or not trainer.args.should_save:
             return
@@ -210,16 +210,18 @@ class Saving:
         try:
             weights = weights_of(folder, session.context.model)
         except CheckpointError as error:
-            session.note(f"not counted again in {folder}, whose weights cannot be read as this model's: {error}")
+            session.note(
+                f"{folder} was not checked against the receipt: its weights are not readable as this model's: {error}"
+            )
             return
         session.verify(weights, str(folder), self._given.others(), where=where)
 
 
 def leave_section(folder: Path, receipt: Receipt) -> None:
-    """Say in the card of a saved model what was done and how it is loaded; a card is made where there is none."""
+    """Add what was done and how to load the model to its model card, which is created if missing."""
     card = folder / CARD
     if not card.is_file():
-        if not folder.is_dir():  # what saved it wrote elsewhere
+        if not folder.is_dir():  # it was saved elsewhere
             return
         with atomic_write(card) as temporary:
             temporary.write_text("# Model card\n", encoding="utf-8")
@@ -227,14 +229,14 @@ def leave_section(folder: Path, receipt: Receipt) -> None:
 
 
 def _holds_part(trainer: Trainer, folder: Path) -> bool:
-    """Return True if a checkpoint holds adapters and no model, and the trainer trains no model of PEFT."""
+    """Return True if a checkpoint holds adapters only, and the trainer does not train a PEFT model."""
     others = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft(trainer.model)
     whole = any((folder / name).exists() for name in _WEIGHTS)
     return not (others or whole) and any((folder / name).is_file() for name in ADAPTER_FILES)
 
 
 class Loading:
-    """Restores layers before weights, the state of a resumed run, and the state that belongs to the best model."""
+    """Restores layers before weights, the state of a resumed run, and the state of the best model."""
 
     session: Session
     """The trainer's."""
@@ -242,10 +244,10 @@ class Loading:
     def __init__(self, trainer: Trainer, services: TrainerServices, optimizer: Callable[[], Any]) -> None:
         self._trainer, self._services, self._optimizer = trainer, services, optimizer
         self.resumed_from: Path | None = None
-        self._passed_over = False  # an evaluated model was not compared: it did not hold what was asked for
+        self._passed_over = False  # True if an evaluated model did not meet its targets and was not compared
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Return what surrounds methods of the trainer."""
+        """Return the wrappers of the trainer's methods."""
         return {
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
@@ -254,27 +256,24 @@ class Loading:
         }
 
     def state(self) -> Mapping[str, Any]:
-        """Load the state of the run that is resumed, and return what else was saved with it; empty for a new run."""
+        """Load the state of the resumed run. Return what else was saved with it, empty for a new run."""
         session, state = self.session, self._trainer.state
         self._services.saved_steps, self._passed_over = [], False
         if self.resumed_from is None:
             return {}
         saved = load_state(self.resumed_from)
         mine = rank_states.load(session, saved)
-        # A metric of a model with other sparsity or bits cannot be compared: else the old one would be loaded at the
-        # end.
+        # Metrics at another sparsity or bit width are not comparable: the old checkpoint would be loaded at the end.
         if session.is_changed and state.best_global_step is not None:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-            session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
+            session.note("the best checkpoint so far had another recipe: the comparison starts anew")
         self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
         return mine
 
     def note_best(self) -> None:
-        """Tell at the end that no checkpoint could be compared."""
+        """Report at the end if no checkpoint was comparable."""
         if self._passed_over and self._trainer.state.best_global_step is None:
-            self.session.note(
-                "no checkpoint that was compared held what was asked for: the model is that of the last step"
-            )
+            self.session.note("no evaluated checkpoint met the targets: the model is that of the last step")
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         if not self.session.has_begun:
@@ -284,29 +283,28 @@ class Loading:
             return
         with loading(self.session):
             method(folder, *args, **kwargs)
-        # After the trainer's own, which compares names as they stand in the file and only warns of what it did not
-        # find.
+        # After the trainer's own loading, which compares names in the file and only warns about missing ones.
         self._load_renamed(Path(folder))
 
     def _load_part(self, folder: Path) -> None:
         if self.session.context is None or not self.session.load_part(folder):
-            rule = "it must be a checkpoint of the whole model, but it holds adapters alone"
-            raise CheckpointError(folder, rule, "go on with the technique that saved it (--lora_rank)")
+            rule = "the checkpoint holds only adapters, not the whole model"
+            raise CheckpointError(folder, rule, "resume with the technique that saved it (--lora_rank)")
 
     def _load_renamed(self, folder: Path) -> None:
-        # FSDP has files of its own, under the model's own names
+        # FSDP has its own files, under the model's own names
         if self.session.context is not None and not self._trainer.is_fsdp_enabled:
             load_renamed_(self.session.context.model, folder)
 
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # Before the state is loaded: torch casts what it loads to the parameters that it finds in the groups.
+        # Before the state is loaded: torch casts it to the parameters in the groups.
         if self.session.is_attached:
             self.session.prepare_optimizers([self._optimizer()])
         if not self._trainer.is_fsdp_enabled:
             method(*args, **kwargs)
             return
-        # torch (2.13) first makes the state that it loads into by a step with zero gradients and learning rate, which
-        # accelerate (1.15) hands to the scaler, and that fails before the first loss
+        # torch (2.13) creates the state to load into by a step with zero gradients and learning rate. accelerate (1.15)
+        # passes that step to the scaler, which fails before the first loss.
         optimizer = cast(Any, self._trainer.optimizer)
         scaler, optimizer.scaler = optimizer.scaler, None
         try:
@@ -315,9 +313,9 @@ class Loading:
             optimizer.scaler = scaler
 
     def _determine_best_metric(self, method: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        """Compare models that hold what was asked for; early stopping waits for the first of them, too."""
+        """Compare only models that meet their targets. Early stopping also waits for the first of them."""
         state, session = self._trainer.state, self.session
-        # The trainer writes both before it returns; a model that may not be the best must leave them as they were.
+        # The trainer writes both before it returns. Undo this for a model that may not be the best.
         before = state.best_metric, state.best_global_step
         is_best = method(*args, **kwargs)
         compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
@@ -329,7 +327,7 @@ class Loading:
 
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session
-        session.settle_optimizers()  # the optimizer's own other weights are those of the last step
+        session.settle_optimizers()  # the optimizer's extra weights are those of the last step
         if _holds_part(self._trainer, best):
             self._load_part(best)
         else:
@@ -337,6 +335,6 @@ class Loading:
                 method(*args, **kwargs)
             self._load_renamed(best)
         session.note(f"the model is the best one, {best.name}, not that of the last step")
-        # Techniques go to the state of that checkpoint: its masks and ranges belong to its weights.
+        # Restore the techniques' state of that checkpoint: its masks and ranges belong to its weights.
         session.load_state_dict(load_state(best))
         session.begin_again()

@@ -1,6 +1,6 @@
-"""Services that only the Hugging Face Trainer has for a technique: evaluate, list checkpoints, run other models.
+"""Services of the Hugging Face Trainer for techniques: evaluate, list checkpoints, run other models.
 
-Before the first step one batch goes through the user's own `evaluate`, and leaves no trace.
+Before the first step, one batch runs through the user's `evaluate` as a check and leaves no trace.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class TrainerServices:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.saved_steps: list[int] = []
-        """Steps at which this run saved; resumed runs go on with the list of the run that they resume."""
+        """Steps at which this run saved. Resumed runs continue the list."""
         self.metric: str | None = None  # the validation metric that `checkpoints` reports
-        self.note = self.say  # tells the user a line, and keeps it for the receipt where a session listens
-        self.trial: Any = None  # that of a hyperparameter search
+        self.note = self.say  # reports a message; with a session, also adds it to the receipt
+        self.trial: Any = None  # the trial of a hyperparameter search
         self.compute_loss: Callable[[nn.Module], Any] | None = None
-        """The trainer's `compute_loss` on the present micro-batch, of any model."""
+        """The trainer's `compute_loss` on the current micro-batch, for any model."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
@@ -54,15 +54,15 @@ class TrainerServices:
 
     @property
     def run_folder(self) -> str:
-        """The folder of the run's checkpoints; a trial of a search has its own."""
+        """The folder of the run's checkpoints; each trial of a search has its own."""
         folder: str = self._trainer._get_output_dir(self.trial)
         return folder
 
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints of this run that still exist, oldest first; older runs' in the folder are left out."""
+        """Return this run's checkpoints that still exist, oldest first."""
         history = self._trainer.state.log_history
         found = []
-        # Only what this run saved: a folder may hold checkpoints of earlier runs.
+        # Only what this run saved: the folder may hold checkpoints of earlier runs.
         for step in self.saved_steps:
             folder = checkpoint_folder(self.run_folder, step)
             logged = [entry[self.metric] for entry in history if entry.get("step") == step and self.metric in entry]
@@ -75,11 +75,11 @@ class TrainerServices:
         return weights_of(path, self._model())
 
     def evaluate(self) -> dict[str, float]:
-        """Return the trainer's metrics on its eval_dataset; log, callbacks and random numbers stay as they were."""
+        """Return the trainer's metrics on its eval_dataset. Logs, callbacks and random numbers are not affected."""
         trainer, random = self._trainer, rng_state()
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
-        # Without callbacks: early stopping, the best checkpoint and logs must not take a candidate for the model in
-        # training.
+        # Without callbacks: early stopping, the best checkpoint and logs must not mistake a candidate for the trained
+        # model.
         trainer.callback_handler.callbacks = []
         try:
             return dict(self.checked_metrics(trainer.evaluate()))
@@ -89,23 +89,23 @@ class TrainerServices:
             set_rng_state(random)
 
     def checked_metrics(self, returned: Any) -> Mapping[str, float]:
-        """Return what `evaluate` returned, where that is metrics."""
+        """Return the metrics that `evaluate` returned. Raise an error if they are not metrics."""
         if not isinstance(returned, Mapping):
             raise ConfigError(
                 "hf",
                 f"evaluate of {type(self._trainer).__name__} must return its metrics, got {returned!r:.80}",
-                "let it return what super().evaluate() does, with its own figures added",
+                "return the result of super().evaluate() with your own figures added",
             )
         return returned
 
     def calibrate(self, num_batches: int) -> None:
-        """Run training batches without gradients; random numbers and the order of training data stay as they were."""
+        """Run training batches without gradients. Random numbers and the order of training data are not affected."""
         trainer, model = self._trainer, self._model()
         accelerator, state = trainer.accelerator, trainer.state
         if state.global_step < state.max_steps and is_used_up(trainer.train_dataset):
             self.note(
-                f"calibration takes up to {num_batches} batches from a data set that holds an iterator: if that starts "
-                "once alone, training goes on behind them; let it start anew each time that it is iterated"
+                f"calibration uses up to {num_batches} batches of a data set that holds an iterator: if it can be "
+                "iterated only once, training continues after them; return a new iterator each time"
             )
         loaders = list(accelerator._dataloaders)
         references = list(accelerator.gradient_state.dataloader_references)
@@ -114,25 +114,25 @@ class TrainerServices:
                 for batch in _first(trainer.get_train_dataloader(), num_batches):
                     self._run(model, trainer._prepare_inputs(batch))
         finally:
-            # a loader left before its end stays registered, and accelerate would take it for the training one
+            # a loader left early stays registered, and accelerate would mistake it for the training loader
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references
 
     def _run(self, model: nn.Module, inputs: Any) -> None:
         trainer = self._trainer
         trainer._set_signature_columns_if_needed()
-        # Without labels no loss is needed: a forward is enough, if the stock trainer makes the batches.
+        # Without labels no loss is needed: a forward is enough if the stock trainer makes the batches.
         if type(trainer).compute_loss is Trainer.compute_loss or {*inputs} <= {*(trainer._signature_columns or ())}:
             model(**inputs)
             return
-        # what is in these batches is known to the subclass alone, whose loss may ask for this number (TRL's GRPO)
+        # only the subclass knows its batches, and its loss may need this number (TRL's GRPO)
         vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
         loss = trainer.compute_loss
-        # Past our wrapper: it would add the techniques' terms.
+        # Bypass our wrapper, which would add the techniques' terms.
         (loss.method if isinstance(loss, Wrapped) else loss)(model, inputs)
 
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
-        """Return what the trainer's `compute_loss` makes of this model and the present micro-batch."""
+        """Return the trainer's `compute_loss` of this model on the current micro-batch."""
         if self.compute_loss is None:
             raise TrainingError("hf", "compute_loss must have run before another model's loss is asked for")
         loss = self.compute_loss(model)
@@ -140,12 +140,12 @@ class TrainerServices:
         return found
 
     def wrapped_model(self) -> nn.Module | None:
-        """Return what accelerate prepared for training."""
+        """Return the model that accelerate prepared for training."""
         wrapped: nn.Module | None = self._trainer.model_wrapped
         return wrapped
 
     def say(self, text: str) -> None:
-        """Show a line above the progress bar, on the main process."""
+        """Print a line above the progress bar, on the main process."""
         if self._trainer.is_world_process_zero():
             tqdm.write(printable(text))
 
@@ -158,7 +158,7 @@ class TrainerServices:
 
 
 def is_used_up(data: Any) -> bool:
-    """Return True if a stream may be one that can be iterated once: it is an iterator, or keeps one."""
+    """Return True if a stream may only be iterable once: it is an iterator or holds one."""
     held = [data, *getattr(data, "__dict__", {}).values()]
     return isinstance(data, IterableDataset) and any(isinstance(source, Iterator) for source in held)
 
@@ -167,7 +167,7 @@ def _first(batches: Iterable[Any], count: int) -> Iterator[Any]:
     try:
         yield from itertools.islice(batches, count)
     except ValueError as error:
-        if "does not contain any data" not in str(error):  # accelerate (1.15) says so of a stream that has ended
+        if "does not contain any data" not in str(error):  # accelerate (1.15) raises this when a stream has ended
             raise
 
 
@@ -180,11 +180,11 @@ _WITHOUT_WORKERS = {
 
 
 class NotTriedError(Exception):
-    """One batch cannot be evaluated by itself."""
+    """One batch cannot be evaluated separately."""
 
 
 def preflight(trainer: Trainer, session: Session, services: TrainerServices) -> None:
-    """Check that evaluation reports what techniques, and the choice of the best checkpoint, go by."""
+    """Check that evaluation reports the metrics that techniques and the choice of the best checkpoint need."""
     args, best = trainer.args, trainer.args.metric_for_best_model
     also = {}
     if session.recipe and best is not None and args.eval_strategy != IntervalStrategy.NO:
@@ -203,16 +203,16 @@ def _names_reported(trainer: Trainer, services: TrainerServices) -> list[str]:
     data = [trainer.eval_dataset, trainer.data_collator, trainer.compute_metrics]
     owners = [trainer, trainer.args, trainer.callback_handler]
     with tempfile.TemporaryDirectory() as folder, without_trace(model, *owners, data=data):
-        # states of a run and what a post-processing writes are of this batch
+        # run state and files written by post-processing would come from this batch
         trainer.state, trainer.control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
         trainer.eval_dataset = _first_examples(trainer.eval_dataset, count)
-        # A folder that is thrown away, and no workers: these would outlive the batch.
+        # A temporary folder, and no workers, which would outlive the batch.
         vars(trainer.args).update(output_dir=folder, **_WITHOUT_WORKERS)
         Wrapped(trainer, "get_eval_dataloader", _only_one_batch)
         try:
             return list(services.evaluate())
         finally:
-            # accelerate registers each loader, and takes the latest one for that of training.
+            # accelerate registers each loader, and takes the latest one for the training loader.
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references
 
@@ -220,21 +220,21 @@ def _names_reported(trainer: Trainer, services: TrainerServices) -> list[str]:
 def _only_one_batch(method: Any, *args: Any, **kwargs: Any) -> Any:
     loader = method(*args, **kwargs)
     length = len(loader) if hasattr(getattr(loader, "dataset", None), "__len__") else 1
-    # The trainer's loader is the user's own: it might read everything.
+    # The user's own loader method might read everything.
     if length > 1:
-        raise NotTriedError("get_eval_dataloader does not go by eval_dataset")
+        raise NotTriedError("get_eval_dataloader ignores eval_dataset")
     return loader
 
 
 def _first_examples(data: Any, count: int) -> Any:
-    """Return the first examples of a data set, or of each of a dict of them."""
+    """Return the first examples of a data set, or of each in a dict of them."""
     if isinstance(data, dict):
         return {name: _first_examples(part, count) for name, part in data.items()}
-    # datasets' own selection keeps columns and formats.
+    # `select` of datasets keeps columns and formats.
     if hasattr(data, "select") and hasattr(data, "__len__"):
         return data.select(range(min(count, len(data))))
     if is_used_up(data):
-        raise NotTriedError("the evaluation data are an iterator, which would start behind the batch")
+        raise NotTriedError("the evaluation data are an iterator, so the batch would be missing later")
     if hasattr(data, "take"):
         return data.take(count)
     if isinstance(data, IterableDataset):

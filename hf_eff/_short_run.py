@@ -1,4 +1,4 @@
-"""A short run of a script that trains with the Hugging Face Trainer, or in a loop of accelerate."""
+"""A short run of a script that trains with the Hugging Face Trainer or an Accelerate loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def redirect_arguments(run: ShortRunConfig, module: ModuleType) -> None:
-    """Make all `TrainingArguments` name a folder of the run, from their making on, and report to nobody."""
+    """Make all `TrainingArguments` use a folder of the run, and report to no service."""
     stock = module.TrainingArguments.__post_init__
 
     @functools.wraps(stock)
@@ -30,7 +30,7 @@ def redirect_arguments(run: ShortRunConfig, module: ModuleType) -> None:
 
 
 def shorten_trainer(trainer: Trainer, run: ShortRunConfig) -> None:
-    """Set the trainer's steps; what it does each epoch or so many steps it does four times."""
+    """Set the trainer's steps. Events per epoch or per N steps happen four times."""
     from transformers import EarlyStoppingCallback
 
     args: Any = trainer.args
@@ -49,7 +49,7 @@ def shorten_trainer(trainer: Trainer, run: ShortRunConfig) -> None:
 
 
 def _first(data: Any, number: int) -> Any:
-    """Return the first examples of a data set; a stream stays whole."""
+    """Return the first examples of a data set. A stream is returned unchanged."""
     from torch.utils.data import Subset
 
     if not number or not hasattr(data, "__len__") or len(data) <= number:
@@ -70,13 +70,13 @@ def conclude_trainer(trainer: Trainer) -> NoReturn:
 
 
 def silence_accelerator(module: ModuleType) -> None:
-    """Make an `Accelerator` neither save nor report, wherever a script asks for it."""
+    """Keep every `Accelerator` of a script from saving and reporting."""
     for name in ("save_state", "save_model", "init_trackers", "log"):
         setattr(module.Accelerator, name, lambda self, *args, **kwargs: None)
 
 
 def conclude_loop(loop: AcceleratedLoop) -> None:
-    """Let a loop end behind the last of its steps."""
+    """End a loop after its last step."""
 
     def step(method: Callable[..., Any], *args: Any) -> Any:
         result = method(*args)

@@ -1,4 +1,4 @@
-"""The Trainer's events translated into a session's hooks; `_wire` installs all that surrounds methods of a Trainer."""
+"""Translate the Trainer's events into a session's hooks. `_wire` installs all wrappers of Trainer methods."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from shared_core.front_ends.wrapped_method import Wrapped
 
 
 class SessionCallback(TrainerCallback):
-    """Drives one session through one trainer: the first of its callbacks, and wrappers on the instance's methods."""
+    """Drives one session through one trainer. Registered as the first callback; also wraps the instance's methods."""
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._older = OlderLoop.of(trainer)
         check_private_names(trainer)
         self._trainer = trainer
         self.args_recipe: Recipe | None = None
-        """The recipe that the flags of the trainer's arguments switched on, None if it has no flags."""
+        """The recipe switched on by flags in the trainer's arguments, None if they have no flags."""
         self.given = GivenCallbacks(trainer, self)
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
@@ -51,12 +51,12 @@ class SessionCallback(TrainerCallback):
         self._loading = Loading(trainer, self._services, self._steps.optimizer)
         self._saving = Saving(trainer, self.given, self._services, self._state)
         self._made_optimizer: Any = None
-        self._training = False  # between train() and its end
-        self._is_over = False  # a resumed run had taken its last step
+        self._training = False  # True while train() runs
+        self._is_over = False  # True if a resumed run had taken its last step
         self._wrapped: list[Wrapped] = []
         self._new_session(recipe)
         self._watch_accelerator()
-        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
+        # A new list, since this may run while the handler iterates over the old one. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
         trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
 
@@ -79,7 +79,7 @@ class SessionCallback(TrainerCallback):
         if self._training:
             raise TrainingError("hf", "techniques must join before training starts", "pass all callbacks together")
         merged = self.session.recipe.merged(recipe)
-        # Before the new one attaches: hooks and replaced modules of the old session must be gone from the model.
+        # Before the new session attaches: the old one's hooks and replaced modules must be gone from the model.
         self.session.detach()
         self._new_session(merged)
 
@@ -91,7 +91,7 @@ class SessionCallback(TrainerCallback):
             adapter.check()
         if trainer.model is None:
             return  # a search dropped the model of its last trial; `model_init` makes another
-        # Without torch.compile's wrapper: names and modules must be those that checkpoints have.
+            # Without torch.compile's wrapper, so that names and modules match the checkpoints.
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
             self.session.detach()  # `model_init` made a new model
@@ -118,8 +118,7 @@ class SessionCallback(TrainerCallback):
             **self._saving.around(),
             **self._loading.around(),
         }
-        # Later wrappers stand outside: the session's own around the adapters', so that an adapter sees a forward in
-        # progress.
+        # Later wrappers are outside: the session's wrap the adapters', so that an adapter sees a forward in progress.
         for methods in (*(adapter.around() for adapter in self._asked), around):
             self._wrapped += [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in methods.items()]
         if self._older is not None:
@@ -137,7 +136,7 @@ class SessionCallback(TrainerCallback):
     # --- the whole of training
 
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Called within itself by a subclass: once, around the outermost.
+        # A subclass may call train recursively: wrap only the outermost call.
         if self._training:
             return method(*args, **kwargs)
         if self.given.gone() and not self._drop_removed_callbacks():
@@ -148,18 +147,18 @@ class SessionCallback(TrainerCallback):
             for adapter in self._asked:
                 adapter.check_data()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
-            # What a killed run left half-written goes before anything in the folder is read.
+            # Remove half-written files of a killed run before anything in the folder is read.
             clean_run(str(self._trainer.args.output_dir))
             trial = args[1] if len(args) > 1 else kwargs.get("trial")
             path = resumed_from(resume, self._trainer, trial, self.session)
-            # As it was given, in position or by name, since subclasses may take other arguments.
+            # Passed as given, by position or name, since subclasses may take other arguments.
             if args:
                 output = method(path, *args[1:], **kwargs)
             else:
                 output = method(**kwargs, **({} if path is None else {"resume_from_checkpoint": path}))
             if not self.session.is_finished:
                 self.given.check(self.session.step)
-        # Whatever stopped training: the user's model must be left without hooks and wrappers.
+        # However training stopped, the user's model must be left without hooks and wrappers.
         except BaseException:
             self.session.detach()
             raise
@@ -171,7 +170,7 @@ class SessionCallback(TrainerCallback):
         return output
 
     def _drop_removed_callbacks(self) -> bool:
-        """Return True if techniques are left without those of callbacks that were removed since the last training."""
+        """Return True if techniques are left after dropping those of callbacks removed since the last training."""
         left = self.given.left_of(self.session.recipe)
         self.session.detach()
         if left:
@@ -185,11 +184,11 @@ class SessionCallback(TrainerCallback):
         return False
 
     def _inner_training_loop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # also a new attempt of `auto_find_batch_size`
+        # also called for a new attempt of `auto_find_batch_size`
         if self.session.has_begun:
             self.session.detach()
         self._attach()
-        makes_optimizer = self._trainer.optimizer is self._made_optimizer  # none, or that of an earlier `train`
+        makes_optimizer = self._trainer.optimizer is self._made_optimizer  # no optimizer, or that of an earlier `train`
         if makes_optimizer:
             forget_optimizer(self._trainer)
         resumed = kwargs.get("resume_from_checkpoint")
@@ -203,13 +202,13 @@ class SessionCallback(TrainerCallback):
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = method(*args, **kwargs)
-        # `model_init` gives a new model for each trial: techniques have nothing of it yet.
+        # `model_init` returns a new model for each trial, without techniques so far.
         self.session.detach()
         self.session.attach(model, run_environment(self._trainer))
         return model
 
     def _set_up_trial(self, method: Callable[..., None], trial: Any) -> None:
-        # a search puts its values into the arguments, flags among them, and makes a new accelerator
+        # a search writes its values into the arguments, including flags, and makes a new accelerator
         accelerator, self._services.trial = self._trainer.accelerator, trial
         method(trial)
         if self._trainer.accelerator is not accelerator:
@@ -228,12 +227,12 @@ class SessionCallback(TrainerCallback):
     ) -> None:
         """Restore the state of a resumed run and begin."""
         session = self.session
-        # Again: wrapping and the optimizer have come since `attach`, and some rules are about these.
+        # Check again: the model was wrapped and the optimizer made after `attach`, and some rules depend on them.
         compatibility.check(session.recipe, run_environment(self._trainer))
         mine = self._loading.state()
         loader = kwargs.get("train_dataloader")
         try:
-            # As the trainer counts steps: a short last window is a step too.
+            # Count steps as the trainer does: a short last window is a step too.
             steps_per_epoch = max(math.ceil(len(cast(Any, loader)) / args.gradient_accumulation_steps), 1)
         except TypeError:  # a data set without length
             steps_per_epoch = None
@@ -251,9 +250,9 @@ class SessionCallback(TrainerCallback):
             adapter.begin(loader)
         self._is_over = 0 < state.max_steps <= state.global_step
         if self._is_over:
-            # the trainer (transformers 5.23) would train one step more before it looks
+            # otherwise the trainer (transformers 5.23) would train one more step before it checks
             control.should_training_stop = True
-            session.note(f"the run that is resumed had taken its {state.max_steps} steps: none is added")
+            session.note(f"the resumed run had already taken its {state.max_steps} steps: nothing is left to train")
         self._task.follows = None
         self._epoch_end.resume(mine.get("epoch_end"), self._is_over)
         folder = self._loading.resumed_from
@@ -261,18 +260,18 @@ class SessionCallback(TrainerCallback):
         preflight(self._trainer, session, self._services)
 
     def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Catch up on the end of the epoch before, if a resumed run had that before it."""
+        """Catch up on the previous epoch's end if a resumed run had not finished it."""
         if self._epoch_end.is_due:
             self._epoch_end.catch_up(self._data.restore)
             self._is_over = self._epoch_end.is_silent = control.should_training_stop
         self._epoch_end.begin()
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note it: what is saved from now on lies behind the epoch."""
+        """Record that later saves are after the epoch's end."""
         self._epoch_end.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bake, on every process; the best model has been loaded. Then evaluate what no validation has seen."""
+        """Bake on every process, after the best model was loaded. Then evaluate if the weights changed since."""
         session = self.session
         self._loading.note_best()
         session.finish()
@@ -286,7 +285,7 @@ class SessionCallback(TrainerCallback):
         if self._is_over:
             return [], None
         window, num_items = method(self._data.batches(batches), *args, **kwargs)
-        # Only if something weighs the loss by tokens: else batches of a window would be held for nothing.
+        # Only if a technique weights the loss by tokens: otherwise a window's batches would be held for nothing.
         self._window.open(window if self._window.is_weighed else [], num_items)
         return window, num_items
 
@@ -294,7 +293,7 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not (model.training and session.is_attached and session.has_begun):
             return method(model, inputs, *args, **kwargs)
-        # Proof that `compute_loss` is called: a subclass that computes a loss elsewhere would train without
+        # Record that `compute_loss` is called: a subclass that computes its loss elsewhere would train without
         # techniques.
         self._steps.computed = True
         self.given.check(self.session.step)
@@ -303,14 +302,14 @@ class SessionCallback(TrainerCallback):
             return self._training_loss(method, model, inputs, *args, **kwargs)
 
     def _training_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # The outermost function is that of the last adapter; the trainer's own is innermost.
+        # The last adapter's function is outermost, the trainer's own innermost.
         task = functools.partial(self._task.of, method)
         for adapter in self._asked:
             task = functools.partial(adapter.loss, task)
         result = task(model, inputs, *args, **kwargs)
         if not self.session.needs_forward:
             return result
-        # accelerate puts the model's forward alone under autocast; that of other models belongs there too
+        # accelerate puts only the model's forward under autocast; other models need it too
         with self._trainer.accelerator.autocast():
             loss = self.session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
         self._services.compute_loss = None  # holds the batch
@@ -319,7 +318,7 @@ class SessionCallback(TrainerCallback):
     # --- optimizer step
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a step that passed the hooks by."""
+        """Raise an error if a step bypassed the hooks."""
         self._steps.before_step()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -327,8 +326,8 @@ class SessionCallback(TrainerCallback):
         self._steps.after_step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Look now and then whether steps are applied as planned: many may be skipped."""
-        # At powers of two, where n & (n - 1) is 0: often enough early, where a plan that cannot be met should be told.
+        """Check now and then if steps are applied as planned: many may be skipped."""
+        # At powers of two, where n & (n - 1) is 0: often enough early on, when a warning still helps.
         if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
             self.session.pace.look_ahead(min(state.global_step / state.max_steps, 1.0))
 
@@ -341,13 +340,13 @@ class SessionCallback(TrainerCallback):
     def _save_checkpoint(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         trainer, session = self._trainer, self.session
         with session.swapped("checkpoint"):
-            # Inside `swapped`: on every process, as sharded state is gathered by all.
+            # Inside `swapped`: on every process, since sharded state is gathered by all.
             save_whole(trainer, method, *args, **kwargs)
         for adapter in self._asked:
             adapter.saved(args[1])
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Tell the session what an evaluation found; nobody hears of those that a technique asks for."""
+        """Pass an evaluation's metrics to the session, unless a technique asked for the evaluation."""
         self.session.evaluated(metrics or {})
 
     def _state(self) -> dict[str, Any]:

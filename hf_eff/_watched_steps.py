@@ -1,6 +1,6 @@
-"""Show the gradients of each step to a session, complete and unscaled, and tell it whether the step was applied.
+"""Pass each step's complete, unscaled gradients to a session, and report whether the step was applied.
 
-The scale of accelerate's gradients is divided out once, and steps that its scaler skips in silence are found.
+accelerate's gradient scale is divided out once, and steps that its scaler silently skips are detected.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 
 class Accelerated(Protocol):
-    """A trainer, or a loop: what steps an optimizer through accelerate."""
+    """A trainer or a loop that steps an optimizer through accelerate."""
 
     accelerator: Any
     optimizer: Any
 
 
 class GradientScale:
-    """Around the scaler of a trainer's accelerator, if it has one."""
+    """Wraps the scaler of a trainer's accelerator, if it has one."""
 
     def __init__(self, trainer: Accelerated) -> None:
         self._trainer = trainer
         self._before: float | None = None
-        self.unscaled = False  # whether the gradients of this step are divided by the scale already
+        self.unscaled = False  # True if this step's gradients are already divided by the scale
 
     def watch(self) -> Wrapped:
-        """Return what keeps accelerate from dividing gradients by the scale twice; each accelerator needs it."""
+        """Return the wrapper that keeps accelerate from unscaling gradients twice; each accelerator needs it."""
         return Wrapped(self._trainer.accelerator, "unscale_gradients", self._unscale_once)
 
     def unscale(self) -> None:
-        """Divide the gradients by the scale, if there is one and nobody did."""
+        """Divide the gradients by the scale, once, if there is one."""
         scaler = self._trainer.accelerator.scaler
         if scaler is not None and not self.unscaled:
-            # With torch's optimizer: the scaler keeps its state by that object.
+            # With torch's optimizer: the scaler stores its state under that object.
             scaler.unscale_(inner_optimizer(self._trainer.optimizer))
             self.unscaled = True
 
@@ -54,60 +54,60 @@ class GradientScale:
         if self.unscaled:
             return  # accelerate would do it again when it clips
         method(*args, **kwargs)
-        # Only here is there a scale at all: `native_amp` with fp16.
+        # Only `native_amp` with fp16 has a scale at all.
         self.unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
 
     def before_step(self) -> None:
-        """Remember the scale where a skip would be hidden: torch's scaler leaves it to a fused optimizer."""
+        """Remember the scale if a skip would be hidden: torch's scaler leaves skipping to a fused optimizer."""
         scaler = self._trainer.accelerator.scaler
-        # A fused optimizer gets the scale and the overflow flag, and skips inside its kernel: accelerate sees a step.
+        # A fused optimizer gets the scale and the overflow flag and skips inside its kernel. accelerate sees a step.
         hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
         is_torchs = scaler is not None and type(scaler).step is torch.amp.GradScaler.step
         self._before = scaler.get_scale() if hidden and is_torchs else None
 
     def hid_a_skip(self) -> bool:
-        """Return True if the step since then was skipped and the trainer does not know; the next one begins."""
+        """Return True if the step since then was skipped without the trainer noticing. The next step begins."""
         self.unscaled = False
-        # After an overflow the scale falls: that is the only trace of a hidden skip.
+        # After an overflow the scale falls: the only trace of a hidden skip.
         return self._before is not None and self._trainer.accelerator.scaler.get_scale() < self._before
 
 
 class WatchedSteps:
-    """Follows one trainer's steps; those of DeepSpeed come inside the last backward."""
+    """Follows one trainer's steps. DeepSpeed steps inside the last backward."""
 
     session: Session
     """The trainer's."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._scale = trainer, GradientScale(trainer)
-        self.computed = False  # whether the loss of this step went through `compute_loss`
-        self._complete = False  # the step's gradients are all there
-        self._discarded = False  # the last step was, and accelerate was told so
+        self.computed = False  # True if this step's loss went through `compute_loss`
+        self._complete = False  # True if the step's gradients are complete
+        self._discarded = False  # True if the last step was discarded, and accelerate was told so
         self._zero: ZeroOptimizer | None = None
         self._engine_step: Wrapped | None = None
 
     def watch(self) -> Wrapped:
-        """Return what surrounds the accelerator; each one needs it."""
+        """Return the wrapper of the accelerator; each one needs it."""
         return self._scale.watch()
 
     def stop(self) -> None:
-        """Forget the step that was prepared for last."""
+        """Forget the last prepared step."""
         self._complete = self._scale.unscaled = False
 
     def before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Show complete gradients, once, before the first of what clips them and what takes their norm for logs."""
+        """Pass complete gradients to the session once, before they are clipped or their norm is logged."""
         if not self._complete and self._is_live:
             self._complete = True
-            # Techniques look at gradients: they must not be a loss scale's multiple of themselves, which changes.
+            # Techniques need the true gradients, not multiples by a changing loss scale.
             self._scale.unscale()
             self.session.before_step()
         return method(*args, **kwargs)
 
     def before_step(self) -> None:
-        """Refuse a step that passed the hooks by."""
+        """Raise an error if a step bypassed the hooks."""
         if self._is_live:
             self._check_hooks_ran()
-        # Raised by us for the last step: accelerate sets it itself in each step, but only where it has a scaler.
+        # Set by us for the last step: accelerate resets it in each step, but only if it has a scaler.
         if self._discarded:
             cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = False
         self._scale.before_step()
@@ -119,13 +119,13 @@ class WatchedSteps:
         if self._scale.hid_a_skip():
             skipped = True
             self.session.note(
-                "a fused optimizer hides skipped steps from the trainer, whose learning rate schedule moves on; "
-                "switch loss_scale on (kind: dynamic) to hold it too"
+                "a fused optimizer hides skipped steps from the trainer, so the learning rate schedule keeps "
+                "advancing; switch on loss_scale (kind: dynamic) to hold it as well"
             )
         if skipped:
             self.session.after_step(applied=False)
         elif not self.session.after_step():
-            # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
+            # accelerate knows only its own scaler's skips; the learning rate must not advance on this one either
             cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = True
         self.follow()
 
@@ -139,16 +139,16 @@ class WatchedSteps:
             if not ran:
                 raise TrainingError(
                     "hf",
-                    f"{type(self._trainer).__name__} must call self.{name} before each optimizer step, got a step "
+                    f"{type(self._trainer).__name__} must call self.{name} before each optimizer step, but a step came "
                     "without",
-                    "call it in your training_step, and assign nothing to the trainer's methods once techniques are "
+                    "call it in your training_step, and don't reassign the trainer's methods after techniques are "
                     "attached",
                 )
 
     # --- DeepSpeed
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return torch's own: accelerate's wrapper has no hooks, and skips steps by itself; or DeepSpeed's."""
+        """Return torch's optimizer or DeepSpeed's. accelerate's wrapper has no hooks, and skips steps by itself."""
         engine, context = self._trainer.model_wrapped, self.session.context
         if self._trainer.is_deepspeed_enabled and self._engine_step is None and self.session.recipe:
             self._engine_step = Wrapped(engine, "step", self._step_of_engine)
@@ -158,7 +158,7 @@ class WatchedSteps:
         return cast(torch.optim.Optimizer, self._zero) or inner_optimizer(self._trainer.optimizer)
 
     def _step_of_engine(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # within the last backward: the trainer's own events of a step come after it
+        # inside the last backward: the trainer's own step events come later
         self._complete = True
         lent = self._zero.gradients() if self._zero and self.session.needs_gradients else contextlib.nullcontext()
         with lent:
@@ -167,12 +167,12 @@ class WatchedSteps:
         return method(*args, **kwargs)
 
     def follow(self) -> None:
-        """Let the copies that DeepSpeed steps hold what was written into the weights."""
+        """Copy what was written into the weights to the master copies that DeepSpeed steps."""
         if self._zero is not None:
             self._zero.follow()
 
     def leave_engine(self) -> None:
-        """Give DeepSpeed's engine its own step back."""
+        """Restore the step method of DeepSpeed's engine."""
         if self._engine_step is not None:
             self._engine_step.undo()
         self._zero = self._engine_step = None

@@ -1,4 +1,4 @@
-"""Loops written with accelerate: hooks on one Accelerator, its prepared model and optimizer drive a session."""
+"""Accelerate loops: hooks on an Accelerator and its prepared model and optimizer drive a session."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def prepare(
     total_steps: int | None = None,
     **options: Any,
 ) -> Any:
-    """Return what ``accelerator.prepare`` returns, with techniques on the model: call it in its place.
+    """Switch on techniques and return what ``accelerator.prepare`` returns. Call it instead of that.
 
     Args:
-        accelerator: The script's.
-        objects: What the script prepares, in any order, with one model and the optimizer of its parameters among it.
-        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one; an empty one touches nothing.
-        total_steps: Optimizer steps of the whole run; left out where the prepared scheduler tells them.
-        options: Of ``accelerator.prepare``.
+        accelerator: The script's accelerator.
+        objects: What the script prepares, in any order, including one model and the optimizer of its parameters.
+        recipe: A recipe, a dict, or a path to a YAML or JSON file. An empty recipe changes nothing.
+        total_steps: Optimizer steps of the whole run. Not needed if the prepared scheduler knows them.
+        options: Options of ``accelerator.prepare``.
 
     Raises:
-        ConfigError: If there is no such model, or nothing tells the number of steps.
+        ConfigError: If there is no such model, or the number of steps is unknown.
         CompatibilityError: If the techniques cannot run like this.
         MatchError: If a technique matches no module.
 
@@ -72,7 +72,7 @@ def prepare(
         raise ConfigError(
             "accelerate",
             "an accelerator must train one model with techniques at a time, got a second one",
-            "call accelerator.end_training() of the first, or make another Accelerator",
+            "call accelerator.end_training() for the first, or make another Accelerator",
         )
     if earlier is not None:
         earlier.release()
@@ -83,47 +83,47 @@ def prepare(
 
 
 def loop_of(accelerator: Accelerator) -> AcceleratedLoop:
-    """Return the loop that `prepare` made for an accelerator, its latest."""
+    """Return the latest loop that `prepare` made for an accelerator."""
     return _LOOPS[accelerator]
 
 
 def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | None:
-    """Return the optimizer steps that a scheduler among the objects was made for, None if none tells."""
+    """Return the number of optimizer steps of a scheduler among the objects, None if unknown."""
     for scheduler in objects:
         if not isinstance(scheduler, LRScheduler):
             continue
-        # transformers' schedules are partial functions of their length; OneCycleLR has it itself
+        # transformers' schedules are partial functions of the length; OneCycleLR stores it
         parts = [getattr(part, "keywords", {}) for part in getattr(scheduler, "lr_lambdas", ())]
         found = next((part["num_training_steps"] for part in parts if part.get("num_training_steps")), None)
         found = found or getattr(scheduler, "total_steps", None)
         if found:
-            # accelerate steps the scheduler once for each process
+            # accelerate steps the scheduler once per process
             together = accelerator.step_scheduler_with_optimizer and not accelerator.split_batches
             return math.ceil(int(found) / (accelerator.num_processes if together else 1))
     return None
 
 
 class AcceleratedServices(LoopServices):
-    """Services of a loop of Accelerate for a technique."""
+    """Services for techniques in an Accelerate loop."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
         return load_teacher(name, student, trust_remote_code=trust_remote_code)
 
     def say(self, text: str) -> None:
-        """Show a line above the progress bar, on the main process."""
+        """Print a line above the progress bar, on the main process."""
         if is_main():
             tqdm.write(printable(text))
 
 
 class AcceleratedLoop(LoopDriver):
-    """A loop of Accelerate.
+    """An Accelerate loop.
 
     Args:
-        accelerator: The script's; its methods are replaced on the instance.
+        accelerator: The script's accelerator. Its methods are replaced on the instance.
         objects: What it prepares next.
-        recipe: What to switch on.
-        total_steps: Optimizer steps of the run, None if a scheduler tells them.
+        recipe: The techniques to switch on.
+        total_steps: Optimizer steps of the run, None if a scheduler knows them.
     """
 
     name = "accelerate"
@@ -131,7 +131,7 @@ class AcceleratedLoop(LoopDriver):
     accumulates = "accumulate with Accelerator(gradient_accumulation_steps=N) and accelerator.accumulate(model)"
     gives_batches = "prepare the training DataLoader together with model and optimizer"
     trainer = "use hf_eff with transformers' Trainer"
-    ends_by = " without accelerator.end_training(), unwrap_model or save_model behind the last one"
+    ends_by = " without accelerator.end_training(), unwrap_model or save_model after the last one"
 
     def __init__(
         self, accelerator: Accelerator, objects: tuple[Any, ...], recipe: Recipe, total_steps: int | None
@@ -154,7 +154,7 @@ class AcceleratedLoop(LoopDriver):
         if self.draws_batches and self.batches is None:
             raise ConfigError(
                 "accelerate",
-                "prepare must get the training DataLoader too with a technique that draws batches, got none",
+                "prepare must also get the training DataLoader if a technique draws batches, got none",
                 "prepare it together with model and optimizer",
             )
         self._scale = GradientScale(self)
@@ -166,7 +166,7 @@ class AcceleratedLoop(LoopDriver):
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a step, which the script may change."""
+        """Micro-batches per step, which the script may change."""
         return int(self.accelerator.gradient_accumulation_steps)
 
     @property
@@ -175,28 +175,28 @@ class AcceleratedLoop(LoopDriver):
         return bool(self.accelerator.sync_gradients)
 
     def unscale(self) -> None:
-        """Divide the gradients by the scale, if there is one; the last step's outcome is forgotten."""
-        self.stepper._is_overflow = False  # Accelerate sets it where it has a scaler alone
+        """Divide the gradients by the scale, if there is one, and reset the last step's outcome."""
+        self.stepper._is_overflow = False  # Accelerate resets it only if it has a scaler
         self._scale.unscale()
         self._scale.before_step()
 
     def applied(self) -> bool:
-        """Return True if Accelerate's scaler let the step through."""
+        """Return True if Accelerate's scaler applied the step."""
         is_hidden = self._scale.hid_a_skip()
         return not (is_hidden or self.stepper.step_was_skipped)
 
     def hold_schedule(self) -> None:
-        """Have Accelerate's scheduler take the step for one that overflowed."""
+        """Make Accelerate's scheduler treat the step as one that overflowed."""
         self.stepper._is_overflow = True
 
     def end_reached(self) -> None:
-        """Join buffers here, as one process alone may ask for the finished model."""
+        """Synchronize buffers here, since later a single process may ask for the finished model."""
         self.session.join_buffers()
 
     # --- what is hooked
 
     def watch(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Put hooks on what Accelerate prepared, and on the accelerator."""
+        """Install hooks on what Accelerate prepared and on the accelerator."""
         prepared, accelerator = self._with_batches(prepared), self.accelerator
         self.wrapped = next(one for one in prepared if isinstance(one, nn.Module) and self._is_ours(one))
         self.stepper: Any = next(one for one in prepared if isinstance(one, AcceleratedOptimizer))
@@ -222,14 +222,14 @@ class AcceleratedLoop(LoopDriver):
             "end_training": self._end_training,
         }
         self._after_training = [Wrapped(accelerator, name, outer) for name, outer in around.items()]
-        Wrapped(self.stepper, "step", lambda *given: self.on_step(*given))  # looked up: `eff try` wraps it
+        Wrapped(self.stepper, "step", lambda *given: self.on_step(*given))  # looked up late: `eff try` wraps it
         Wrapped(self.stepper, "zero_grad", self.on_zero_grad)
         if hasattr(self.inner, "save_pretrained"):
             Wrapped(self.inner, "save_pretrained", self._save_pretrained, keep_signature=True)
         return prepared
 
     def _with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what Accelerate prepared, the first loader with batches of a technique that draws them."""
+        """Return what Accelerate prepared. If a technique draws batches, the first loader yields those."""
         if not self.draws_batches:
             return prepared
         accelerator = self.accelerator
@@ -239,8 +239,8 @@ class AcceleratedLoop(LoopDriver):
         if type(stock) is not DataLoaderShard:
             raise CompatibilityError(
                 "accelerate",
-                f"every process must read its own batches where a technique draws them, got {type(stock).__name__}",
-                "leave dispatch_batches and use_stateful_dataloader out",
+                f"every process must read its own batches if a technique draws them, got {type(stock).__name__}",
+                "leave out dispatch_batches and use_stateful_dataloader",
             )
         together = accelerator.num_processes if accelerator.split_batches else 1
         size = self.batches.batch_size
@@ -256,7 +256,7 @@ class AcceleratedLoop(LoopDriver):
         if not self.wrapped.training:
             raise TrainingError(
                 "accelerate",
-                f"{type(self.inner).__name__} must be in training mode in backward, got eval",
+                f"{type(self.inner).__name__} must be in training mode in backward, got eval mode",
                 "call model.train() before each epoch",
             )
         return self.on_backward(method, loss, **kwargs)
@@ -269,7 +269,7 @@ class AcceleratedLoop(LoopDriver):
         return result
 
     def _skip_batches(self, method: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-        """Have drawn batches begin with those of the epoch that a resumed script skips."""
+        """Make drawn batches start with the epoch's first, since a resumed script skips those already trained."""
         if self.draws_batches and dataloader is self.batches:
             dataloader.batch_sampler.replayed = num_batches
         return method(dataloader, num_batches)
@@ -288,7 +288,7 @@ class AcceleratedLoop(LoopDriver):
 
     @contextlib.contextmanager
     def _without_scaler(self) -> Iterator[None]:
-        """Surround files: with shards torch makes the optimizer's state by a step, at which a scaler fails."""
+        """Load without the scaler: with shards, torch creates optimizer state by a step, which fails with a scaler."""
         scaler, self.stepper.scaler = self.stepper.scaler, None
         try:
             yield
@@ -308,7 +308,7 @@ class AcceleratedLoop(LoopDriver):
     # --- the model as the user gets it
 
     def _finish_if_done(self) -> None:
-        """Finish where the planned steps were made: what is saved now is the end of training."""
+        """Finish if the planned steps were made: saves from now on are after training."""
         if self.is_done and not self.is_filing:
             self.finish()
 
@@ -363,7 +363,7 @@ class AcceleratedLoop(LoopDriver):
                 leave_section(self.folder, self.session.receipt())
 
     def release(self) -> None:
-        """Finish the model, leave the receipt, and restore the accelerator's own methods."""
+        """Finish the model, write the receipt, and restore the accelerator's own methods."""
         self.finish()
         for wrapped in self._after_training:
             wrapped.undo()
@@ -377,7 +377,7 @@ class AcceleratedLoop(LoopDriver):
 def _checked_steps(total_steps: int | None) -> int:
     if total_steps is not None and total_steps >= 1:
         return total_steps
-    got = "none, and no scheduler among the prepared objects tells it" if total_steps is None else str(total_steps)
+    got = "none, and no prepared scheduler knows it" if total_steps is None else str(total_steps)
     raise ConfigError(
         "accelerate",
         f"total_steps must be the number of optimizer steps of the run, got {got}",
@@ -396,22 +396,24 @@ def _trained(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer
             "accelerate",
             f"prepare must get one model and the optimizer of its parameters in one call, got {len(models)} such "
             f"models and {len(optimizers)} optimizers",
-            "prepare them together, and others in a call of accelerator.prepare",
+            "prepare them together, and all others with accelerator.prepare",
         )
     if any(getattr(one, "_is_accelerate_prepared", False) for one in (models[0], optimizers[0])):
         raise ConfigError(
             "accelerate",
             "model and optimizer must not be prepared yet, got prepared ones",
-            "pass them to efftrain.hf.prepare as they were made",
+            "pass the originals to efftrain.hf.prepare",
         )
     return models[0], optimizers[0]
 
 
 def _check_kind(accelerator: Accelerator) -> None:
-    """Refuse what has an optimizer of its own, changes layers by itself, or would not shard as it was asked to."""
+    """Refuse engines with their own optimizer, FP8 that replaces layers, and requested but missing sharding."""
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise CompatibilityError("accelerate", f"techniques do not run in a loop with {kind.value}", "use DDP or FSDP2")
+        raise CompatibilityError(
+            "accelerate", f"techniques do not support a loop with {kind.value}", "use DDP or FSDP2"
+        )
     if kind != DistributedType.FSDP:
         refuse_unsharded("accelerate", accelerator)
     if accelerator.mixed_precision == "fp8":
@@ -421,14 +423,14 @@ def _check_kind(accelerator: Accelerator) -> None:
 
 
 def _check_places(accelerator: Accelerator, environment: set[str]) -> None:
-    """Refuse a model in parts whose processes accelerate would give other batches than their places ask for."""
+    """Refuse a split model if accelerate does not know which processes share batches."""
     plan: Any = getattr(accelerator, "parallelism_config", None)  # since accelerate 1.10
     if "tensor_parallel" in environment and (plan is None or plan.total_size != accelerator.num_processes):
         sizes = "none" if plan is None else f"tp_size {plan.tp_size} and dp_shard_size {plan.dp_shard_size}"
         raise CompatibilityError(
             "accelerate",
-            f"parallelism_config must place all {accelerator.num_processes} processes of a model that is cut, got "
-            f"{sizes}: nothing would tell accelerate which of them take the same batches",
+            f"parallelism_config must place all {accelerator.num_processes} processes of a split model, got "
+            f"{sizes}: accelerate would not know which of them take the same batches",
             "pass Accelerator(parallelism_config=ParallelismConfig(tp_size=..., dp_shard_size=...)) with the sizes of "
             "the model's distributed_config (tp_size, fsdp_size)",
         )

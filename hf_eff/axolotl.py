@@ -1,4 +1,4 @@
-"""A plugin of Axolotl: ``plugins: [hf_eff.axolotl.EffPlugin]`` and a recipe under ``eff:`` in its YAML."""
+"""An Axolotl plugin: put ``plugins: [hf_eff.axolotl.EffPlugin]`` and a recipe under ``eff:`` in its YAML."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class EffArguments(BaseModel):
     """The key that `EffPlugin` adds to Axolotl's YAML."""
 
     eff: dict[str, Any] | str | None = None
-    """A recipe, or the path to a YAML or JSON file of one."""
+    """A recipe, or the path to a YAML or JSON file."""
 
 
 class EffPlugin(BasePlugin):
     """Attaches the recipe under ``eff`` to the trainer that Axolotl builds."""
 
     def get_input_args(self) -> str:
-        """Return where Axolotl finds `EffArguments`."""
+        """Return the import path of `EffArguments` for Axolotl."""
         return f"{EffArguments.__module__}.{EffArguments.__qualname__}"
 
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """Check the recipe before anything is loaded: Axolotl calls this with the YAML as it was read."""
+        """Check the recipe before anything is loaded. Axolotl calls this with the YAML as read."""
         _recipe(cfg)
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
@@ -40,5 +40,5 @@ class EffPlugin(BasePlugin):
 def _recipe(cfg: Mapping[str, Any]) -> Recipe:
     given = cfg.get("eff")
     if not given:
-        raise ConfigError("axolotl", f"eff must be a recipe or a file of one, got {given!r}", "leave out the plugin")
+        raise ConfigError("axolotl", f"eff must be a recipe or a recipe file, got {given!r}", "leave out the plugin")
     return as_recipe(given)

@@ -21,20 +21,20 @@ from shared_core.front_ends.typed_options import OneTechnique
 
 
 def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | None = None) -> Session:
-    """Return the session that will run `recipe` when ``trainer.train()`` is called.
+    """Switch on the techniques of `recipe` for ``trainer.train()``, and return their session.
 
-    Call it after the trainer is constructed and before it trains. Techniques that are attached already stay; what the
-    trainer's `EffTrainingArguments` switch on joins them. An empty recipe touches nothing.
+    Call it after the trainer is constructed and before it trains. It adds to techniques already attached and to those
+    of the trainer's `EffTrainingArguments`. An empty recipe changes nothing.
 
     Args:
-        trainer: A ``Trainer``, any subclass of it, or another library's trainer that is known to train with one.
-        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
+        trainer: A ``Trainer``, a subclass of it, or a supported trainer of another library that uses one.
+        recipe: A recipe, a dict, or a path to a YAML or JSON file.
 
     Raises:
         ConfigError: If an option is wrong or a technique is given twice.
         CompatibilityError: If the techniques cannot run in this trainer.
         MatchError: If a technique matches no module.
-        TrainingError: If the trainer trains or has trained.
+        TrainingError: If the trainer is training or has trained.
 
     Example:
         ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
@@ -52,13 +52,13 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
         raise TrainingError(
             "hf",
             f"techniques must be attached before train, got a trainer that {when}",
-            "construct another one and attach to that",
+            "attach to a new trainer",
         )
-    # Flags count once: the first driver of a trainer takes them, later ones find them taken.
+    # Flags count once: a trainer's first driver takes them, later ones skip them.
     args: Any = trainer.args
     flags = args.recipe if isinstance(args, EffFlags) else None
     if flags is not None and not (session_callback and session_callback.args_recipe is not None):
-        # `attach(trainer, args.recipe)` means the same techniques, not the same ones twice
+        # `attach(trainer, args.recipe)` means the same techniques, not each one twice
         wanted = wanted if wanted == flags else wanted.merged(flags)
         args.mark_taken()
     if session_callback is None:
@@ -72,29 +72,29 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
 
 
 def session_callback_of(trainer: Trainer) -> SessionCallback | None:
-    """Return what drives a session through this trainer, None if nothing is attached."""
+    """Return the callback that drives a session through this trainer, None if nothing is attached."""
     callbacks = trainer.callback_handler.callbacks
     return next((callback for callback in callbacks if isinstance(callback, SessionCallback)), None)
 
 
 class EffCallback(TrainerCallback):
-    """Switches on the techniques of a recipe. Several such callbacks join one session, whatever their order.
+    """Switches on the techniques of a recipe. Several such callbacks share one session, in any order.
 
     Args:
-        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
+        recipe: A recipe, a dict, or a path to a YAML or JSON file.
 
     Example:
         ``Trainer(..., callbacks=[EffCallback({"prune": {"sparsity": 0.8}})])``
     """
 
-    state_key: ClassVar[str] = "hf_eff"  # Lightning names a callback by it before it asks anything
+    state_key: ClassVar[str] = "hf_eff"  # Lightning reads it first to name a callback
     in_lightning: ClassVar[str] = ""
-    """Its name in `lightning_eff`, where that is another."""
+    """Its name in `lightning_eff`, if different."""
 
     def __init__(self, recipe: Recipe | Mapping[str, Any] | str | Path) -> None:
         self.recipe = as_recipe(recipe)
         self.session: Session | None = None
-        """The session of the trainer that this callback was given to."""
+        """The session of the trainer that has this callback."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.recipe!r})"
@@ -106,7 +106,7 @@ class EffCallback(TrainerCallback):
             driver.given.callbacks.append(self)
 
     def setup(self, *_: Any, **__: Any) -> None:
-        """Refuse the Trainer of Lightning, which asks this first, and Fabric."""
+        """Raise an error for Lightning's Trainer and Fabric, which call this first."""
         kinds = (kind for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == "hf_eff")
         name = self.in_lightning or next(kind.__name__ for kind in kinds)
         rule = f"{type(self).__name__} must be a callback of a Hugging Face Trainer, got Lightning"
@@ -118,9 +118,9 @@ class EffCallback(TrainerCallback):
         """Let Lightning show the error of `setup`."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Find the trainer that is being constructed, and attach all of its techniques at once."""
+        """Find the trainer under construction, and attach all of its techniques at once."""
         trainer = _trainer_under_construction(self)
-        # The first of ours attaches for all: techniques must be attached together, in their order.
+        # The first of our callbacks attaches for all: techniques must be attached together, in their order.
         ours = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EffCallback)]
         if self is not ours[0]:
             return
@@ -136,12 +136,12 @@ class EffCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a callback that passed `add_callback` by: the optimizer exists, so it is too late to attach."""
-        # It is asked at each event that follows too: another callback may have added this one in any of them.
+        """Raise an error for a callback that bypassed `add_callback`: with an optimizer it is too late to attach."""
+        # Also checked at later events: another callback may have added this one there.
         if self.session is None and self.recipe:
             raise TrainingError(
                 "hf",
-                f"{type(self).__name__} must be known to the trainer before it trains, got a callback of its handler",
+                f"{type(self).__name__} must be known to the trainer before it trains, was added to its handler",
                 "pass it in Trainer(callbacks=[...]), or call trainer.add_callback before train",
             )
 
@@ -149,7 +149,7 @@ class EffCallback(TrainerCallback):
 
 
 def _attach_what_is_added() -> None:
-    """Make ``Trainer.add_callback`` attach a callback of ours, which no event tells where it was added."""
+    """Make ``Trainer.add_callback`` attach our callbacks, since no event reports an added callback."""
     stock = Trainer.add_callback
 
     @functools.wraps(stock)
@@ -169,7 +169,7 @@ _attach_what_is_added()
 
 
 def _trainer_under_construction(callback: EffCallback) -> Trainer:
-    # The event has no trainer in its arguments, but it runs inside Trainer.__init__: its frame holds it.
+    # The event does not pass the trainer, but runs inside Trainer.__init__, whose frame holds it.
     frame = sys._getframe(1)
     while frame is not None:
         trainer = frame.f_locals.get("self")
@@ -192,7 +192,7 @@ class ActivationCheckpointing(TechniqueCallback):
 
 
 class Distillation(TechniqueCallback):
-    """Trains towards a teacher, given as a folder, a Hub name or a model."""
+    """Trains the student on a teacher's outputs. The teacher is a folder, a Hub name or a model."""
 
 
 class Fp8(TechniqueCallback):
@@ -200,7 +200,7 @@ class Fp8(TechniqueCallback):
 
 
 class GradientCompression(TechniqueCallback):
-    """Has the processes of DDP send each other gradients in 16 bits or as products of low rank."""
+    """Compresses the gradients that DDP processes exchange: 16 bits, or products of low rank."""
 
 
 class Lora(TechniqueCallback):
@@ -208,25 +208,25 @@ class Lora(TechniqueCallback):
 
 
 class LossScaling(TechniqueCallback):
-    """Scales the loss in place of the trainer's own scaler."""
+    """Scales the loss instead of the trainer's own scaler."""
 
     in_lightning = "LossScalingPrecision"
 
 
 class LowRank(TechniqueCallback):
-    """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end."""
+    """Trains layers as products of two smaller ones, which are kept or multiplied out at the end."""
 
 
 class MatmulPrecision(TechniqueCallback):
-    """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not."""
+    """Multiplies float32 matrices in TF32 or bf16 if the hardware supports it, and reports if not."""
 
 
 class PrimaryWeights(TechniqueCallback):
-    """Updates a model that was loaded in 16 bit in float32."""
+    """Updates 16-bit weights in float32."""
 
 
 class DifferentialPrivacy(TechniqueCallback):
-    """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt."""
+    """Trains with DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt."""
 
 
 class Pruning(TechniqueCallback):
@@ -238,7 +238,7 @@ class QuantizationAwareTraining(TechniqueCallback):
 
 
 class ActivationCompression(TechniqueCallback):
-    """Stores what forward saves for backward smaller, or on the host."""
+    """Stores activations for the backward pass compressed, or on the host."""
 
 
 class ModelSoup(TechniqueCallback):
@@ -246,12 +246,12 @@ class ModelSoup(TechniqueCallback):
 
 
 class LotteryTicket(TechniqueCallback):
-    """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search."""
+    """Trains dense or with a ticket, and saves the next ticket. `LotterySearch` of shared_core runs a whole search."""
 
 
 class WeightAverage(TechniqueCallback):
-    """Averages the weights while training; validation, the best model and the final one are the average."""
+    """Averages the weights during training. Validation, the best model and the final model use the average."""
 
 
 class WeightClustering(TechniqueCallback):
-    """Clusters the weights of each layer and trains the values that they share."""
+    """Clusters the weights of each layer and trains the shared values."""

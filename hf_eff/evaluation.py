@@ -1,4 +1,4 @@
-"""Metrics of transformers models on a local file, for soups: of classes, of numbers, of the next token.
+"""Metrics of transformers models on a local file, for soups: classification, regression, next token.
 
 In float64: torchmetrics computes F1 in float32 and adds an epsilon to rank correlations.
 """
@@ -24,8 +24,8 @@ from shared_core.errors import CheckpointError, ConfigError, EffError
 def class_score(task: str, logits: Tensor, truth: Tensor) -> float:
     """Return ``accuracy``, ``f1`` or ``loss`` (mean cross-entropy) of logits (examples, classes); NaN if one is NaN.
 
-    F1 = 2 TP / (2 TP + FP + FN) is that of class 1 of two, or the mean over more classes. A class that is neither there
-    nor guessed does not count; without any the score is 0.
+    F1 = 2 TP / (2 TP + FP + FN) is that of class 1 of two, or the mean over more classes. A class that is neither true
+    nor predicted does not count; without any class the score is 0.
 
     Example:
         >>> logits = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
@@ -48,7 +48,7 @@ def class_score(task: str, logits: Tensor, truth: Tensor) -> float:
 def regression_score(task: str, predicted: Tensor, truth: Tensor) -> float:
     """Return ``mse`` or ``loss`` (mean squared error), ``mae``, ``pearson`` or ``spearman``.
 
-    Correlations of predictions or truths that are all alike are NaN: there is nothing to order.
+    Correlations are NaN if all predictions or all truths are equal.
 
     Example:
         >>> one, two = torch.tensor([[1.0], [2.0]]), torch.tensor([2.0, 5.0])
@@ -70,7 +70,7 @@ def regression_score(task: str, predicted: Tensor, truth: Tensor) -> float:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Return the ranks of values; equal ones share the mean of theirs."""
+    """Return the ranks of values; ties get their mean rank."""
     _, where, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     found: Tensor = (ends - (counts - 1).double() / 2)[where]
@@ -90,23 +90,25 @@ _TASKS = {
 
 
 class FolderEvaluator:
-    """Returns a metric of a state dict of one architecture, on examples that are read and tokenised once.
+    """Computes a metric of state dicts of one architecture on examples that are read and tokenised once.
 
-    Classifiers of texts and images: ``accuracy``, ``f1`` (of class 1 where there are two, as in GLUE, else the mean
-    over classes), ``loss`` (mean cross-entropy). Such models of one output: ``mse`` (or ``loss``), ``mae``,
-    ``pearson``, ``spearman``. Causal language models: ``loss`` (mean negative log-likelihood of a token in nats),
-    ``perplexity`` (its exponential). Logits are taken in float32, sums in float64. Copies of it can be sent to other
-    processes; each loads its own model.
+    Classifiers of texts and images: ``accuracy``, ``f1`` (of class 1 of two, as in GLUE, else the mean over classes),
+    ``loss`` (mean cross-entropy). Such models with one output: ``mse`` (or ``loss``), ``mae``, ``pearson``,
+    ``spearman``. Causal language models: ``loss`` (mean negative log-likelihood per token in nats), ``perplexity`` (its
+    exponential). Logits are in float32, sums in float64. Copies can be sent to other processes; each loads its own
+    model.
 
     Args:
         task: The metric.
-        folder: A folder with config and tokenizer, or image processor, of the first ingredient.
-        data: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a folder of a saved data set; text columns, or
-            ``input_ids``; but for language models ``label`` or ``labels``. For images see `ImageExamples`.
-        text: Columns with the text, one or a pair; by default all that hold texts, but for the label.
-        batch_size: Examples at a time.
-        max_length: Tokens of an example: longer ones are cut for classification, and split into windows for language
-            models, the first token of each being given. By default what tokenizer and model allow.
+        folder: A folder with config and tokenizer or image processor, from the first ingredient.
+        data: A ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the folder of a saved data set, with text
+        columns
+            or ``input_ids``. Except for language models it needs ``label`` or ``labels``. For images see
+            `ImageExamples`.
+        text: One or two columns with the text; by default all text columns except the label.
+        batch_size: Examples per batch.
+        max_length: Tokens per example. Longer ones are cut for classification, and split into windows for language
+            models, without predicting each window's first token. By default the tokenizer's and model's limit.
         device: Where the model runs.
     """
 
@@ -138,7 +140,7 @@ class FolderEvaluator:
                 data, folder, self._config, causal=causal, regression=regression, text=text, max_length=max_length
             )
         elif text or max_length is not None:
-            raise ConfigError("eff soup", "--text and --max-length must stand without images", "leave them out")
+            raise ConfigError("eff soup", "--text and --max-length do not apply to images", "leave them out")
         else:
             self._examples = ImageExamples(data, folder, self._config, regression=regression)
         self._model: nn.Module | None = None
@@ -161,8 +163,8 @@ class FolderEvaluator:
                 return (self._of_tokens if self._kind == _LANGUAGE_MODEL else self._of_labels)(self._model)
         except EffError:
             raise
-        except (ValueError, IndexError, RuntimeError) as error:  # each model says otherwise what it does not take
-            rule = f"--data must be what {type(self._model).__name__} takes, got {first_line(error):.200}"
+        except (ValueError, IndexError, RuntimeError) as error:  # models raise different errors for unsuitable inputs
+            rule = f"--data must suit {type(self._model).__name__}, got {first_line(error):.200}"
             remedy = "check lengths (--max-length), sizes, and memory (--batch-size)"
             raise ConfigError("eff soup", rule, remedy) from error
 
@@ -190,7 +192,7 @@ class FolderEvaluator:
         if not (lacking or unexpected):
             model.load_state_dict(state_dict, strict=False)
             return model
-        # transformers saves some models under older names than they have, and knows how to read these
+        # transformers saves some models under older names, and can map these
         stock: Any = type(model)
         with torch.random.fork_rng(devices=[]):
             other, info = stock.from_pretrained(
@@ -199,7 +201,7 @@ class FolderEvaluator:
         if any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             rule = f"--task: ingredients must have the tensor names of {type(model).__name__}"
             got = f"missing {lacking[:3]} and unexpected {unexpected[:3]}"
-            raise CheckpointError("eff soup", f"{rule}, got {got}", "save them by this transformers, or give --eval")
+            raise CheckpointError("eff soup", f"{rule}, got {got}", "save them with this transformers, or use --eval")
         return other.to(self._device).eval()  # type: ignore[no-any-return]
 
     def _of_labels(self, model: nn.Module) -> float:
@@ -220,7 +222,7 @@ class FolderEvaluator:
                 total += float(losses.double().sum())
             count += int((labels != IGNORED).sum())
         if not count:
-            raise ConfigError("eff soup", "--data must have tokens to predict, got none that a label asks for")
+            raise ConfigError("eff soup", "--data must have tokens to predict, but no label is set")
         mean = total / count
         if self.task == "loss":
             return mean

@@ -1,4 +1,4 @@
-"""Texts and images of local files, with their labels, made ready for a model a batch at a time."""
+"""Read texts and images with labels from local files, and prepare them for a model batch by batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ READERS = {".json": "from_json", ".jsonl": "from_json", ".csv": "from_csv", ".pa
 
 
 def open_table(file: Path) -> Any:
-    """Return the examples in a file, or of a saved data set's folder, as a `datasets.Dataset`."""
+    """Return the examples in a file or a saved data set's folder as a `datasets.Dataset`."""
     datasets = optional("datasets", "examples", "eff soup --task")
     reader = READERS.get(file.suffix)
     if file.is_file() and reader is None:
         kinds = f"a file of {', '.join(READERS)} or the folder of a saved data set"
         raise CheckpointError("eff soup", f"--data must be {kinds}, got {file}")
-    _check_some(not file.is_file() or file.stat().st_size, file)  # on which datasets fails without a word
+    _check_some(not file.is_file() or file.stat().st_size, file)  # datasets fails on it without a message
     with _readable(file):
         data = datasets.load_from_disk(file) if file.is_dir() else getattr(datasets.Dataset, str(reader))(str(file))
     if isinstance(data, datasets.DatasetDict):
@@ -50,7 +50,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, its class where it has none."""
+    """Return the first line of an error's text, or its class if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -58,27 +58,27 @@ def load_from(stock: Any, folder: Path, what: str, instead: str) -> Any:
     """Return what a class of transformers loads from a folder."""
     try:
         loaded = stock.from_pretrained(folder, trust_remote_code=False)
-        # in a folder without its files transformers 5 makes a tokenizer up, to which every word is unknown
+        # without tokenizer files, transformers 5 invents a tokenizer that knows no word
         if what == "tokenizer" and len(loaded) <= len(loaded.all_special_tokens):
             raise ValueError("no word in its vocabulary")
         return loaded
     except Exception as error:  # transformers and tokenizers each raise their own
-        rule = f"--task: {folder} must hold the {what}, got none that loads ({first_line(error):.200})"
-        raise CheckpointError("eff soup", rule, f"save it there, or give {instead}") from error
+        rule = f"--task: no {what} loads from {folder} ({first_line(error):.200})"
+        raise CheckpointError("eff soup", rule, f"save it there, or use {instead}") from error
 
 
 def refused(rule: str, got: Any, file: Path, remedy: str = "") -> ConfigError:
-    """Return the error of data that break a rule."""
+    """Return the error for data that break a rule."""
     return ConfigError("eff soup", f"--data must {rule}, got {got} in {file}", remedy)
 
 
 def _check_some(count: object, file: Path) -> None:
     if not count:
-        raise refused("hold at least one example", "none", file, "give another file")
+        raise refused("hold at least one example", "none", file, "use another file")
 
 
 def label_column(columns: list[str], file: Path) -> str:
-    """Return the name of the column with labels."""
+    """Return the name of the label column."""
     label = next((name for name in ("label", "labels") if name in columns), None)
     if label is None:
         raise refused("have a column label or labels", columns, file)
@@ -86,7 +86,7 @@ def label_column(columns: list[str], file: Path) -> str:
 
 
 def goals(labels: list[Any], config: Any, regression: bool, file: Path) -> list[float]:
-    """Return what a model is to predict: classes by number or by name, or for regression finite numbers."""
+    """Return the targets: class indices (from numbers or names), or finite numbers for regression."""
     if regression:
         found, rule = labels, "have finite numbers as labels for a model of one output"
         fits = [type(label) in (int, float) and math.isfinite(label) for label in labels]
@@ -105,7 +105,7 @@ _DEFAULT_LENGTH = 512
 
 
 class TextExamples:
-    """Texts of a local file, the longest first: similar lengths together need less padding."""
+    """Texts of a local file, the longest first: batches of similar length need less padding."""
 
     def __init__(
         self, file: Path, folder: Path, config: Any, *, causal: bool, regression: bool, text: tuple[str, ...],
@@ -121,9 +121,9 @@ class TextExamples:
         return hashlib.sha256(json.dumps(self._rows, sort_keys=True).encode()).hexdigest()
 
     def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Yield the model's inputs and the labels: of examples, or of tokens for a language model."""
+        """Yield the model's inputs and the labels, per example or per token for a language model."""
         padding = getattr(self._config, "pad_token_id", None)
-        # decoders find the last token of a text by the padding after it: without padding, one text at a time
+        # decoders find a text's last token by the padding after it: without padding, one text at a time
         size = 1 if padding is None and not self._causal else size
         for start in range(0, len(self._rows), size):
             rows = [{"attention_mask": [1] * len(row["input_ids"]), **row} for row in self._rows[start : start + size]]
@@ -168,7 +168,7 @@ class TextExamples:
     def _longest(self, tokenizer: Any, default: int = _DEFAULT_LENGTH) -> int:
         limits = [getattr(tokenizer, "model_max_length", None)]
         limits += [getattr(self._config, name, None) for name in ("max_position_embeddings", "n_positions")]
-        # a tokenizer without a limit says 10**30
+        # tokenizers without a limit report 10**30
         return min((limit for limit in limits if limit and limit < 10**9), default=default)
 
 
@@ -189,7 +189,7 @@ def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Pat
 
 
 def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empty: bool, file: Path) -> None:
-    """Raise `ConfigError` unless each row has a list of tokens, and in the other columns as many whole numbers."""
+    """Raise `ConfigError` unless each row has a list of tokens, and as many whole numbers in the other columns."""
     known = math.inf if vocabulary is None else vocabulary
     for number, ids in enumerate(columns["input_ids"]):
         for name, rows in columns.items():
@@ -205,8 +205,8 @@ def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empt
 
 
 def _windows(row: Mapping[str, list[int]], limit: int) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a text that are no longer than a limit; one token alone predicts nothing."""
-    mask = row.get("attention_mask", [1] * len(row["input_ids"]))  # what it leaves out is padding
+    """Yield parts of a text up to a length limit. A single token predicts nothing and is skipped."""
+    mask = row.get("attention_mask", [1] * len(row["input_ids"]))  # masked tokens are padding
     ids, wanted = ([*compress(row[name], mask)] for name in ("input_ids", "labels" if "labels" in row else "input_ids"))
     for i in range(0, len(ids) - 1, limit):
         if len(ids[i : i + limit]) > 1:
@@ -226,11 +226,11 @@ _PIXELS = "pixel_values"
 
 
 class ImageExamples:
-    """Images of a local file or folder, read when a batch is asked for.
+    """Images of a local file or folder, read batch by batch.
 
-    A folder with one folder of images a class; a table or saved data set with a column of images, of paths to them, or
-    ``pixel_values``; or an ``.npz`` of ``images`` (uint8, ``(n, height, width[, channels])``) or ``pixel_values``
-    (floats as the model takes them) and ``labels``.
+    Supported: a folder with one subfolder of images per class; a table or saved data set with a column of images, image
+    paths or ``pixel_values``; or an ``.npz`` of ``images`` (uint8, ``(n, height, width[, channels])``) or
+    ``pixel_values`` (floats as the model takes them) and ``labels``.
     """
 
     def __init__(self, file: Path, folder: Path, config: Any, *, regression: bool) -> None:
@@ -295,7 +295,7 @@ def _read(file: Path) -> tuple[Any, list[Any]]:
 
 
 def _opened(image: Any) -> Any:
-    """Return an image; that of a file as it lies there, whatever its metadata say of the orientation."""
+    """Return an image as stored, ignoring orientation metadata."""
     from PIL import Image
 
     if not isinstance(image, dict):

@@ -1,4 +1,4 @@
-"""The front end as `eff run` finds it; imports transformers only when the script has done so."""
+"""The front end for `eff run`. It imports transformers only after the script has done so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ARGUMENTS_MODULE = "transformers.training_args"
 
 
 class HuggingFace:
-    """Puts a recipe into every Trainer that a script trains with, and into a loop of accelerate."""
+    """Adds a recipe to every Trainer that a script trains with, and to Accelerate loops."""
 
     name = "hf"
     libraries = ("transformers",)
@@ -33,12 +33,12 @@ class HuggingFace:
         self._recipe = Recipe({})
         self._used = False
         self._short_run: ShortRunConfig | None = None
-        self._passes_by = 0  # calls of `Accelerator.prepare` that are a Trainer's, or our own
+        self._passes_by = 0  # nested calls of `Accelerator.prepare` from a Trainer or from us
 
     def install(self, recipe: Recipe) -> None:
-        """Make every ``Trainer.train`` attach the recipe, and ``Accelerator.prepare`` where no Trainer calls it."""
+        """Make every ``Trainer.train`` attach the recipe, and ``Accelerator.prepare`` outside a Trainer."""
         self._recipe, self._used = recipe, False
-        # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
+        # Not imported here: `eff run` must not load transformers for a Lightning script.
         after_import(_MODULE, self.patch)
         after_import(_LOOPS_MODULE, self.patch_loops)
 
@@ -55,7 +55,7 @@ class HuggingFace:
         return self._used
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-        """Return the transformers model in a folder or on the Hub, for the other front end too."""
+        """Return the transformers model in a folder or on the Hub. The other front end uses it too."""
         from hf_eff._adapters.distillation import load_teacher
 
         return load_teacher(name, student, trust_remote_code=trust_remote_code)
@@ -67,13 +67,13 @@ class HuggingFace:
         return empty_model(folder)
 
     def own_weights(self, model: nn.Module, names: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights as transformers saved them by a model's own names."""
+        """Return weights that transformers saved, under the model's own names."""
         from hf_eff._checkpoints import own_weights
 
         return own_weights(model, names, state)
 
     def evaluator(self, task: str, folder: Path, data: Path, **options: Any) -> Any:
-        """Return what gives a state dict of the model in a folder its metric on local data; see `FolderEvaluator`."""
+        """Return a function from a state dict of the model in a folder to its metric; see `FolderEvaluator`."""
         from hf_eff.evaluation import FolderEvaluator
 
         return FolderEvaluator(task, folder, data, **options)
@@ -101,7 +101,7 @@ class HuggingFace:
 
             shorten_trainer(trainer, run)
             args, kwargs = (), {}  # no resuming
-        # Once a trainer: `train` may be called again, and subclasses call it through super.
+            # Once per trainer: `train` may be called again, and subclasses call it through super.
         if self._recipe and not getattr(trainer, "_eff_installed", False):
             trainer._eff_installed = True
             attach(trainer, self._recipe)

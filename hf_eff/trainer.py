@@ -1,4 +1,4 @@
-"""Trainers that read their techniques from the arguments, and a mixin that makes one of any Trainer subclass."""
+"""Trainers that read their techniques from the arguments, and a mixin for any Trainer subclass."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shared_core.engine.session import Session
 
 
 class EffTrainerMixin:
-    """Puts techniques into the trainer class that follows it among the bases.
+    """Adds techniques to the trainer class after it in the bases.
 
     Args:
-        args: Those of the trainer, in its order.
-        recipe: What to switch on, beside what `EffTrainingArguments` and callbacks switch on.
-        kwargs: Those of the trainer.
+        args: The trainer's positional arguments.
+        recipe: Techniques to add to those of `EffTrainingArguments` and callbacks.
+        kwargs: The trainer's keyword arguments.
 
     Example:
         ``class MyTrainer(EffTrainerMixin, Seq2SeqTrainer): ...``
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse bases in an order in which the mixin would never be called.
+        """Raise an error if the order of bases would skip the mixin.
 
         Raises:
             TypeError: If a Trainer comes first.

@@ -20,30 +20,30 @@ from shared_core.engine.registry import REGISTRY, flags
 from shared_core.errors import ConfigError
 
 _FLAGS = flags()
-"""Those of techniques that were registered before this module was imported, since its dataclasses are made now."""
+"""Techniques registered before this module was imported, since its dataclasses are made now."""
 RECIPE_FLAG = "eff_recipe"
 _FIRST_READ = "auto_find_batch_size"
 
 
 class _GroupName:
-    """The name of the flags' own group in ``--help``, for the dataclass that holds nothing else."""
+    """Names the flags' own group in ``--help``, only for the dataclass that holds nothing else."""
 
     def __get__(self, instance: object, owner: type) -> str:
         if owner is EffFlags:
             return "efficient training"
-        # a subclass would put all flags of TrainingArguments into this group as well
+        # in a subclass, all flags of TrainingArguments would move into this group
         raise AttributeError("_argument_group_name")
 
 
 def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
-    """Return an option's type as `HfArgumentParser` can read it; None always means "not given".
+    """Return an option's type as `HfArgumentParser` can read it. None always means "not given".
 
     Example:
         >>> flag_type(tuple[str, ...], {})
         list[str] | None
     """
     if hint in (Position, Position | None, Any):
-        # A position is 500, 0.3 or 2ep: as a text, since argparse would make one type of all.
+        # A position is 500, 0.3 or 2ep: kept as text, since argparse would convert all to one type.
         return metadata.get("flag_type", str) | None
     origin = get_origin(hint)
     if origin in (typing.Union, types.UnionType):
@@ -57,9 +57,9 @@ def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
 
 
 def _argument(text: str, kind: str) -> Any:
-    # argparse formats help with %; the last part prints nothing, and keeps "(default: None)" away
+    # argparse formats help with %; the last part prints nothing, and prevents "(default: None)"
     metadata = {"help": text.replace("%", "%%") + "%(default).0s"}
-    if kind == "true | false" or " " not in kind:  # of others argparse shows the choices
+    if kind == "true | false" or " " not in kind:  # argparse shows the choices of other kinds
         metadata["metavar"] = {"true | false": "true|false", "list": "ITEM"}.get(kind, kind.upper())
     return dataclasses.field(default=None, metadata=metadata)
 
@@ -77,21 +77,21 @@ def _fields() -> list[tuple[str, Any, Any]]:
         fields.append(
             (flag, flag_type(hint, option.metadata), _argument(text, type_text(option.metadata.get("flag_type", hint))))
         )
-    help_text = "A YAML or JSON file of a recipe, beside or instead of the single flags."
+    help_text = "A YAML or JSON recipe file, used with or instead of the single flags."
     fields.append((RECIPE_FLAG, str | None, _argument(help_text, "file")))
-    help_text = "Train also where a technique reaches less than half of the weights that multiply activations."
+    help_text = "Train even if a technique reaches less than half of the weights that multiply activations."
     fields.append((PARTIAL_FLAG, bool | None, _argument(help_text, "true | false")))
     REGISTRY.has_made_flags = True
     return fields
 
 
 class EffFlags:
-    """The flags alone, with a help group of their own: ``HfArgumentParser((TrainingArguments, EffFlags))``.
+    """The flags alone, with their own help group: ``HfArgumentParser((TrainingArguments, EffFlags))``.
 
-    A dataclass whose fields are made from the options of every technique; None always means "not given".
+    A dataclass with one field per option of every technique. None always means "not given".
 
     Raises:
-        ConfigError: If a flag breaks its rule; names the option, the rule and the value.
+        ConfigError: If a flag breaks its rule. The message has the option, the rule and the value.
 
     Example:
         >>> EffFlags(prune_sparsity="8e-1").recipe["prune"].sparsity
@@ -100,14 +100,14 @@ class EffFlags:
 
     _argument_group_name = _GroupName()
 
-    if typing.TYPE_CHECKING:  # `dataclass` leaves one that is there in place
+    if typing.TYPE_CHECKING:  # `dataclass` keeps an existing __init__
 
         def __init__(self, **flags: Any) -> None: ...
 
     def __post_init__(self) -> None:
-        """Check every flag, and write the values back as what they mean: YAML gives ``1e-3`` as a text."""
+        """Check every flag, and store parsed values: YAML gives ``1e-3`` as text."""
         from_flags = self._flags_recipe()
-        # Merged here only to find a technique that both switch on, at start.
+        # Merge here to find a technique that both switch on, at start.
         from_flags.merged(self._file_recipe())
         for key, config in from_flags.items():
             for name, value in config.to_dict().items():
@@ -132,17 +132,17 @@ class EffFlags:
         return Recipe.from_json(Path(file)) if str(file).endswith(".json") else Recipe.from_yaml(Path(file))
 
     def mark_taken(self) -> None:
-        """Note that a trainer runs these techniques."""
+        """Record that a trainer runs these techniques."""
         self.__dict__["_eff_taken"] = self.recipe.to_dict()
 
     def check_taken(self) -> None:
-        """Refuse a trainer that would train without the techniques.
+        """Raise an error if a trainer would train without the techniques.
 
         Raises:
-            ConfigError: If the flags switch techniques on and nothing took them, or not as they are now.
+            ConfigError: If no trainer took the flags, or they changed afterwards.
         """
         recipe, taken = self.recipe.to_dict(), self.__dict__.get("_eff_taken", {})
-        # The flags now and when they were taken: a script may have changed its arguments in between.
+        # Compare with the flags when they were taken: a script may have changed its arguments since.
         if recipe != taken:
             changed = ", ".join(key for key in {**recipe, **taken} if recipe.get(key) != taken.get(key))
             raise ConfigError(
@@ -153,16 +153,16 @@ class EffFlags:
             )
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:
-        """Return the trainer's own answer, of flags that are taken: trainers with loops of their own ask for it."""
+        """Check that the flags are taken, and return the trainer's value: trainers with their own loop call this."""
         self.check_taken()
         return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
 
 
 class _ReadAsTrainingBegins:
-    """A field that checks the flags when the Trainer's loop reads it: the one word that every run has with the class.
+    """A field that checks the flags when the Trainer's loop reads it, the one place that every run passes.
 
-    ``Trainer._inner_training_loop`` (transformers 5.17 to 5.23) begins with it, whatever optimizer and schedule it got;
-    everybody else, ``to_dict`` and pickle among them, reads the plain value.
+    ``Trainer._inner_training_loop`` (transformers 5.17 to 5.23) reads it first, with any optimizer and schedule.
+    All other readers, such as ``to_dict`` and pickle, get the plain value.
     """
 
     def __init__(self, name: str, default: Any) -> None:
@@ -171,7 +171,7 @@ class _ReadAsTrainingBegins:
     def __get__(self, args: Any, owner: type) -> Any:
         if args is None:
             return self._default
-        # The loop's first read of a field: from there on the run trains, with techniques or without.
+        # The loop's first read of a field: from here on the run trains, with or without techniques.
         if sys._getframe(1).f_code.co_name == "_inner_training_loop":
             args.check_taken()
         return args.__dict__.get(self._name, self._default)
@@ -210,7 +210,9 @@ def with_eff(arguments_class: type) -> type:
     ours = {*_FLAGS, RECIPE_FLAG, PARTIAL_FLAG}
     taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & ours
     if taken:
-        raise ConfigError("hf", f"{arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")
+        raise ConfigError(
+            "hf", f"{arguments_class.__name__} must not have fields named like flags, got {sorted(taken)}"
+        )
 
     def set_flags(self: Any, *args: Any, **options: Any) -> None:
         self.__dict__.update({name: options.pop(name, None) for name in ours})
@@ -226,11 +228,11 @@ def with_eff(arguments_class: type) -> type:
     namespace = {
         "__doc__": f"{arguments_class.__name__} with the flags of every technique; `recipe` is what they switch on.",
         "__module__": __name__,
-        # not the dataclass's own: to compile those of 300 fields takes a tenth of our whole import
+        # not the dataclass's own: compiling it for 300 fields takes a tenth of our import time
         "__init__": set_flags,
         "__signature__": signature.replace(parameters=[*signature.parameters.values(), *flags]),
         "__eq__": equal,
-        # made again from the class it extends, so that it can be unpickled where nobody made it yet
+        # rebuilt from the base class, so that it unpickles in a process that has not made it yet
         "__reduce__": lambda self: (_blank, (arguments_class,), self.__dict__),
         _FIRST_READ: _ReadAsTrainingBegins(_FIRST_READ, getattr(arguments_class, _FIRST_READ)),
     }

@@ -1,4 +1,4 @@
-"""Lightning's own averages of weights beside techniques: what must hold of weights holds of their average too."""
+"""Combine Lightning's weight averages with techniques: averages keep the same masks and shared values."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 
 
 def averaging(trainer: Any) -> list[Any]:
-    """Return the callbacks that average weights, those that derive from Lightning's included."""
+    """Return the callbacks that average weights, including subclasses of Lightning's."""
     return [one for one in trainer.callbacks if AVERAGING & {kind.__name__ for kind in type(one).__mro__}]
 
 
 class Averages:
-    """Keeps the averages of other callbacks within what techniques hold: masks and shared values.
+    """Keeps the averages of other callbacks within the techniques' constraints: masks and shared values.
 
-    They come before ours, so that their average is in the module when techniques finish it, and what they save later
-    is what techniques made of it.
+    These callbacks run before ours, so their average is in the module when techniques finish it. What they save later
+    is the finished module.
     """
 
     def __init__(self, trainer: Any, module: Any, session: Session) -> None:
         self._trainer, self._module, self._session = trainer, module, session
         self._callbacks = averaging(trainer)
-        if self._callbacks:  # rebound, because Lightning is going through it
+        if self._callbacks:  # a new list, because Lightning is iterating over the old one
             trainer.callbacks = [*self._callbacks, *(one for one in trainer.callbacks if one not in self._callbacks)]
 
     def wrapped(self) -> list[Wrapped]:
-        """Return wrappers of the moments at which an average is used."""
+        """Return wrappers for the moments when an average is used."""
         uses = ("on_validation_epoch_start", "on_save_checkpoint")
         return [
             wrapped
@@ -47,9 +47,9 @@ class Averages:
 
     @contextlib.contextmanager
     def planned_epochs(self) -> Iterator[None]:
-        """Let the Trainer plan without the epoch that SWA adds, in which batch norms alone look at the data."""
+        """Let the Trainer plan without the extra epoch of SWA, in which only batch norms see the data."""
         loop = self._trainer.fit_loop
-        # SWA lets the Trainer run one epoch more for batch norms, and has raised max_epochs by then.
+        # SWA runs one more epoch for batch norms, and has already raised max_epochs.
         added = sum(
             hasattr(one, "pl_module_contains_batch_norm") and one.pl_module_contains_batch_norm(self._module)
             for one in self._callbacks
@@ -64,8 +64,8 @@ class Averages:
             loop.max_epochs += added
 
     def take_over(self) -> None:
-        """Let the callbacks save from now on what techniques left in the module."""
-        # After training the callbacks still save their average: it must be the module that techniques finished.
+        """From now on, make the callbacks save the finished module."""
+        # After training the callbacks still save their average: it must be the finished module.
         live = _tensors(self._module)
         for callback in self._callbacks:
             for name, value in _tensors(_average_of(callback)).items():
@@ -91,7 +91,7 @@ class Averages:
         parameters = dict(self._module.named_parameters())
         for callback in self._callbacks:
             averages = {name: value for name, value in _tensors(_average_of(callback)).items() if name in parameters}
-            # an average may lie on another device than the masks
+            # an average may be on another device than the masks
             there = {name: value.to(parameters[name].device) for name, value in averages.items()}
             context.project({parameters[name]: value for name, value in there.items()})
             for name, value in averages.items():

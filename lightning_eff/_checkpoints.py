@@ -1,8 +1,8 @@
-"""Lightning's checkpoints: their weights and their files.
+"""Lightning's checkpoints: their weights and files.
 
-A file holds the baked weights that the user's module loads, and beside them the weights that training resumes from.
-Lightning (2.6) writes into TMPDIR and moves the file. From another filesystem the move copies over the old checkpoint,
-which a crash leaves half-written. So files are written aside and renamed here, and a damaged one is skipped on resume.
+A file holds the baked weights that the user's module loads, and the weights that training resumes from.
+Lightning (2.6) writes into TMPDIR and moves the file. From another filesystem the move overwrites the old checkpoint,
+and a crash leaves it half-written. So we write to a temporary file and rename, and skip damaged files on resume.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.front_ends.wrapped_method import Wrapped
 
 _BAKED_ALONE = "eff_baked_names"
-"""Names that only baked weights have: a factorised layer's."""
+"""Names that only baked weights of a factorised layer have."""
 
 
 def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: Mapping[str, Any]) -> None:
-    """Bake the weights in a checkpoint, keep those beside them that it changes, and say of which run and step they are.
+    """Bake the weights in a checkpoint, keep the originals that it changes, and add the run and step.
 
-    Of a distributed checkpoint Lightning writes the weights alone by all processes: one that training goes on from
-    keeps the weights in training, as nothing can lie beside them.
+    If all processes write a distributed checkpoint, Lightning saves only one copy of the weights. A checkpoint to
+    resume from then keeps the weights in training.
     """
     found = {name: float(value) for name, value in metrics.items()}
     checkpoint[RUN_KEY] = {"id": run, "step": session.step, "metrics": found}
@@ -45,12 +45,12 @@ def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: 
     weights = checkpoint.get("state_dict")
     if not weights or not session.is_attached:
         return
-    # With optimizer states it is a checkpoint to go on from, and shards cannot be kept twice.
+    # With optimizer states it is a checkpoint to resume from, and shards cannot be stored twice.
     distributed = any(map(is_sharded, weights.values()))
     if distributed and "optimizer_states" in checkpoint:
         return
     baked = session.bake(weights)
-    # Only what baking changed is kept twice: a dense model's file stays as large as it was.
+    # Only tensors that baking changed are stored twice: a dense model's file does not grow.
     raw = {name: value for name, value in weights.items() if not (distributed or _same(value, baked.get(name)))}
     checkpoint["state_dict"] = type(weights)(baked)
     if raw:
@@ -60,13 +60,13 @@ def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: 
 
 
 def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
-    """Return the wrappers of a strategy: what it loads is checked, and finds the user's own layers if it shards.
+    """Return wrappers of a strategy's loading: files are checked, and sharded weights find the user's own layers.
 
-    Lightning (2.6) goes through the parameters' names for weights alone; optimizers, which it loads in the same call,
-    are of the layers in training.
+    Lightning (2.6) looks up parameter names for weights only. Optimizers, loaded in the same call, belong to the layers
+    in training.
     """
     checked = Wrapped(strategy, "load_checkpoint", load_checked)
-    # The function is imported by name into the strategy's module: it has to be replaced there.
+    # The strategy's module imports the function by name, so replace it there.
     owner = sys.modules[type(strategy).load_checkpoint.__module__]
     load = getattr(owner, "_load_checkpoint", None)
     if load is None:
@@ -80,7 +80,7 @@ def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
     def load_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parts = (
             Wrapped(fabric, "_load_raw_module_state", load_weights),
-            # Weights and optimizers apart: see `load_optimizers_apart`.
+            # Weights and optimizers separately: see `load_optimizers_apart`.
             Wrapped(owner, "_load_checkpoint", functools.partial(load_optimizers_apart, fabric)),
         )
         try:
@@ -95,14 +95,14 @@ def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
 def latent_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's weights as they were before `bake_saved`."""
     alone = checkpoint.get(_BAKED_ALONE, ())
-    # What only baked weights have goes; what baking changed comes back from beside.
+    # Drop names of baked weights only, and restore what baking changed.
     kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in alone}
     return {**kept, **checkpoint.get(RAW_KEY, {})}
 
 
 def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what the strategy loads from a checkpoint; an error of ours where that is more than plain values."""
-    # An index is a pickle: checked before torch reads it.
+    """Return what the strategy loads from a checkpoint. Raise `CheckpointError` if it has more than plain values."""
+    # An index is a pickle: check it before torch reads it.
     if Path(path).is_dir():
         check_indexes(Path(path))
     try:
@@ -114,11 +114,11 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
 
 
 def restore_raw(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Let training go on from the weights that were kept beside the baked ones."""
+    """Load the weights stored with the baked ones, so that training continues from them."""
     if "state_dict" in checkpoint:
         checkpoint["state_dict"] = latent_weights(checkpoint)
         if module.trainer.precision_plugin.precision == "64-true":
-            module.double()  # which Lightning (2.6) does after loading: float32 would round the weights
+            module.double()  # Lightning (2.6) does it after loading, but float32 would round the weights
     else:  # a strategy that shards has loaded it already
         fill_parameters_(module, checkpoint.get(RAW_KEY, {}))
 
@@ -130,7 +130,7 @@ def _same(value: Any, baked: Any) -> bool:
 
 
 def whole_files(trainer: Any, note: Callable[[str], None]) -> list[Wrapped]:
-    """Surround the Trainer's own writing and reading of checkpoint files, and return what undoes it."""
+    """Wrap the Trainer's writing and reading of checkpoint files, and return the wrappers."""
     wrapped = [Wrapped(trainer._checkpoint_connector, "resume_start", functools.partial(_resume, trainer, note))]
     writer = trainer.strategy.checkpoint_io
     if type(writer).__name__ == "TorchCheckpointIO":
@@ -139,7 +139,7 @@ def whole_files(trainer: Any, note: Callable[[str], None]) -> list[Wrapped]:
 
 
 def _save(original: Callable[..., None], checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-    # A URL or options of another file system: Lightning's own writer knows them.
+    # A URL or options of another file system: use Lightning's own writer.
     if storage_options is not None or "://" in str(path):
         original(checkpoint, path, storage_options)
         return
@@ -149,15 +149,15 @@ def _save(original: Callable[..., None], checkpoint: Any, path: Any, storage_opt
 
 
 def damage(file: Path) -> str | None:
-    """Return what is wrong with a checkpoint file, None if nothing is; torch keeps a checksum of each tensor in it."""
+    """Return why a checkpoint file is damaged, None if it is not. torch stores a checksum of each tensor."""
     try:
         with zipfile.ZipFile(file) as archive:
-            # without this option of torch the checksums are not computed
+            # without this torch option the checksums are not computed
             wrong = archive.testzip() if torch.serialization.get_crc32_options() else None
-        with contextlib.suppress(pickle.UnpicklingError):  # of a class that the user may allow
+        with contextlib.suppress(pickle.UnpicklingError):  # a class that the user may allow
             torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # both raise whatever the damage makes it
-        return f"it is truncated or no checkpoint ({error})"
+    except Exception as error:  # both may raise anything on a damaged file
+        return f"it is truncated or not a checkpoint ({error})"
     return None if wrong is None else f"{wrong} in it is damaged"
 
 
@@ -170,19 +170,19 @@ def _resume(
         original(path, *args, **more)
         return
     others = [other for other in file.parent.glob("*.ckpt") if other.is_file() and other != file]
-    # The newest that is whole, not only the one before.
+    # The newest complete one, not just the previous one.
     others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     whole = next((other for other in others if damage(other) is None), None)
-    # Only what Lightning chose by itself may be replaced; a path that a user gave is taken or refused.
+    # Only a file that Lightning chose may be replaced. A path that the user gave is loaded or refused.
     if whole is None or not _is_found_by_lightning(trainer, file):
-        advice = f"pass {whole}, which is" if whole else "none beside it is; start again"
-        raise CheckpointError("resume", f"{file} must be a whole checkpoint, but {reason}", advice)
-    note(f"not resumed from {file}, because {reason}; resumed from {whole} instead")
+        advice = f"pass {whole}, which is complete" if whole else "there is no other in its folder; start again"
+        raise CheckpointError("resume", f"{file} is not a complete checkpoint: {reason}", advice)
+    note(f"not resumed from {file}: {reason}; resumed from {whole} instead")
     original(str(whole), *args, **more)
 
 
 def _is_found_by_lightning(trainer: Any, file: Path) -> bool:
-    """Return True if `fit` looks for such a file itself: ``ckpt_path`` "last" and "hpc"."""
+    """Return True if `fit` finds such a file itself: ``ckpt_path`` "last" and "hpc"."""
     found = {Path(trainer.default_root_dir) / file.name} if file.name.startswith("hpc_ckpt_") else set()
     for callback in trainer.checkpoint_callbacks:
         if type(callback).__name__ == "OnExceptionCheckpoint":
@@ -200,5 +200,5 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return what is in a checkpoint file."""
     content = load_checkpoint(path)
     if not isinstance(content, dict):
-        raise CheckpointError("checkpoint", f"{path} must hold a dict, got {type(content).__name__}", "it is another's")
+        raise CheckpointError("checkpoint", f"{path} must hold a dict, got {type(content).__name__}", "check the path")
     return content

@@ -1,7 +1,7 @@
-"""The private names of Lightning that this package needs: a version that lacks one is refused by name.
+"""The private names of Lightning that this package needs. If a version lacks one, the error names it.
 
 Lightning has no public hook at these places. Each name was found in every version from `FIRST_SEEN` to `LAST_SEEN`, in
-the method given here; a test looks there again and names what moved.
+the method given here. A test checks this and reports names that moved.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ NAMES = {
     "_load_raw_module_state": PrivateName("_load_checkpoint", "weights find the user's own layers", owner=_FABRIC),
     "_distributed_checkpoint_load": PrivateName("_load_checkpoint", "shards of an optimizer are read", owner=_FABRIC),
 }  # fmt: skip
-"""Private names that are replaced, called, set or read; ``fabric.`` begins those of Fabric."""
+"""Private names that are replaced, called, set or read. Those of Fabric begin with ``fabric.``."""
 
 
 def find(place: str, namespace: str) -> Any:
-    """Return a module, class or function of Lightning under one of its names, None if it is not there."""
+    """Return a module, class or function of Lightning under one of its names, None if it does not exist."""
     module, _, path = place.partition(":")
     fabric = "lightning_fabric" if namespace == PYTORCH_LIGHTNING else "lightning.fabric"
     root, module = (fabric, module.removeprefix("fabric.")) if module.startswith("fabric.") else (namespace, module)
@@ -97,11 +97,11 @@ def find(place: str, namespace: str) -> Any:
 
 
 def check_private_names(namespace: str) -> None:
-    """Refuse a Lightning without a private method that techniques need."""
+    """Raise an error if Lightning lacks a private method that techniques need."""
     version = importlib.import_module(namespace).__version__
     whose = f"lightning: {namespace} {version}"
-    # the callback that came with Lightning 2.6 is not missed by one that has none
+    # the callback that came with Lightning 2.6 is optional
     names = {name: its for name, its in NAMES.items() if Version(version) >= Version(its.since or "0")}
     package = namespace.partition(".")[0]
-    remedy = f"update efftrain, or use {package} {FIRST_SEEN} to {LAST_SEEN}, which it was tested with"
+    remedy = f"update efftrain, or use {package} {FIRST_SEEN} to {LAST_SEEN}, which were tested"
     wrapped_method.check_private_names(names, lambda its: find(its.owner, namespace), whose, remedy)

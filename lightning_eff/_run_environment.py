@@ -1,6 +1,6 @@
-"""Lightning under its two names: which are installed, and what of them our classes must derive from.
+"""Lightning's two package names: which are installed, and which classes ours must derive from.
 
-What holds in this run of a Lightning Trainer: facts that decide a refusal, and the length of the run.
+Also facts about a run of a Lightning Trainer: its environment and its length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as unified
     import pytorch_lightning as pl
 
-    # A type checker takes our classes for those of either name; what is really made has the one base that it needs.
+    # For type checkers, our classes derive from both names. At run time they have the one base that they need.
     class Callback(pl.Callback, unified.Callback): ...  # type: ignore[misc]
 
     class MixedPrecision(pl.plugins.MixedPrecision, unified.plugins.MixedPrecision): ...  # type: ignore[misc]
@@ -52,8 +52,8 @@ def installed() -> tuple[str, ...]:
 
 
 def namespace_of(trainer_or_module: object) -> str:
-    """Return under which name Lightning defines this object's class: Lightning rejects plugins of the other one."""
-    # By the module that defines the class: both names are installed side by side in many environments.
+    """Return the package name of this object's Lightning class: Lightning rejects plugins of the other name."""
+    # By the module that defines the class: many environments have both names installed.
     for kind in type(trainer_or_module).__mro__:
         for name in installed():
             if kind.__module__.startswith(f"{name}."):
@@ -62,14 +62,14 @@ def namespace_of(trainer_or_module: object) -> str:
 
 
 def callback_kinds(trainer: Any) -> set[str]:
-    """Return the names of the classes that a Trainer's callbacks are of, in whichever namespace they are."""
+    """Return the class names of a Trainer's callbacks, under either package name."""
     return {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
 
 
 def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..., object], home: str) -> Any:
-    """Return a class whose instances a Trainer of either name takes, and which are of its name's class from then on.
+    """Return a class whose instances fit a Trainer of either name, and then become its name's class.
 
-    Where both names are installed nobody knows before a Trainer sets an instance up to which of them it belongs.
+    With both names installed, the right one is only known when a Trainer sets up an instance.
     """
     kinds = tuple(make(name) for name in installed())
     # With one name installed there is nothing to decide.
@@ -77,11 +77,11 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
         return kinds[0]
 
     def settle(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The class changes once, when the instance first meets a Trainer; until then it is of both.
+        # The class changes once, when the instance first meets a Trainer. Until then it belongs to both.
         if type(self) is made:
             self.__class__ = make(namespace_of(told_by(self, *args, **kwargs)))
             return getattr(self, moment)(*args, **kwargs)
-        return getattr(super(made, self), moment)(*args, **kwargs)  # of a class that a user derived
+        return getattr(super(made, self), moment)(*args, **kwargs)  # a class that a user derived
 
     names = {"__doc__": kinds[0].__doc__, "__module__": home, moment: settle}
     made = type(kinds[0].__name__, kinds, names)
@@ -89,14 +89,14 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
 
 
 def public(made: Any, namespace: str) -> Any:
-    """Return a class under the name that pickle looks up, for processes that are spawned."""
+    """Return a class under the name that pickle looks up, for spawned processes."""
     made.__qualname__ = made.__name__
     made.__module__ = "lightning_eff.pytorch" if namespace == PYTORCH_LIGHTNING else "lightning_eff.lightning"
     return made
 
 
 def _callback_base() -> type[Callback]:
-    # A callback of one name alone is accepted by the other's Trainer but not by its command line.
+    # The other name's Trainer accepts a callback of one name, but its command line does not.
     bases = tuple(importlib.import_module(name).Callback for name in installed())
     return type("LightningCallback", bases, {"__module__": __name__, "__doc__": "A callback of every installed name."})
 
@@ -106,12 +106,12 @@ if not TYPE_CHECKING:
 
 
 def strategies(namespace: str) -> Any:
-    """Return the strategies module of one name."""
+    """Return the strategies module of one package name."""
     return importlib.import_module(f"{namespace}.strategies")
 
 
 def plugins(namespace: str) -> Any:
-    """Return the plugins module of one name."""
+    """Return the plugins module of one package name."""
     return importlib.import_module(f"{namespace}.plugins")
 
 
@@ -141,7 +141,7 @@ def run_environment(trainer: Any, model: Any) -> set[str]:
         found.add("averaging_callback")
     if "ModelPruning" in callback_kinds(trainer):
         found.add("pruning_callback")
-    peft = sys.modules.get("peft")  # without it there is no such model
+    peft = sys.modules.get("peft")  # if it is not imported, there is no such model
     if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
         found.add("peft")
     if not model.automatic_optimization:
@@ -155,9 +155,10 @@ def run_environment(trainer: Any, model: Any) -> set[str]:
 
 
 def total_steps(trainer: Any, model: Any) -> int | None:
-    """Return how many optimizer steps the run has, None if that is unknown.
+    """Return the number of optimizer steps of the run, None if unknown.
 
-    With manual optimisation every optimizer is taken to step once a batch, unless ``max_steps`` ends the run before.
+    With manual optimization, every optimizer is assumed to step once per batch, unless ``max_steps`` ends the run
+    first.
     """
     limit = trainer.max_steps if trainer.max_steps >= 0 else None
     steps = steps_per_epoch(trainer, model)
@@ -169,7 +170,7 @@ def total_steps(trainer: Any, model: Any) -> int | None:
 
 
 def steps_per_epoch(trainer: Any, model: Any) -> StepsPerEpoch | None:
-    """Return how many optimizer steps an epoch has, None if unknown, of each epoch where accumulation changes."""
+    """Return the number of optimizer steps per epoch, for each epoch if accumulation changes; None if unknown."""
     batches = float(trainer.num_training_batches)
     if not math.isfinite(batches):
         return None
@@ -177,14 +178,14 @@ def steps_per_epoch(trainer: Any, model: Any) -> StepsPerEpoch | None:
         return batches * max(len(trainer.optimizers), 1)
     for callback in trainer.callbacks:
         if hasattr(callback, "get_accumulate_grad_batches"):
-            # One epoch more than planned: schedules are asked one ahead.
+            # One epoch more than planned: schedules look one ahead.
             epochs = range(max(trainer.max_epochs or 1, *callback.scheduling, 1) + 1)
             return tuple(math.ceil(batches / callback.get_accumulate_grad_batches(epoch)) for epoch in epochs)
     return float(math.ceil(batches / trainer.accumulate_grad_batches))
 
 
 def share_done(trainer: Any, model: Any, batch_index: int) -> float | None:
-    """Return which share of the run's epochs is over after a batch, weighted by planned steps; None without an end."""
+    """Return the share of the run's epochs done after a batch, weighted by planned steps; None without an end."""
     steps = steps_per_epoch(trainer, model)
     if steps is None or trainer.max_epochs in (None, -1) or not trainer.num_training_batches:
         return None
@@ -193,8 +194,8 @@ def share_done(trainer: Any, model: Any, batch_index: int) -> float | None:
 
 
 def clips_by_norm(trainer: Any, model: Any) -> bool:
-    """Return True if gradients may be clipped by norm: certain not to be only if Lightning would do it and does not."""
-    # A user's own clipping may do anything; nothing can be ruled out.
+    """Return True if gradients may be clipped by norm. False only if Lightning would clip and does not."""
+    # A user's own clipping may do anything.
     own = type(model).configure_gradient_clipping is not _stock(model).configure_gradient_clipping
     if own or not model.automatic_optimization:
         return True
@@ -207,7 +208,7 @@ def _stock(model: Any) -> Any:
 
 @contextlib.contextmanager
 def no_logging(model: Any) -> Iterator[None]:
-    """Drop what a module logs in between."""
+    """Drop what a module logs inside this block."""
     names = ("log", "log_dict")
     before = {name: vars(model)[name] for name in names if name in vars(model)}
     for name in names:

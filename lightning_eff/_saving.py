@@ -1,7 +1,7 @@
 """What a Lightning run saves and loads with techniques: its state, the best checkpoints, the final model.
 
-Only checkpoints that hold what was asked for compete for the best; early stopping waits for the first of them. After
-all other callbacks, the final module and the final files are compared with the receipt.
+Only checkpoints that meet their targets compete for the best. Early stopping waits for the first of them. After all
+other callbacks, the final module and files are compared with the receipt.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
 
 
 class Saving:
-    """Puts the state of a run and its finished weights into checkpoints, and takes them out again."""
+    """Adds the run's state and finished weights to checkpoints, and restores them."""
 
     def __init__(
         self, trainer: Any, session: Session, services: LightningServices, final: Any, trains_on: bool
     ) -> None:
         self._trainer, self._session, self._services = trainer, session, services
         self.final: Mapping[str, Any] | None = final  # the state at the end of this run, or of the one before it
-        self.begins_with: Mapping[str, Any] | None = final if trains_on else None  # what was pruned stays pruned
+        self.begins_with: Mapping[str, Any] | None = final if trains_on else None  # pruned weights stay pruned
         """The state that training begins with, None for a new run."""
         self.best = BestCheckpoints(trainer, session)
         self._recount: Recount | None = None
@@ -53,7 +53,7 @@ class Saving:
         self._place: ReceiptPlace | None = None
 
     def wrapped(self, module: Any, adapters: Sequence[Adapter]) -> list[Wrapped]:
-        """Return what surrounds the writing of checkpoints, which adapters look at; begin to count."""
+        """Return wrappers of checkpoint writing, which adapters also see, and start checking saved files."""
         self._adapters = adapters
         self._recount = Recount(self._trainer, module, self._session, self.leave_receipt)
         return [
@@ -64,7 +64,7 @@ class Saving:
         ]
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        # Inside `swapped`: state of shards is gathered by all processes, also by those that write nothing.
+        # Inside `swapped`: all processes gather sharded state, including those that write nothing.
         with self._session.swapped("checkpoint"):
             original(*args, **kwargs)
         path = str(args[0] if args else kwargs["filepath"])
@@ -74,12 +74,12 @@ class Saving:
             adapter.saved(path)
 
     def close(self) -> None:
-        """Count no more: the module's weights change from now on."""
+        """Stop checking saved files: the module's weights change from now on."""
         if self._recount is not None:
             self._recount.close()
 
     def end(self) -> None:
-        """Validate a finished model that no validation has seen, save it where no checkpoint holds it, and tell."""
+        """Validate the finished model if its weights changed, save it if no checkpoint has it, and report."""
         if self._services.can_validate:
             self._session.validation.of_final(self._services.evaluate, after_steps=self.best.is_missing)
         self.best.save_last()
@@ -88,20 +88,19 @@ class Saving:
         self.leave_receipt()
 
     def find_place(self) -> None:
-        """Find out where the receipt goes; every process must ask."""
+        """Choose the place of the receipt. Every process must call this."""
         trainer = self._trainer
         folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
         self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
 
     def validates(self) -> None:
-        """Note that metrics are of this step; those of the sanity check, of an untrained model, no save may carry."""
+        """Record that metrics are of this step. Checkpoints never carry those of the sanity check."""
         self._validated_at = -1 if self._trainer.sanity_checking else self._session.step
 
     def add_state(self, checkpoint: dict[str, Any], resume: ExactResume, skipped: bool) -> None:
-        """Add what an exact resume needs to a checkpoint."""
+        """Add to a checkpoint what an exact resume needs."""
         session = self._session
-        # After the end the module is baked, and a state taken now would describe no training state: keep the one of
-        # the end.
+        # After the end the module is baked, and its current state is not a training state: keep the state at the end.
         checkpoint[_STATE_KEY] = (ended := session.is_finished and self.final) or session.state_dict()
         if ended:
             checkpoint[DEPLOYMENT_KEY] = session.deployment()
@@ -110,14 +109,14 @@ class Saving:
             checkpoint[RECEIPT_KEY] = session.receipt().json()
 
     def take_state(self, checkpoint: Mapping[str, Any], resume: ExactResume) -> None:
-        """Keep the state in a checkpoint until training starts."""
+        """Keep a checkpoint's state until training starts."""
         self.begins_with = resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
         told = checkpoint.get(RUN_KEY)
         if isinstance(told, dict):
             self._services.run = told.get("id", self._services.run)
         if self.begins_with is None:
             self._session.is_changed = True
-            self._session.note("the checkpoint was saved without these techniques: they start at step 0")
+            self._session.note("the checkpoint was saved without these techniques, so they start at step 0")
 
     def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         metrics = self._trainer.callback_metrics if self._validated_at == self._session.step else {}
@@ -127,18 +126,18 @@ class Saving:
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
         module = self._trainer.lightning_module
-        # Before weights are loaded: adapters and quantisers of the checkpoint must be there for its keys to fit.
+        # Before weights are loaded: the checkpoint's adapters and quantisers must exist for its keys to fit.
         fit_to(self._session, checkpoint.get(_STATE_KEY, {}), run_environment(self._trainer, module))
         restore_raw(module, checkpoint)
 
     def bake_loaded(self, module: Any) -> None:
-        """Bake a module that was loaded with latent weights and never trained: a copy, loaded as plain weights."""
+        """Bake a module that was loaded with latent weights and never trained, via a copy."""
         baked = self._session.bake(module.state_dict())
         self._session.detach()
         module.load_state_dict(baked)
 
     def leave_receipt(self) -> None:
-        """Write the receipt where it belongs, and print its line."""
+        """Write the receipt to its place, and print its line."""
         trainer, receipt = self._trainer, self._session.receipt()
         if not trainer.is_global_zero:
             return
@@ -148,7 +147,7 @@ class Saving:
 
 
 class BestCheckpoints:
-    """Surrounds the comparisons of a Trainer's ``ModelCheckpoint`` and ``EarlyStopping``."""
+    """Wraps the comparisons of a Trainer's ``ModelCheckpoint`` and ``EarlyStopping``."""
 
     def __init__(self, trainer: Any, session: Session) -> None:
         self._trainer, self._session = trainer, session
@@ -157,7 +156,7 @@ class BestCheckpoints:
         self._stoppers = list(trainer.early_stopping_callbacks)
 
     def wrapped(self) -> list[Wrapped]:
-        """Return what surrounds the comparisons."""
+        """Return the wrappers of the comparisons."""
         save, stop = "_save_monitor_checkpoint", "_evaluate_stopping_criteria"
         return [
             *(Wrapped(each, save, functools.partial(self._save, each)) for each in self._savers),
@@ -165,10 +164,10 @@ class BestCheckpoints:
         ]
 
     def forget(self) -> None:
-        """Compare anew: what a resumed run had found so far was of another recipe."""
+        """Restart the comparison: the resumed run's best so far had another recipe."""
         if any(callback.best_model_path for callback in self._savers):
-            self._session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
-        # The files stay on disk; only the comparison forgets them.
+            self._session.note("the best checkpoint so far had another recipe: the comparison starts anew")
+        # The files stay on disk, only the comparison forgets them.
         for callback in self._savers:
             callback.best_k_models, callback.best_model_path, callback.kth_best_model_path = {}, "", ""
             callback.best_model_score = None
@@ -176,18 +175,18 @@ class BestCheckpoints:
             callback.wait_count, callback.best_score = 0, _worst(callback)
 
     def _save(self, callback: Any, original: Callable[..., None], trainer: Any, candidates: dict[str, Tensor]) -> None:
-        """Save what is not compared too, for a run to go on from, with the worst score: any other replaces it."""
-        # Lightning (2.6) writes the last checkpoint only where it has saved one of the best.
+        """Also save a model that is not compared, for resuming, with the worst score: any other replaces it."""
+        # Lightning (2.6) writes the last checkpoint only after one of the best was saved.
         if self._session.ending.may_be_best() or callback.monitor not in candidates:
             original(trainer, candidates)
             return
         if callback not in self._passed_over:
             self._passed_over.append(callback)
-        # By the callback's own method, so that save_top_k, links and file names stay its business.
+        # With the callback's own method, which handles save_top_k, links and file names.
         callback._update_best_and_save(_worst(callback), trainer, candidates)
 
     def _stop(self, callback: Any, original: Callable[..., Any], current: Tensor) -> Any:
-        """Stop for what is not finite or diverges alone: neither patience nor the best score count."""
+        """Stop only on NaN or divergence: neither patience nor the best score count."""
         if self._session.ending.may_be_best():
             return original(current)
         names = ("best_score", "wait_count", "patience", "stopping_threshold")
@@ -201,11 +200,11 @@ class BestCheckpoints:
 
     @property
     def is_missing(self) -> bool:
-        """True if a callback has no best checkpoint because none held what was asked for."""
+        """True if a callback has no best checkpoint because no model met its targets."""
         return any(callback.best_model_score == _worst(callback) for callback in self._passed_over)
 
     def save_last(self) -> None:
-        """Save the finished model as the best where there is none: `trainer.test(ckpt_path="best")` finds the run's."""
+        """Without a best model, save the finished one as best, so that `trainer.test(ckpt_path="best")` finds it."""
         for callback in self._passed_over:
             candidates = {
                 "epoch": torch.tensor(self._trainer.current_epoch),
@@ -219,7 +218,7 @@ class BestCheckpoints:
             ):
                 callback._update_best_and_save(metric, self._trainer, candidates)
                 self._session.note(
-                    "no checkpoint that was compared held what was asked for: the model of the last step is saved as "
+                    "no evaluated checkpoint met the targets: the model of the last step is saved as "
                     f"the best, {callback.best_model_path}"
                 )
 
@@ -232,47 +231,47 @@ _HARMLESS = {"EffCallback", "ProgressBar", "ModelSummary", "Checkpoint"}
 
 
 class Recount:
-    """Compares a run's module and files with its receipt when training ends, and files that are saved later."""
+    """Compares a run's module and files with its receipt when training ends, and later files when they are saved."""
 
     def __init__(self, trainer: Any, module: Any, session: Session, differs: Callable[[], None]) -> None:
         self._trainer, self._module, self._session, self._differs = trainer, module, session, differs
         self._files: dict[Path, tuple[int, bool]] = {}
         self._last_step = -1
         self._wrapped = [
-            # the last moment at which sharded weights lie where processes can gather them
+            # the last moment when processes can gather sharded weights
             Wrapped(trainer.strategy, "teardown", self._before_teardown),
             Wrapped(module, "teardown", self._at_last),
         ]
 
     def close(self) -> None:
-        """Count no more: the model becomes another one."""
+        """Stop checking: the model changes from now on."""
         for wrapped in reversed(self._wrapped):
             wrapped.undo()
         self._wrapped = []
 
     def saved(self, path: Any) -> None:
-        """Remember a file that was written in this run; it is read when the run is over."""
+        """Remember a file written in this run. It is read when the run has ended."""
         self._files[Path(str(path))] = self._session.step, self._session.is_finished
 
     def keep_final(self) -> None:
-        """Save the finished module where techniques replaced its weights and no checkpoint holds them.
+        """Save the finished module if techniques replaced its weights and no checkpoint has them.
 
-        ModelCheckpoint saves before training ends: the soup, or ranges and batch norms of an average, come after that.
+        ModelCheckpoint saves before training ends. The soup, or an average's ranges and batch norms, come later.
         """
         trainer, session = self._trainer, self._session
         folders = [found for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
         replaced = [key for key, one in session.techniques.items() if one.replaces_weights]
         if trainer.fast_dev_run or not (folders and replaced) or from_main(self._file_of_final()):
             return
-        # In a folder of its own: what looks for checkpoints to resume from, or to average, does not find it.
+        # In its own folder, so that a search for checkpoints to resume from or to average does not find it.
         path = Path(from_main(str(_free(Path(folders[0]) / "final" / "final.ckpt"))))
         trainer.save_checkpoint(path, weights_only=True)
-        session.note(f"{' and '.join(replaced)}: the final model is saved in {path}, as no other checkpoint holds it")
+        session.note(f"{' and '.join(replaced)}: the final model is saved in {path}, since no other checkpoint has it")
 
     def _file_of_final(self) -> str:
-        """Return the checkpoint of this run that holds the finished module, empty if none does."""
+        """Return this run's checkpoint with the finished module, empty if there is none."""
         final, context = self._module.state_dict(), self._session.context
-        # Sharded weights are not compared; ranges that are estimated again at the end show in no weight.
+        # Sharded weights are not compared. Ranges that are estimated again at the end do not show in the weights.
         alone = any(map(is_sharded, final.values())) or (
             context is not None and any(plan.looks_at_batches for plan in context.plans.values())
         )
@@ -284,7 +283,7 @@ class Recount:
         return ""
 
     def _before_teardown(self, original: Callable[[], None]) -> None:
-        # Once: a nested `fit` of a callback tears down too.
+        # Once: a callback's nested `fit` tears down too.
         if self._session.is_finished and self._last_step < 0:
             self._last_step = self._trainer.global_step
             self._counted(lambda: self._verify(gather=True))
@@ -302,7 +301,7 @@ class Recount:
 
     def _save_later(self, original: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
         original(filepath, *args, **kwargs)
-        # Trained on, or another module: the receipt is not of these weights.
+        # Trained further, or another module: the receipt does not describe these weights.
         if self._trainer.global_step != self._last_step or self._trainer.lightning_module is not self._module:
             self.close()
         elif self._trainer.is_global_zero:
@@ -322,11 +321,10 @@ class Recount:
         found = ""
         # The main process reads; all raise, or the others would wait.
         for path, (step, is_final) in self._files.items() if self._trainer.is_global_zero else ():
-            # Files of the last step and those that were saved after the end: earlier ones are not what the receipt
-            # describes.
+            # Files of the last step and those saved after the end. The receipt does not describe earlier ones.
             if not path.exists() or not (is_final or step == self._session.step):
                 continue
-            # of shards that training goes on from, the weights in training are saved
+            # shards to resume from hold the weights in training
             before = Where.TRAINED if path.is_dir() else Where.SAVED
             try:
                 self._verify_file(path, Where.END if is_final else before)
@@ -340,8 +338,8 @@ class Recount:
             return
         try:
             weights = _weights_in(path)
-        except Exception as error:  # whatever a CheckpointIO of the user's own makes of it
-            self._session.note(f"not counted again in {path}, which cannot be read: {type(error).__name__}: {error}")
+        except Exception as error:  # a user's CheckpointIO may raise anything
+            self._session.note(f"{path} was not checked against the receipt: {type(error).__name__}: {error}")
             return
         self._session.verify(weights, str(path), self._others(), where=where)
 
@@ -353,22 +351,22 @@ class Recount:
 def _holds(path: Path, final: Mapping[str, Any]) -> bool:
     try:
         weights = _weights_in(path)
-        # a user's hook may leave some out, as those of a frozen teacher
+        # a user's hook may leave some out, such as a frozen teacher's
         return weights.keys() <= final.keys() and all(
             torch.equal(weights[name].cpu(), final[name].detach().cpu()) for name in weights
         )
-    except Exception:  # whatever a CheckpointIO of the user's own makes of it
+    except Exception:  # a user's CheckpointIO may raise anything
         return False
 
 
 def _free(path: Path) -> Path:
-    """Return a path at which nothing lies yet: with a version after the name, as ModelCheckpoint adds one."""
+    """Return an unused path: with a version after the name, as ModelCheckpoint adds one."""
     versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
     return next(one for one in itertools.chain([path], versions) if not one.exists())
 
 
 class _Shards(Mapping[str, Tensor]):
-    """The weights in a folder of shards, each read when it is asked for."""
+    """The weights in a folder of shards, each read on access."""
 
     def __init__(self, folder: Path) -> None:
         self._read = open_ingredient(folder)

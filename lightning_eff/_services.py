@@ -1,4 +1,4 @@
-"""Services that only a Lightning Trainer has for a technique, and one batch validated by them before the first step."""
+"""Services of a Lightning Trainer for techniques, and a check of one validation batch before the first step."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class LightningServices:
     def __init__(self, trainer: Any, run: str) -> None:
         self._trainer, self.run = trainer, run
         self.metric: str | None = None  # the validation metric that `checkpoints` reports
-        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # the present arguments of `training_step`
+        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # the current arguments of `training_step`
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a file or folder, or under a Hub name."""
         return load_teacher(name, student, self._trainer, trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> Any:
-        """Return the ``tokenizer`` of the LightningModule or of its data module, None where neither has one."""
+        """Return the ``tokenizer`` of the LightningModule or its data module, None if neither has one."""
         owners = (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None))
         found = [getattr(owner, "tokenizer", None) for owner in owners]
         return next((tokenizer for tokenizer in found if tokenizer is not None), None)
@@ -63,7 +63,7 @@ class LightningServices:
             folder = Path(getattr(callback, "dirpath", None) or "/nowhere")
             paths |= set(folder.glob("*.ckpt"))
         found = [saved for path in sorted(paths) if (saved := self._saved_by_this_run(path)) is not None]
-        # The main process deletes what ModelCheckpoint does not keep: the others must not look before it has.
+        # The main process deletes what ModelCheckpoint does not keep: the others must wait for that.
         return list(self._trainer.strategy.broadcast(sorted(found, key=lambda saved: saved.step)))
 
     def _saved_by_this_run(self, path: Path) -> SavedCheckpoint | None:
@@ -72,29 +72,29 @@ class LightningServices:
             return None
         try:
             told = read_checkpoint(file).get(RUN_KEY)
-        except CheckpointError as error:  # of a run that was killed; this one should not end for it
-            self.say(f"efftrain: checkpoint left out: {error}")
+        except CheckpointError as error:  # from a run that was killed; this one should not end for it
+            self.say(f"efftrain: checkpoint skipped: {error}")
             return None
-        # Another run's files in the same folder are no ingredients.
+        # Other runs' files in the same folder are not ingredients.
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
         try:
             return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self.metric))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self.say(f"efftrain: checkpoint left out: {path} must say its step and metrics, got {error!r}")
+            self.say(f"efftrain: checkpoint skipped: {path} has no step and metrics: {error!r}")
             return None
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
-        """Return the weights as they were trained, before anything was baked into them."""
+        """Return the weights as trained, before baking."""
         return DistributedWeights(path) if path.is_dir() else latent_weights(read_checkpoint(path))
 
     @property
     def can_validate(self) -> bool:
-        """True if the Trainer has a validation loop with batches that this run went through."""
+        """True if the Trainer has a validation loop whose batches this run used."""
         return bool(self._trainer.enable_validation and any(self._trainer.num_val_batches))
 
     def check_validation(self) -> None:
-        """Refuse a Trainer that cannot evaluate."""
+        """Raise an error if the Trainer cannot evaluate."""
         if not self._trainer.enable_validation:
             raise CompatibilityError(
                 "lightning",
@@ -105,15 +105,15 @@ class LightningServices:
             raise CompatibilityError(
                 "lightning",
                 "Trainer must have validation batches, got none from val_dataloaders",
-                "give it data to evaluate on",
+                "give it evaluation data",
             )
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the validation loop, run without other callbacks, loggers or random numbers used up."""
+        """Return the validation loop's metrics. Other callbacks, loggers and random numbers are not affected."""
         trainer = self._trainer
         self.check_validation()
         stage, random = trainer.state.stage, rng_state()
-        # Early stopping, checkpointing and logging must not take a candidate for the model in training.
+        # Early stopping, checkpointing and logging must not mistake a candidate for the trained model.
         callbacks, loggers = trainer.callbacks, trainer.loggers
         trainer.callbacks, trainer.loggers = [], []
         trainer.validating = True
@@ -130,11 +130,11 @@ class LightningServices:
         trainer, model = self._trainer, self._trainer.lightning_module
         if not model.automatic_optimization:
             raise CompatibilityError(
-                "calibration", "training_step must not step the optimizer, but does with manual optimisation"
+                "calibration", "training_step must not step the optimizer, but does with manual optimization"
             )
-        # A second iterator, so that one in use stays where it is.
+        # A second iterator, so that one in use keeps its position.
         fresh = copy.copy(trainer.fit_loop._combined_loader)
-        # Of the class: the instance's method is wrapped, and would add the techniques' terms.
+        # The class's method: the instance's is wrapped, and would add the techniques' terms.
         step = type(model).training_step.__get__(model)
         takes_index = len(inspect.signature(step).parameters) > 1
         if isinstance(model, FSDPModule):
@@ -142,16 +142,16 @@ class LightningServices:
         with looking(model), no_logging(model):
             for _, (batch, index, _loader) in zip(range(num_batches), fresh, strict=False):
                 batch = trainer.precision_plugin.convert_input(batch)
-                # As the trainer feeds a batch: hooks of the module, device, precision.
+                # As the Trainer prepares a batch: hooks of the module, device, precision.
                 batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
                 batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
                 with trainer.precision_plugin.train_step_context():
                     step(batch, index) if takes_index else step(batch)
 
     def task_loss(self, model: Any, forward: Callable[[], Any]) -> Tensor:
-        """Return the loss of that module's ``training_step`` on the present batch; what it logs is dropped."""
+        """Return the loss of that module's ``training_step`` on the current batch. Its logs are dropped."""
         args, kwargs = self.step_arguments
-        # A copy of the module has no trainer, which `self.trainer` in a training_step needs.
+        # A copy of the module has no trainer, which training_step may need as `self.trainer`.
         model.trainer = self._trainer
         try:
             with no_logging(model):
@@ -160,7 +160,7 @@ class LightningServices:
             model.trainer = None
 
     def wrapped_model(self) -> nn.Module | None:
-        """Return what the strategy runs."""
+        """Return the model that the strategy runs."""
         wrapped: nn.Module | None = self._trainer.strategy.model
         return wrapped
 
@@ -176,7 +176,7 @@ def say(text: str) -> None:
 
 
 def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:
-    """Check that validation logs what techniques go by."""
+    """Check that validation logs the metrics that techniques need."""
     if trainer.global_step == 0 and not {*session.recipe.needed_metrics().values()} <= set(seen):
         session.validation.preflight(lambda: _names_logged(trainer, services))
 
@@ -192,11 +192,11 @@ def _names_logged(trainer: Any, services: LightningServices) -> list[str]:
         loaders = loop._combined_loader
         if loaders is None:
             services.check_validation()
-        # An iterator with workers that live on stays for the run.
+        # An iterator with persistent workers stays for the run.
         iterators = [(one, one._iterator) for one in loaders.flattened if hasattr(one, "_iterator")]
         with without_trace(module, loaders, data=[loaders.flattened]):
             loop.batch_progress = copy.deepcopy(loop.batch_progress)
-            # Results of its own: logged names are all that is looked for.
+            # Separate results: only the logged names matter.
             loop._results = type(loop._results)(training=False)
             loop._max_batches = [min(1, batches) for batches in loop._max_batches]
             connector.reset_metrics()

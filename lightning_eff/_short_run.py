@@ -11,14 +11,14 @@ from shared_core.runs.short_run import ShortRunConfig, check_one_process, short_
 
 
 def shorten_fit(run: ShortRunConfig, module: ModuleType) -> None:
-    """Make every `Trainer.fit` end after the run's steps, write into its folder alone, and conclude it."""
+    """Make every `Trainer.fit` end after the run's steps, write only into its folder, and conclude it."""
     stock = module.Trainer.fit
 
     @functools.wraps(stock)
     def fit(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         _shorten(trainer, run)
         data = _data(*args, **kwargs)
-        stock(trainer, model, **data)  # and no checkpoint to go on from
+        stock(trainer, model, **data)  # without a checkpoint to resume from
         _conclude(trainer, model, data)
 
     module.Trainer.fit = fit  # type: ignore[attr-defined]
@@ -39,14 +39,14 @@ def _shorten(trainer: Any, run: ShortRunConfig) -> None:
     trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = None, None
     trainer.num_sanity_val_steps = 0
     most, asked = run.eval_batches, trainer.limit_val_batches
-    if most and (isinstance(asked, int) or asked == 1.0):  # other shares of the data are left as they are
+    if most and (isinstance(asked, int) or asked == 1.0):  # other shares of the data are unchanged
         trainer.limit_val_batches = min(asked, most) if isinstance(asked, int) else most
     loggers = import_module(f"{namespace_of(trainer)}.loggers.logger")
     trainer.loggers = [loggers.DummyLogger()] if trainer.loggers else []
     for number, callback in enumerate(trainer.checkpoint_callbacks):
         if hasattr(callback, "dirpath"):
             callback.dirpath = f"{run.output}/checkpoints-{number}"
-    # one that stops early would leave schedules unfinished
+    # early stopping would leave schedules unfinished
     trainer.callbacks = [one for one in trainer.callbacks if type(one).__name__ != "EarlyStopping"]
 
 

@@ -1,4 +1,4 @@
-"""The callbacks that Lightning asks every installed package for: ours, but only while ``EFF_RECIPE`` names a recipe."""
+"""The entry point for callbacks of installed packages: returns ours only if ``EFF_RECIPE`` names a recipe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ VARIABLE = "EFF_RECIPE"
 
 
 def for_pytorch_lightning() -> list[Any]:
-    """Return the callbacks that every Trainer is given: none, or one with the recipe in the file ``EFF_RECIPE``."""
+    """Return the callbacks for every Trainer: none, or one with the recipe in the file ``EFF_RECIPE``."""
     source = os.environ.get(VARIABLE)
     if not source:
-        # Runs in every Trainer of the environment, so nothing is imported before it is needed.
+        # Runs in every Trainer of the environment, so import nothing early.
         return []
     from lightning_eff._trainer_hooks import EffCallback
     from shared_core.engine.recipe import Recipe

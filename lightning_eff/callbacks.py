@@ -19,7 +19,7 @@ class Distillation(TechniqueCallback):
 
 
 class GradientCompression(TechniqueCallback):
-    """Has the processes of DDP send each other gradients in 16 bits or as products of low rank."""
+    """Compresses the gradients that DDP processes exchange: 16 bits, or products of low rank."""
 
 
 class Lora(TechniqueCallback):
@@ -27,19 +27,19 @@ class Lora(TechniqueCallback):
 
 
 class LowRank(TechniqueCallback):
-    """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end."""
+    """Trains layers as products of two smaller ones, which are kept or multiplied out at the end."""
 
 
 class MatmulPrecision(TechniqueCallback):
-    """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not."""
+    """Multiplies float32 matrices in TF32 or bf16 if the hardware supports it, and reports if not."""
 
 
 class PrimaryWeights(TechniqueCallback):
-    """Updates a model whose parameters are fp16 or bf16 in float32."""
+    """Updates fp16 or bf16 weights in float32."""
 
 
 class DifferentialPrivacy(TechniqueCallback):
-    """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log, progress bar and receipt."""
+    """Trains with DP-SGD: sampled batches, clipped examples, noise, and epsilon in log, progress bar and receipt."""
 
 
 class Pruning(TechniqueCallback):
@@ -47,27 +47,27 @@ class Pruning(TechniqueCallback):
 
 
 class QuantizationAwareTraining(TechniqueCallback):
-    """Trains with fake-quantised weights and activations, and leaves weights that survive their quantisation."""
+    """Trains with fake-quantised weights and activations, so that the weights tolerate quantisation."""
 
 
 class ActivationCompression(TechniqueCallback):
-    """Stores what forward saves for backward smaller, or on the host."""
+    """Stores activations for the backward pass compressed, or on the host."""
 
 
 class ModelSoup(TechniqueCallback):
-    """Averages the checkpoints of this run when training ends, by its own validation metric."""
+    """Averages this run's checkpoints when training ends, selected by its validation metric."""
 
 
 class LotteryTicket(TechniqueCallback):
-    """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search."""
+    """Trains dense or with a ticket, and saves the next ticket. `LotterySearch` of shared_core runs a whole search."""
 
 
 class WeightAverage(TechniqueCallback):
-    """Averages the weights while training; validation, saved models and the final one are the average."""
+    """Averages the weights during training. Validation, saved models and the final model use the average."""
 
 
 class WeightClustering(TechniqueCallback):
-    """Clusters the weights of each layer and trains the values that they share."""
+    """Clusters the weights of each layer and trains the shared values."""
 
 
 class Fp8(TechniqueCallback):

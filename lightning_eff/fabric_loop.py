@@ -1,4 +1,4 @@
-"""Loops written with Fabric: hooks on one Fabric and on what it sets up drive a session."""
+"""Fabric loops: hooks on a Fabric and what it sets up drive a session."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def setup(
     calibration: Iterable[Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Return what ``fabric.setup(model, optimizer)`` returns, with techniques on the model: call it in its place.
+    """Switch on techniques and return what ``fabric.setup(model, optimizer)`` returns. Call it instead of that.
 
-    The model is finished, and plain, behind the last of the planned steps. ``fabric.save`` of a state with the model
+    After the last planned step the model is final and plain. ``fabric.save`` of a state with the model
     saves the techniques' state under ``"eff"`` in the same file, and ``fabric.load`` restores it.
 
     Args:
-        fabric: The script's, launched.
+        fabric: The script's Fabric, launched.
         model: The model, not set up yet.
-        optimizer: That of its parameters; where the strategy shards them, it gets their parts.
-        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one; an empty one touches nothing.
+        optimizer: The optimizer of its parameters. If the strategy shards them, it gets the sharded parts.
+        recipe: A recipe, a dict, or a path to a YAML or JSON file. An empty recipe changes nothing.
         total_steps: Optimizer steps of the whole run.
-        steps_per_epoch: Those of an epoch, for positions such as ``2ep``.
-        accumulate: Micro-batches of a step, by whose number the loop divides the loss; at least 1.
-        calibration: Batches that the model is called with where a technique looks at some: mappings as keywords, of
-            sequences the first element.
-        options: Of ``fabric.setup``.
+        steps_per_epoch: Optimizer steps per epoch, for positions such as ``2ep``.
+        accumulate: Micro-batches per step, at least 1. The loop divides the loss by it.
+        calibration: Batches for techniques that calibrate: mappings are passed as keywords, of sequences the first
+            element.
+        options: Options of ``fabric.setup``.
 
     Raises:
         ConfigError: If an argument breaks its rule.
@@ -86,7 +86,7 @@ class _SavedState:
 
 
 class FabricLoop(LoopDriver):
-    """A loop of Fabric."""
+    """A Fabric loop."""
 
     name = owner = "fabric"
     accumulates = "pass accumulate= to setup"
@@ -98,33 +98,33 @@ class FabricLoop(LoopDriver):
         self, fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, plan: LoopPlan,
         calibration: Iterable[Any] | None,
     ) -> None:  # fmt: skip
-        inner = getattr(model, "_orig_mod", model)  # without torch.compile's
+        inner = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         super().__init__(recipe, inner, optimizer, plan)
         self.fabric, self.batches, self._precision = fabric, calibration, fabric.strategy.precision
         self.autocast, self.to_device = fabric.autocast, fabric.to_device
         environment = _environment(fabric, inner, optimizer)
         self._shards = "fsdp2" in environment
-        self._precision.convert_module(inner)  # now: techniques must see the type that is trained
+        self._precision.convert_module(inner)  # now: techniques must see the dtype that is trained
         self._scaler: Any = self.make_scaler(fabric.device.type)
         self.attach(environment)
         self._stock_unscale = self._precision.unscale_gradients
         self._drawn: Any = None  # batches of a technique that draws them
 
     def unscale(self) -> None:
-        """Divide the gradients by the scale of whoever has a scaler."""
+        """Divide the gradients by the loss scale, if any."""
         (self._stock_unscale if self._scaler is None else self._scaler.unscale_)(self.optimizer)
 
     def end_reached(self) -> None:
-        """Finish the model, and leave the receipt where files are saved or logged."""
+        """Finish the model, and write the receipt to the folder of saved files or logs."""
         self.finish()
         logged = next((getattr(logger, "log_dir", None) for logger in self.fabric.loggers), None)
         self.folder = self.folder or (Path(logged) if logged else None)
-        self.leave_receipt(None, gather=True)  # without a folder beside what is saved next
+        self.leave_receipt(None, gather=True)  # without a folder: beside what is saved next
 
     # --- what is hooked
 
     def watch(self, prepared: Any) -> Any:
-        """Put hooks on what Fabric set up, and on Fabric."""
+        """Install hooks on what Fabric set up, and on Fabric."""
         self.model, wrapper = prepared[:2]
         self.wrapped, self.wrappers = next(self.model.children()), [wrapper]
         self.watch_forward(self.model)
@@ -143,7 +143,7 @@ class FabricLoop(LoopDriver):
         return prepared
 
     def _set_up_loaders(self, method: Callable[..., Any], *loaders: Any, **options: Any) -> Any:
-        """Set up loaders, the first of all with the batches of a technique that draws them."""
+        """Set up loaders. If a technique draws batches, the first loader yields those."""
         if self._drawn is not None:
             return method(*loaders, **options)
         made = self.draw(loaders[0])
@@ -156,7 +156,7 @@ class FabricLoop(LoopDriver):
         return method(self._scaler.scale(loss), *args, **kwargs)
 
     def _unscale(self, method: Callable[..., Any], optimizer: Any) -> None:
-        self.complete() if optimizer is self.optimizer else method(optimizer)  # a GradScaler refuses a second time
+        self.complete() if optimizer is self.optimizer else method(optimizer)  # a GradScaler rejects a second call
 
     def _step_scaled(self, method: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
         result = self._scaler.step(optimizer, **kwargs)
@@ -166,12 +166,12 @@ class FabricLoop(LoopDriver):
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.complete()
         names = ("module", "optimizer", "clip_val", "max_norm", "norm_type", "error_if_nonfinite")
-        # what overflows is no error to a scaler, which skips the step
+        # an overflow is not an error with a scaler, which skips the step
         usual = {"norm_type": 2.0, "error_if_nonfinite": self._scaler is None}
         asked = {**usual, **dict(zip(names, args, strict=False)), **kwargs}
         if not self.session.peers:
             return method(**asked)
-        # Each by its own norm: Fabric clips all that the optimizer holds together.
+        # Each by its own norm: Fabric clips all parameters of the optimizer together.
         norms = []
         for one in (self.inner, *self.session.peers):
             if asked.get("max_norm") is None:
@@ -184,7 +184,7 @@ class FabricLoop(LoopDriver):
     # --- checkpoints
 
     def _of_ours(self, state: Any) -> str | None:
-        """Return under which key a state holds the model that this loop trains, None if it does not."""
+        """Return the key under which a state holds this loop's model, None if it does not."""
         items = state.items() if isinstance(state, Mapping) else ()
         return next((key for key, value in items if getattr(value, "_orig_mod", value) is self.model), None)
 
@@ -198,22 +198,24 @@ class FabricLoop(LoopDriver):
             return result
         self.folder = self.folder or Path(path).absolute().parent
         if _KEY in state:
-            raise ConfigError("fabric", f"state must not have a key {_KEY!r}, which is the techniques'", "rename it")
+            raise ConfigError(
+                "fabric", f"state must not have a key {_KEY!r}, which is reserved for techniques", "rename it"
+            )
         with self.saving():
             return method(path, {_KEY: _SavedState(self), **state}, *args, **kwargs)
 
     def _check_saved(self, path: Path, key: str) -> None:
-        """Count again in the file what the receipt says, and leave the receipt beside it."""
+        """Check the saved file against the receipt, and write the receipt beside it."""
         self.folder = path.absolute().parent
         atexit.unregister(self.at_exit)
         if not is_main():
             return
         try:
             weights = torch.load(path, "cpu", weights_only=True, mmap=True)[key]
-        except Exception:  # a folder of shards, or objects of the script's own: the model's weights are counted
+        except Exception:  # a folder of shards, or objects of the script's own: check the model's weights instead
             weights = None
         try:
-            if weights is not None or not self._shards:  # one process cannot count in parts of a model
+            if weights is not None or not self._shards:  # one process cannot check parts of a model
                 self.session.verify(weights, str(path))
         finally:
             self.session.receipt().write(self.folder)
@@ -228,7 +230,7 @@ class FabricLoop(LoopDriver):
             self._refuse_foreign(path, None)
         self.loaded()
         if self._drawn is not None:
-            self._drawn.begin_epoch_again()  # a resumed loop skips those that it has trained on
+            self._drawn.begin_epoch_again()  # a resumed loop skips batches that it has trained on
         return result
 
     def _load_whole(self, method: Callable[..., Any], path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +246,7 @@ class FabricLoop(LoopDriver):
         return result
 
     def _load_sharded(self, method: Callable[..., Any], path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load by a strategy that shards: it reads what lies beside the weights last, and parts of them otherwise."""
+        """Load with a sharding strategy, which reads the technique state last and otherwise only parts."""
         path = Path(self.fabric.broadcast(str(path)))
         own = path / LIGHTNING_META if path.is_dir() else path
         saved = load_checked(torch.load, own, "cpu", mmap=True, weights_only=kwargs.get("weights_only"))
@@ -261,7 +263,7 @@ class FabricLoop(LoopDriver):
     def _refuse_foreign(self, path: Any, error: BaseException | None) -> None:
         raise CheckpointError(
             "fabric",
-            f"{path} must hold the techniques' state under {_KEY!r}, got a file without",
+            f"{path} must hold the techniques' state under {_KEY!r}, got a file without it",
             "load its weights before setup, to start from them",
         ) from error
 
@@ -272,7 +274,7 @@ def _environment(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     if strategy not in _STRATEGIES:
         raise CompatibilityError(
             "fabric",
-            f"strategy must be of {', '.join(sorted(_STRATEGIES))}, got {strategy}",
+            f"strategy must be one of {', '.join(sorted(_STRATEGIES))}, got {strategy}",
             "use ddp, or ModelParallelStrategy, whose parallelize_fn calls fully_shard",
         )
     if precision not in _PRECISIONS:

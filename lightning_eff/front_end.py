@@ -1,4 +1,4 @@
-"""How Lightning and `eff run` find this package: names of strategies, a recipe for a script. Imports no Lightning."""
+"""How Lightning and `eff run` find this package: strategy names, a recipe for a script. Imports no Lightning."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def register_strategies() -> None:
-    """Make ``Trainer(strategy="eff_fsdp")`` known to every Lightning that is imported, and to one imported later."""
+    """Register ``Trainer(strategy="eff_fsdp")`` with every Lightning that is or will be imported."""
     for namespace in ("pytorch_lightning", "lightning.pytorch"):
         after_import(f"{namespace}.strategies", _register)
 
 
 def _register(module: ModuleType) -> None:
     for name, (maker, options, description) in _STRATEGIES.items():
-        if name not in module.StrategyRegistry:  # else by another import of this package
+        if name not in module.StrategyRegistry:  # otherwise another import of this package has registered it
             made = functools.partial(_make, maker, module.__name__.rpartition(".")[0])
             module.StrategyRegistry.register(name, made, description, **options)
 
@@ -50,11 +50,11 @@ def _make(maker: str, namespace: str, **options: Any) -> Any:
 
 
 class LightningFrontEnd:
-    """Puts a recipe into every Lightning Trainer that a script builds, through the callbacks entry point."""
+    """Adds a recipe to every Lightning Trainer that a script builds, through the callbacks entry point."""
 
     name = "lightning"
     libraries = ("pytorch_lightning", "lightning")
-    modules = ()  # a child process has the recipe by the environment
+    modules = ()  # child processes get the recipe through the environment
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""
@@ -74,13 +74,13 @@ class LightningFrontEnd:
             after_import(f"{name}.trainer.trainer", functools.partial(shorten_fit, run))
 
     def used(self) -> bool:
-        """Return True if training with techniques of a recipe was started in this process."""
+        """Return True if training with a recipe was started in this process."""
         module = sys.modules.get("lightning_eff._trainer_hooks")
         return module is not None and module.EffCallback.num_started > 0
 
 
 def _remove(folder: Path, owner: int) -> None:
-    # A forked child exits too, and must not take the file from its siblings.
+    # A forked child exits too, and must not delete the file that its siblings need.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 

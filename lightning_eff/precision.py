@@ -1,6 +1,6 @@
-"""FP8 training as a callback, and as a precision plugin where a Trainer's precision is chosen.
+"""FP8 training as a precision plugin, for Trainers whose precision is chosen by plugin.
 
-The precision plugin of loss scaling: Lightning's mixed precision with a scaler that skips in the open.
+Also the precision plugin of loss scaling: Lightning's mixed precision with a scaler that reports skipped steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def fp8_precision_class(namespace: str) -> Any:
 
     @typed_options("fp8", recipe="tensorwise")
     class Fp8Precision(base):
-        """Trains with linear layers that multiply FP8 values; what is left of the model runs in `precision`.
+        """Trains with linear layers that multiply FP8 values. The rest of the model runs in `precision`.
 
-        Pass it as ``Trainer(plugins=Fp8Precision(recipe="delayed"))``, without ``precision=``. Callbacks of other
-        techniques join it.
+        Pass it as ``Trainer(plugins=Fp8Precision(recipe="delayed"))``, without ``precision=``. You can add callbacks of
+        other techniques.
 
         Args:
-            precision: bf16-mixed runs forward under bf16 autocast; 32-true leaves all but the FP8 layers in fp32.
+            precision: bf16-mixed runs forward under bf16 autocast; 32-true keeps all but the FP8 layers in fp32.
             device: Device type of autocast; by default that of the Trainer.
         """
 
@@ -42,14 +42,14 @@ def fp8_precision_class(namespace: str) -> Any:
             if precision not in ("bf16-mixed", "32-true"):
                 raise ConfigError("fp8", f"precision must be one of bf16-mixed, 32-true, got {precision!r}")
             self.eff_recipe = {"fp8": Fp8Config.from_dict({"recipe": "tensorwise", **options})}
-            # The base class knows "bf16-mixed"; the real precision is set after, and asked for at each forward.
+            # The base class knows "bf16-mixed". The real precision is set later, and read at each forward.
             super().__init__("bf16-mixed", device or "cpu")
             self.precision = precision
             self.given = {"precision": precision, "device": device}
 
         def convert_module(self, module: Any) -> Any:
-            """Make a callback of ours drive the Trainer if there is none; layers are swapped by its session."""
-            # The Trainer's device: a plugin is made before it is known.
+            """Add a callback of ours to the Trainer if there is none. Its session replaces the layers."""
+            # The Trainer's device is unknown when a plugin is made.
             if self.given["device"] is None:
                 self.device = module.trainer.strategy.root_device.type
             from lightning_eff._trainer_hooks import EffCallback
@@ -85,13 +85,13 @@ def precision_class(namespace: str) -> Any:
     class LossScalingPrecision(base):
         """Scales the loss so that small gradients survive fp16, and skips steps that overflow.
 
-        Pass it as ``Trainer(plugins=LossScalingPrecision())``, without ``precision=``. It really runs fp16 on a CPU
-        too, where ``precision="16-mixed"`` silently becomes bf16. Skipped steps move no schedule and no learning rate.
+        Pass it as ``Trainer(plugins=LossScalingPrecision())``, without ``precision=``. It runs fp16 on a CPU
+        too, where ``precision="16-mixed"`` silently becomes bf16. Skipped steps do not advance schedules.
 
         Args:
             precision: 16-mixed runs forward under fp16 autocast; 32-true scales the loss of an fp32 model; bf16-mixed
-                runs under bf16 autocast, which fp8 with gradients in e5m2 alone has a use for; 16-true casts the model
-                to fp16, with primary_weights beside it.
+                runs under bf16 autocast, which is useful only for fp8 with gradients in e5m2; 16-true casts the model
+                to fp16, for use with primary_weights.
             device: Device type of autocast; by default that of the Trainer.
         """
 
@@ -105,15 +105,15 @@ def precision_class(namespace: str) -> Any:
                 raise ConfigError("loss_scale", f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
             self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
             self.eff_recipe = {"loss_scale": self.config}
-            # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time
+            # Lightning rejects any scaler with bf16-mixed; `precision` is read each time to choose the autocast
             super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
             self.precision = precision
             self.given = {"precision": precision, "device": device}
             self._casts = plugins(namespace).HalfPrecision("16-true") if precision == "16-true" else None
-            """The plugin that casts model and input, where it is not autocast that does."""
+            """The plugin that casts model and input if autocast does not."""
 
         def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-            """Take the Trainer's device, and let a session count the steps if no callback of ours does."""
+            """Take the Trainer's device, and add a session that counts steps if no callback of ours does."""
             module = model if hasattr(model, "automatic_optimization") else model.module
             if self.given["device"] is None:
                 self.device = module.trainer.strategy.root_device.type
@@ -133,7 +133,7 @@ def precision_class(namespace: str) -> Any:
                 yield
 
         def _cast(self, name: str, *args: Any) -> Any:
-            """Call the method of the plugin that casts model, batches and new tensors of 16-true, else our own."""
+            """Call the 16-true plugin's method that casts model, batches and new tensors, otherwise our own."""
             return getattr(super() if self._casts is None else self._casts, name)(*args)
 
         convert_module = functools.partialmethod(_cast, "convert_module")
@@ -142,12 +142,12 @@ def precision_class(namespace: str) -> Any:
         module_init_context = functools.partialmethod(_cast, "module_init_context")
 
         def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-            """Run the closure, unscale, clip, and step unless gradients overflowed; fused optimizers too."""
+            """Run the closure, unscale, clip, and step unless gradients overflowed. Also for fused optimizers."""
             result = closure()
-            # no backward: `training_step` gave no loss, or Lightning's SWA shows batch norms the data once more
+            # no backward: `training_step` returned no loss, or Lightning's SWA updates batch norms only
             no_loss = model.automatic_optimization and (result is None or model.trainer.fit_loop._skip_backward)
             if not no_loss:
-                # Before `_after_closure`: callbacks and clipping must see gradients without the scale.
+                # Before `_after_closure`: callbacks and clipping must see unscaled gradients.
                 self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)
             if no_loss:
@@ -157,8 +157,8 @@ def precision_class(namespace: str) -> Any:
             return output
 
         def clip_gradients(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            """Clip unscaled gradients; Lightning's refusal of fused optimizers does not apply."""
-            # Past MixedPrecision's own, which refuses fused optimizers: ours unscales before.
+            """Clip unscaled gradients. Fused optimizers are supported, unlike in Lightning."""
+            # Bypass MixedPrecision's method, which rejects fused optimizers: ours unscales before.
             super(base, self).clip_gradients(optimizer, *args, **kwargs)
 
     return public(LossScalingPrecision, namespace)  # its name is the key of the scaler's state in checkpoints

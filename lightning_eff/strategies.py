@@ -1,4 +1,4 @@
-"""Strategies of our own: DDP with gradient compression, and FSDP2 for modules that shard nothing themselves."""
+"""Our strategies: DDP with gradient compression, and FSDP2 for modules that shard nothing themselves."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def ddp_class(namespace: str) -> Any:
     base: Any = strategies(namespace).DDPStrategy
 
     class EffDDPStrategy(base):
-        """DDP whose communication hooks run on a CPU too, where Lightning's own are left out without a word.
+        """DDP whose communication hooks also run on a CPU, where Lightning silently drops them.
 
         Registered as ``eff_ddp``, and with gradient compression as ``eff_ddp_fp16``, ``eff_ddp_bf16`` and
         ``eff_ddp_powersgd``.
 
         Args:
             comm: Options of `shared_core.gradient_compression.CommConfig`, like ``{"hook": "powersgd", "rank": 2}``.
-            kwargs: Those of Lightning's ``DDPStrategy``, ``ddp_comm_hook`` among them.
+            kwargs: Arguments of Lightning's ``DDPStrategy``, including ``ddp_comm_hook``.
         """
 
         def __init__(self, comm: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -42,14 +42,14 @@ def ddp_class(namespace: str) -> Any:
             return _call_text(self, self._given)
 
         def configure_ddp(self) -> None:
-            """Wrap the model, and register the hook where Lightning does not: it asks for CUDA."""
+            """Wrap the model, and register the hook if Lightning does not, which requires CUDA for it."""
             super().configure_ddp()
             hook, wrapper = self._given.get("ddp_comm_hook"), self._given.get("ddp_comm_wrapper")
             if hook is not None and self.root_device.type != "cuda":
                 self.model.register_comm_hook(self._given.get("ddp_comm_state"), wrapper(hook) if wrapper else hook)
 
         def setup(self, trainer: Any) -> None:
-            """Wrap the model; let a session of ours run if no callback does."""
+            """Wrap the model. Add a session of ours if no callback does."""
             super().setup(trainer)
             if self.eff_recipe:
                 from lightning_eff._trainer_hooks import EffCallback
@@ -65,22 +65,22 @@ def fsdp_class(namespace: str) -> Any:
     base: Any = strategies(namespace).ModelParallelStrategy
 
     class EffFSDPStrategy(base):
-        """FSDP2 of a module that shards nothing itself: its repeated blocks, and the module as the root.
+        """FSDP2 for modules that shard nothing themselves: shards the repeated blocks, and the module as the root.
 
-        Registered as ``eff_fsdp``. Sharding comes after every technique has been attached, so a `configure_model` is
-        not needed, and one that makes layers works too.
+        Registered as ``eff_fsdp``. Sharding comes after every technique has been attached, so you need no
+        `configure_model`. One that makes layers works too.
 
         Args:
-            blocks: Class names or name patterns (``"encoder.layers.*"``) of what is sharded by itself; by default the
-                outermost modules that stand two or more in one ModuleList or Sequential with the same class.
-            reshard_after_forward: Give the gathered weights of a block back after its forward; False holds them until
-                its backward, for less traffic.
-            param_dtype: What a block computes in and what is gathered; by default the weights' own dtype.
-            reduce_dtype: What gradients are reduced in; by default `param_dtype`.
-            forward_prefetch: How many blocks ahead of the running one are gathered in forward; 0 leaves it to torch.
+            blocks: Class names or name patterns (``"encoder.layers.*"``) of modules to shard separately; by default the
+                outermost modules that repeat in a ModuleList or Sequential with the same class.
+            reshard_after_forward: Free the gathered weights of a block after its forward. False keeps them until its
+                backward, for less traffic.
+            param_dtype: Dtype in which a block computes and is gathered; by default the weights' own dtype.
+            reduce_dtype: Dtype in which gradients are reduced; by default `param_dtype`.
+            forward_prefetch: Number of blocks gathered ahead in forward; 0 leaves it to torch.
             backward_prefetch: The same in backward.
-            save_distributed_checkpoint: Save a folder with a file a process instead of one file that plain code loads.
-            kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+            save_distributed_checkpoint: Save a folder with a file per process instead of one file that plain code
+            loads. kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
         """
 
         def __init__(
@@ -111,18 +111,18 @@ def fsdp_class(namespace: str) -> Any:
             super().setup_environment()
 
         def setup(self, trainer: Any) -> None:
-            """Shard the module, and only then have optimizers made."""
+            """Shard the module before optimizers are made."""
             module = self.lightning_module
             if not module.automatic_optimization:
                 raise CompatibilityError(
                     "eff_fsdp",
-                    "optimisation must be automatic: a backward inside training_step runs before the root's forward "
+                    "optimization must be automatic: a backward inside training_step runs before the root's forward "
                     "has ended",
                     "use eff_ddp",
                 )
             # Before Lightning makes optimizers: they must hold the sharded parameters.
             self.sharding.apply(module, self.device_mesh["data_parallel"])
-            # Lightning asks for a configure_model, where it expects the sharding
+            # Lightning requires a configure_model, where it expects the sharding
             stand_in = Wrapped(module, "configure_model", lambda original: original())
             try:
                 super().setup(trainer)
@@ -130,7 +130,7 @@ def fsdp_class(namespace: str) -> Any:
                 stand_in.undo()
 
         def _through_root(self, context: str, name: str, *args: Any, **kwargs: Any) -> Any:
-            # Weights of the root are gathered by its forward alone, which Lightning does not call.
+            # The root's weights are gathered only by its forward, which Lightning does not call.
             with getattr(self.precision_plugin, context)():
                 return through_root(self.lightning_module, getattr(self.lightning_module, name), *args, **kwargs)
 

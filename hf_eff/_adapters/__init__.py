@@ -1,1 +1,1 @@
-"""Adapters of the Trainer to a technique, or to a trainer of another library: a module each; drivers call all."""
+"""Adapters between the Trainer and single techniques or other libraries' trainers, one module each."""

@@ -1,4 +1,4 @@
-"""The base of adapters of the Trainer, which registers what derives from it."""
+"""The base class of Trainer adapters. Subclasses register themselves."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
 
 
 class Adapter(adapters.Adapter):
-    """Does nothing by itself; override what the technique needs."""
+    """Base class: all methods do nothing. Override those that the technique needs."""
 
     def __init__(self, trainer: Trainer, window: Window, services: TrainerServices) -> None:
         self._trainer, self._window, self._services = trainer, window, services
 
     @staticmethod
     def trainer_in(trainer: Any) -> Any:
-        """Return the Trainer that trains for a trainer of another library."""
+        """Return the transformers Trainer inside a trainer of another library."""
         return trainer
 
     def join(self, session: Session) -> None:
-        """Take the trainer's session, new or with another recipe; called whether the technique is on or off."""
+        """Take the trainer's session, new or with another recipe. Called even if the technique is off."""
         self.session = session
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Return what surrounds methods of the trainer, of a run with the technique; each gets the method first."""
+        """Return wrappers of trainer methods for a run with the technique. Each gets the original method first."""
         return {}
 
     def check(self) -> None:
-        """Refuse what could not work, before anything is attached."""
+        """Raise an error for unsupported settings, before anything is attached."""
 
     def check_data(self) -> None:
-        """Refuse what could not work with the training data, as training starts."""
+        """Raise an error for unsupported training data, when training starts."""
 
     def begin(self, loader: Any) -> None:
-        """Prepare for the first step of a run, new or resumed; the session has begun."""
+        """Prepare for the first step of a new or resumed run. The session has begun."""
 
     def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``compute_loss`` returns for a micro-batch in training."""
+        """Return ``compute_loss`` of a training micro-batch."""
         return method(model, inputs, *args, **kwargs)
 
     def saved(self, trial: Any) -> None:
-        """Look at the checkpoint that was just saved; every process is asked."""
+        """Check the checkpoint that was just saved. Called on every process."""

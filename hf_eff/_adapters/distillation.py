@@ -1,6 +1,6 @@
-"""Distillation in the Trainer: unlabelled examples and the column that tells them, losses of other models, teachers.
+"""Distillation in the Trainer: unlabelled examples and their column, losses of other models, teachers.
 
-A teacher comes from a folder or the Hub: the class its config names, every weight found in its files.
+A teacher comes from a folder or the Hub, with the class that its config names. Its files must hold every weight.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _TOKEN_TASKS = ("CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
 class Distillation(Adapter):
-    """Tells the window which positions the soft term counts, and the Trainer nothing that it would refuse."""
+    """Selects the positions that the soft term counts, and hides from the Trainer what it would reject."""
 
     key = "distill"
 
     def join(self, session: Session) -> None:
-        """Tell the window whether a term is added to the task loss."""
+        """Record whether a term is added to the task loss."""
         super().join(session)
         options = session.recipe["distill"].to_dict() if "distill" in session.recipe else {}
         self._window.adds_term, self._window.lacks_logits = bool(options), bool(options.get("chunked"))
         self._window.causal, self._window.term_positions = False, None
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Keep the column that tells unlabelled examples away from the model, and clip peers by their own norms."""
+        """Hide the column that marks unlabelled examples from the model, and clip peers by their own norms."""
         return {
             "get_batch_samples": self._batches,
             "_set_signature_columns_if_needed": self._keep_column,
@@ -59,12 +59,12 @@ class Distillation(Adapter):
 
     @property
     def field(self) -> str | None:
-        """The column that tells unlabelled examples, if there is one."""
+        """The column that marks unlabelled examples, if there is one."""
         field: str | None = self.technique.config.unlabelled_field
         return field
 
     def check_data(self) -> None:
-        """Raise `ConfigError` where the training data lack the column, as far as they tell without being read."""
+        """Raise `ConfigError` if the training data lack the column, as far as visible without reading them."""
         data: Any = self._trainer.train_dataset
         if self.field is None:
             return
@@ -80,14 +80,14 @@ class Distillation(Adapter):
             raise ConfigError("distill", f"unlabelled_field must be {rule}, got {self.field!r}", remedy)
 
     def _keep_column(self, method: Callable[..., None]) -> None:
-        """Fill the trainer's list of columns that it does not drop."""
+        """Add the column to those that the trainer keeps."""
         method()
         columns = self._trainer._signature_columns
         if self.field is not None and columns is not None and self.field not in columns:
             columns.append(self.field)
 
     def _prepare(self, method: Callable[..., Any], inputs: Any) -> Any:
-        """Return inputs as the model takes them; in training, labels of unlabelled examples are taken out."""
+        """Return inputs as the model takes them. In training, labels of unlabelled examples are removed."""
         inputs = method(inputs)
         if self.field is None or self._trainer.model is None:
             return inputs
@@ -98,7 +98,7 @@ class Distillation(Adapter):
     def _batches(
         self, method: Callable[..., Any], batches: Iterator[Any], *args: Any, **kwargs: Any
     ) -> tuple[list[Any], Any]:
-        """Return a window's micro-batches and how many labels the trainer counts; note what the soft term counts."""
+        """Return a window's micro-batches and the trainer's label count. Record what the soft term counts."""
         window, num_items = method(map(self._countable, batches), *args, **kwargs)
         window = [
             {name: value for name, value in batch.items() if value is not _NO_LABELS}
@@ -107,16 +107,16 @@ class Distillation(Adapter):
             for batch in window
         ]
         if isinstance(num_items, Tensor):
-            num_items = num_items.clamp(min=1)  # a window without one label: its sum of 0 would be divided by 0
+            num_items = num_items.clamp(min=1)  # a window without labels would divide its sum of 0 by 0
         self._window.causal, self._window.term_positions = self.technique.is_causal, self._positions(window)
         return window, num_items
 
     def _countable(self, batch: Any) -> Any:
-        """Return a batch whose labels are those that the loss will see; the trainer counts them before it."""
+        """Return a batch with the labels that the loss will see, since the trainer counts them earlier."""
         if not isinstance(batch, Mapping):
             return batch
         if self.lacks_labels(batch):
-            # transformers (5.23) looks at the first batch alone to decide whether labels can be counted
+            # transformers (5.23) checks only the first batch to decide if labels can be counted
             return {**batch, "labels": _NO_LABELS}
         if self.field is None:
             return batch
@@ -125,28 +125,28 @@ class Distillation(Adapter):
             raise ConfigError(
                 "distill",
                 f"unlabelled_field {self.field!r} must come with class indices as labels, or with a compute_loss_func "
-                f"that leaves NaN labels out, got {prepared['labels'].dtype}",
+                f"that ignores NaN labels, got {prepared['labels'].dtype}",
             )
         return {**prepared, self.field: batch[self.field]}
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
-        """Return True if a batch has no labels, where the model would take them."""
+        """Return True if a batch has no labels although the model takes them."""
         return "labels" in self._trainer.label_names and batch.get("labels") is None
 
     def _positions(self, window: list[Any]) -> Tensor | None:
         trainer, distillation = self._trainer, self.technique
         if "labels" not in trainer.label_names and any(batch.get("labels") is None for batch in window):
-            return None  # labels of another name, or none at all
+            return None  # labels have another name, or are missing
         count = torch.zeros((), dtype=torch.int64, device=trainer.args.device)
         for batch in window:
             count += distillation.positions_ahead(batch).to(count.device)
         return count
 
     def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the trainer's loss; 0 for a batch without labels whose model returns none."""
+        """Return the trainer's loss; 0 for a batch without labels if the model returns no loss."""
         distillation, whole = self.technique, dict(inputs)
         self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
-        distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
+        distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func remove them
         if not self.lacks_labels(inputs):
             return method(model, inputs, *args, **kwargs)
         distillation.prepare_batch(inputs)
@@ -159,14 +159,16 @@ class Distillation(Adapter):
     def _clip(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         norm = method(model, *args, **kwargs)
         for peer in self.technique.peers:
-            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
+            method(peer, *args, **kwargs)  # each by its own norm, so that peers do not affect the student's step
         return norm
 
     def check(self) -> None:
-        """Refuse a trainer or a model that computes other logits than those of the batch, or none."""
+        """Raise an error if the trainer or model computes no logits, or other logits than those of the batch."""
         owner, config = loss_of_trl(self._trainer), self.technique.config
         if owner == "RewardTrainer" and config.divergence != "logit_mse":
-            rule = f"divergence must be logit_mse with TRL's RewardTrainer, of one score, got {config.divergence}"
+            rule = (
+                f"divergence must be logit_mse with TRL's RewardTrainer, which has one score, got {config.divergence}"
+            )
             raise ConfigError("distill", rule)
         if owner in (None, "SFTTrainer", "RewardTrainer"):
             self.technique.fuses_head = fuses_head(self._trainer)
@@ -174,36 +176,36 @@ class Distillation(Adapter):
             raise CompatibilityError("distill", rule, remedy)
 
     def _misfits(self, owner: str | None) -> Iterator[tuple[str, str]]:
-        """Yield what no soft term can join: of TRL's trainers, losses of their own; PEFT's prompts; lacking logits."""
+        """Yield what does not work with a soft term: some TRL losses, PEFT prompts, missing logits."""
         trainer, config = self._trainer, self.technique.config
         fuses, chunked = self.technique.fuses_head, self._window.lacks_logits
         if owner not in (None, "SFTTrainer", "RewardTrainer"):
             own = hasattr(trainer, "teacher_model")
             yield (
                 f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
-                + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
+                + ("which has its own teacher" if own else "whose loss scores whole completions"),
                 "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
             )
         if fuses and (config.mutual or config.student is not None):
             yield (
-                "teacher must not be mutual, and student be left out, with TRL's SFTTrainer, whose loss is of one "
+                "teacher must not be mutual and student must be unset with TRL's SFTTrainer, whose loss needs one "
                 f"whole model, got {'mutual' if config.mutual else config.student}",
                 "train with transformers' own Trainer",
             )
         if fuses and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             got = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
-            yield f"TRL's SFTTrainer must keep the head's weight whole, which the soft term reads, got {got}", "use DDP"
+            yield f"TRL's SFTTrainer must keep the head's weight whole for the soft term, got {got}", "use DDP"
         prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
         if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
             yield (
-                f"logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
-                f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees",
-                "take prefix tuning or LoRA",
+                f"logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} adds "
+                f"{prompts.num_virtual_tokens} tokens before them, which no teacher sees",
+                "use prefix tuning or LoRA",
             )
         if chunked and trainer.label_smoother is not None:
             yield (
                 f"label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: the "
-                "trainer smooths the log-probabilities of all classes, which do not exist",
+                "trainer smooths the log-probabilities of all classes, which chunked does not compute",
                 "drop one of the two",
             )
         if (chunked or fuses) and trainer.args.torch_compile:
@@ -215,14 +217,14 @@ class Distillation(Adapter):
 
 
 def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the model saved under `name`, on the student's device; random numbers are left as they were.
+    """Return the model saved under `name`, on the student's device. Random numbers are not affected.
 
     Args:
-        name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub; a folder without config.json
-            or a ``.safetensors`` file holds an earlier state of the student.
-        student: Gives the device, and the class where the config names none, or where the student is a model of
-            sentence-transformers.
-        trust_remote_code: Run the code that lies beside the weights (``auto_map`` in ``config.json``).
+        name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub. A folder without config.json
+            and a ``.safetensors`` file hold an earlier state of the student.
+        student: Gives the device, and the class if the config names none or the student is a sentence-transformers
+            model.
+        trust_remote_code: Run the code that comes with the weights (``auto_map`` in ``config.json``).
     """
     composed = _is_composed(student)
     if is_bare_weights(Path(name).expanduser()) and not composed:
@@ -233,7 +235,7 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
 
 
 def _with_adapters(folder: Path, student: nn.Module, *, trust_remote_code: bool) -> nn.Module:
-    """Return the base model that a folder of PEFT's adapters names, with the adapters merged."""
+    """Return the base model that a PEFT adapter folder names, with the adapters merged."""
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
         rule = f"{ADAPTER_CONFIG} must name the base model in base_model_name_or_path, got none"
@@ -254,14 +256,14 @@ def _loaded(
     config: Any = None,
     provided: Collection[str] = (),
 ) -> nn.Module:
-    """Return a model of a folder or Hub name.
+    """Return the model in a folder or under a Hub name.
 
     Args:
         name: As for `load_teacher`.
         student: As for `load_teacher`.
         trust_remote_code: As for `load_teacher`.
-        config: In place of that in the folder.
-        provided: Weights that its files may lack, or hold in another shape.
+        config: Used instead of the one in the folder.
+        provided: Weights that may be missing from its files or have another shape there.
     """
     composed = _is_composed(student)
     _check_path(name, "config.json", *(["modules.json"] if composed else ()))
@@ -271,7 +273,7 @@ def _loaded(
         try:
             if composed:
                 return _composed_teacher(name, student, trust_remote_code).to(device)
-            # never left out: transformers would ask whoever sits at the terminal
+            # always given: otherwise transformers would prompt on the terminal
             config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
                 name, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(provided)
@@ -286,17 +288,17 @@ def _loaded(
     absent = {*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])}
     lacking = sorted(absent - {*provided})
     if lacking:
-        rule = f"teacher's files must hold every weight, got {name!r} without {lacking[0]} ({len(lacking)} in all)"
+        rule = f"teacher's files lack weights: {name!r} has no {lacking[0]} ({len(lacking)} missing)"
         raise CheckpointError("distill", rule, "it would teach from random weights")
     check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
     return teacher.to(device)  # type: ignore[no-any-return]
 
 
 def empty_model(name: str) -> nn.Module:
-    """Return the model that a folder's config describes, in the type of its weights, on the meta device."""
+    """Return the model that a folder's config describes, in the dtype of its weights, on the meta device."""
     _check_path(name, "config.json")
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else a terminal is asked
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # otherwise it prompts on the terminal
     except Exception as error:  # transformers and the Hub client each raise their own
         rule = f"teacher must have a readable config.json, got {name!r}: {_first_line(error)}"
         raise CheckpointError("distill", rule) from error
@@ -310,12 +312,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_composed(student: nn.Module) -> bool:
-    """Return True if a student is a model of sentence-transformers: several modules, listed in ``modules.json``."""
+    """Return True if the student is a sentence-transformers model: several modules, listed in ``modules.json``."""
     return any(kind.__module__.startswith("sentence_transformers.") for kind in type(student).__mro__)
 
 
 def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Module:
-    """Return the model of the student's class that a folder of sentence-transformers, or the Hub, holds."""
+    """Return a model of the student's class from a sentence-transformers folder or the Hub."""
     path, kind = Path(name).expanduser(), type(student)
     ours = getattr(student, "model_type", kind.__name__)
     written = path / "config_sentence_transformers.json"
@@ -325,7 +327,7 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
         raise CheckpointError("distill", rule)
     if ours == "CrossEncoder" and not (path / "modules.json").is_file():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be drawn
+        if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be random
             rule = f"teacher must be a {ours}, got {name!r} of {config.architectures}"
             raise CheckpointError("distill", rule, "it would teach from random weights")
     device = next((str(parameter.device) for parameter in student.parameters()), "cpu")
@@ -337,34 +339,33 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
 def _check_path(name: str, *files: str) -> None:
     path = Path(name).expanduser()
     is_whole = not path.exists() or any((path / file).is_file() for file in files)
-    told = f"teacher must be a folder with {' or '.join(files)}, got {name!r} without"
-    require(is_whole, "distill", told, "give the folder that save_model or save_pretrained wrote", CheckpointError)
+    told = f"teacher must be a folder with {' or '.join(files)}, but {name!r} has none"
+    require(is_whole, "distill", told, "pass the folder that save_model or save_pretrained wrote", CheckpointError)
     check_named(name, "distill", "teacher")
     if not path.exists() and not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
         _check_hub(name)
 
 
 def _check_hub(name: str) -> None:
-    """Ask the Hub once whether it is there: transformers would ask again and again, for half a minute."""
+    """Check once that the Hub answers: transformers would retry for half a minute."""
     try:
         HfApi().model_info(name, timeout=_SECONDS)
     except HfHubHTTPError:
-        pass  # it answers: why it refuses the model is for transformers to say
-    except Exception as error:  # of the client's HTTP library, which is another one in each version
+        pass  # it answers: transformers reports why it rejects the model
+    except Exception as error:  # of the client's HTTP library, which depends on the version
         told = f"teacher must be an existing folder or a Hub name, got {name!r}: there is no such folder, and the Hub "
         raise CheckpointError("distill", f"{told}cannot be reached ({_first_line(error)})", "check the path") from error
 
 
-_TRUST = "trust_remote_code"  # what transformers names in its refusal
+_TRUST = "trust_remote_code"  # the name in transformers' error
 
 
 def _untrusted(name: str) -> CheckpointError:
     return CheckpointError(
         "distill",
-        f"teacher must be of a class of transformers, got {name!r}, whose config.json names code that lies beside it "
-        "(auto_map)",
-        "it was not run. Read it, then set distill.trust_remote_code: true (--distill_trust_remote_code; eff "
-        "cache-teacher --trust-remote-code), or load it and pass the object",
+        f"teacher must have a class of transformers, but the config.json of {name!r} names its own code (auto_map)",
+        "the code was not run. Read it, then set distill.trust_remote_code: true (--distill_trust_remote_code; eff "
+        "cache-teacher --trust-remote-code), or load the model yourself and pass the object",
     )
 
 
@@ -377,7 +378,7 @@ def _class_of(config: Any, student: nn.Module, name: str, trust_remote_code: boo
     known = [getattr(transformers, found, None) for found in config.architectures or ()]
     if known and known[0] is not None:
         return known[0]
-    # a model class of the user's own is not an attribute of transformers
+    # a user's own model class is not an attribute of transformers
     kind = type(student)
     if hasattr(kind, "from_pretrained") and kind.__name__ in (config.architectures or [kind.__name__]):
         return kind

@@ -1,4 +1,4 @@
-"""What single techniques need of the Trainer: a scaler, drawn batches, checkpoints that can be averaged."""
+"""Adapters of single techniques: a scaler, drawn batches, checkpoints that can be averaged."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 
 
 class LossScaling(Adapter):
-    """Gives accelerate the technique's scaler, and its own back."""
+    """Gives accelerate the technique's scaler, and restores its own afterwards."""
 
     key = "loss_scale"
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Swap around each try to train: the scaler must be there before accelerate's `prepare`."""
+        """Swap around each attempt to train: the scaler must exist before accelerate's `prepare`."""
         return {"_inner_training_loop": self._train}
 
     def _train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ class LossScaling(Adapter):
         if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
             accelerator.native_amp = True
             self.session.note(
-                f"fp16 on {accelerator.device.type} runs under autocast because loss_scale is on; by itself the "
+                f"fp16 on {accelerator.device.type} runs under autocast because loss_scale is on; without it the "
                 "trainer would train in fp32 here"
             )
         try:
@@ -47,28 +47,28 @@ class LossScaling(Adapter):
 
 
 class DifferentialPrivacy(Adapter):
-    """Draws the Trainer's batches, and tells the technique how it averages the loss."""
+    """Draws the Trainer's batches, and tells the technique how the Trainer averages the loss."""
 
     key = "dp"
     _num_items: Tensor | int | None = None
 
     def check(self) -> None:
-        """Refuse what hides the gradients of single examples."""
+        """Raise an error for settings that hide the gradients of single examples."""
         self.technique.sees_loss_in_forward = False  # each row counts by its own labels here
         for name in ("gradient_checkpointing", "torch_compile"):
             if getattr(self._trainer.args, name):
                 raise CompatibilityError(
                     "dp",
                     f"{name} must be off, got True",
-                    "hooks on single layers keep the gradient of each example, and do not run as they should there",
+                    "per-layer hooks keep the gradient of each example, and do not work with it",
                 )
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Draw batches, and keep what is counted in them."""
+        """Draw batches, and record the label counts in them."""
         return {"get_train_dataloader": self._loader, "get_batch_samples": self._batches}
 
     def _loader(self, method: Callable[[], Any]) -> Any:
-        """Return the trainer's loader with batches drawn for it."""
+        """Return the trainer's loader with drawn batches."""
         stock, args = method(), self._trainer.args
         more = {"device": stock.device} if isinstance(stock, DataLoaderShard) else {}
         made = self.technique.loader(stock, args.gradient_accumulation_steps, args.train_batch_size, **more)
@@ -82,7 +82,7 @@ class DifferentialPrivacy(Adapter):
         return made
 
     def begin(self, loader: Any) -> None:
-        """Have the next iteration begin at the epoch's first step: the trainer skips what it trained of it."""
+        """Make the next iteration start at the epoch's first step: the trainer skips what it has trained."""
         if not self._trainer.args.ignore_data_skip:
             loader.batch_sampler.begin_epoch_again()
 
@@ -91,7 +91,7 @@ class DifferentialPrivacy(Adapter):
         return window, self._num_items
 
     def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell by how much each row's share of the loss must be multiplied to be the mean over its own labels."""
+        """Set the factor that makes each row's share of the loss the mean over its own labels."""
         self.technique.weights = self._weights(inputs)
         return method(model, inputs, *args, **kwargs)
 
@@ -108,18 +108,18 @@ class DifferentialPrivacy(Adapter):
 
 
 class Soup(Adapter):
-    """Refuses at the start, or after the first checkpoint, what would leave nothing to average."""
+    """Fails at the start, or after the first checkpoint, if there would be nothing to average."""
 
     key = "soup"
 
     def join(self, session: Session) -> None:
-        """Have checkpoints reported with the metric that the soup goes by."""
+        """Report checkpoints with the metric that the soup uses."""
         super().join(session)
         self._options = session.recipe["soup"].to_dict() if "soup" in session.recipe else {}
         self._services.metric = self._options.get("metric")
 
     def check(self) -> None:
-        """Refuse a trainer that saves or evaluates too little."""
+        """Raise an error if the trainer saves or evaluates too little."""
         args, evaluated = self._trainer.args, self._trainer.eval_dataset
         if args.save_strategy == SaveStrategy.NO:
             raise ConfigError(
@@ -142,11 +142,11 @@ class Soup(Adapter):
             raise ConfigError(
                 "soup",
                 "eval_strategy must evaluate while training for order logged, got 'no'",
-                "give it the value of save_strategy",
+                "set it to the value of save_strategy",
             )
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Look at what `evaluate` returns: one that a greedy soup could not use fails at the first validation."""
+        """Check the result of `evaluate`: one that a greedy soup cannot use fails at the first validation."""
         return {"evaluate": self._validate}
 
     def _validate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ class Soup(Adapter):
         return self._services.checked_metrics(metrics) if self._options["kind"] == "greedy" else metrics
 
     def saved(self, trial: Any) -> None:
-        """Refuse after the first checkpoint, not after all training, what no soup could read."""
+        """Raise an error for unreadable checkpoints after the first one, not at the end of training."""
         trainer, session = self._trainer, self.session
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if self._services.saved_steps[1:] or sharded or is_peft(trainer.model):
@@ -170,6 +170,6 @@ class Soup(Adapter):
 
 
 def _is_empty(data: Any) -> bool:
-    """Return True if a data set, or one of a dict of them, is known to have no example; a stream does not tell."""
+    """Return True if a data set, or one in a dict of them, is known to be empty; unknown for a stream."""
     parts = data.values() if isinstance(data, dict) else [data]
     return any(isinstance(part, Sized) and len(part) == 0 for part in parts)

@@ -1,7 +1,7 @@
 """Trainers of other libraries.
 
-TRL's multiply with the weight of the output layer themselves, outside of its forward. SetFit's trains its body by a
-Trainer of its own.
+TRL's trainers multiply by the output layer's weight outside its forward. SetFit trains its body with a Trainer of its
+own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FUSED = "fused_lm_head"
 
 
 class QuantizedHead(Adapter):
-    """Lets such a trainer multiply what a fake-quantised output layer would: its quantised input and weight."""
+    """Gives such a trainer the quantised input and weight of a fake-quantised output layer."""
 
     key = "qat"
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Serve the operands in every training and validation of the run."""
+        """Provide the operands in every training and validation of the run."""
         around: dict[str, Callable[..., Any]] = {"_inner_training_loop": self._train}
         if loss_of_trl(self._trainer) == "DistillationTrainer":
             around["_compute_loss"] = self._compute_loss
@@ -48,22 +48,22 @@ class QuantizedHead(Adapter):
 
 
 class Fp8Head(Adapter):
-    """Refuses an output layer in FP8, which such a trainer would pass by."""
+    """Raises an error for an output layer in FP8, which such a trainer would bypass."""
 
     key = "fp8"
 
     def begin(self, loader: Any) -> None:
-        """Look at it once it is changed."""
+        """Check it after the layers are changed."""
         _check_head(self, "shared_core.fp8.")
 
 
 class LoraHead(Adapter):
-    """Refuses an adapter on an output layer, which such a trainer would never train."""
+    """Raises an error for an adapter on an output layer, which such a trainer would never train."""
 
     key = "lora"
 
     def begin(self, loader: Any) -> None:
-        """Look at it once it is changed."""
+        """Check it after the layers are changed."""
         _check_head(self, "peft.")
 
 
@@ -74,14 +74,14 @@ def _check_head(adapter: Adapter, library: str) -> None:
     if type(base_of(adapter._trainer.model).get_output_embeddings()).__module__.startswith(library):
         raise CompatibilityError(
             adapter.key,
-            f"include must leave the output layer out with TRL's {owner}, which multiplies with its weight itself, got "
-            "one that holds it",
+            f"include must leave out the output layer with TRL's {owner}, which multiplies by its weight directly, got "
+            "the output layer too",
             "name the other layers",
         )
 
 
 class _Operands:
-    """Puts them where the trainer looks: in the backbone's output, and in what `get_output_embeddings` returns."""
+    """Puts them where the trainer reads: in the backbone's output, and in the result of `get_output_embeddings`."""
 
     def __init__(self, model: Any, hooks: contextlib.ExitStack) -> None:
         self._model, self._forward = base_of(model), contextlib.ExitStack()
@@ -95,11 +95,11 @@ class _Operands:
             hooks.callback(handle.remove)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_serves": False, "_forward": None, "_model": None}  # a copy of the model is not what is trained
+        return {"_serves": False, "_forward": None, "_model": None}  # a copy of the model is not being trained
 
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
-        """Serve them to forwards of the backbone in this context."""
+        """Provide them in forwards of the backbone inside this context."""
         self._serves = self._model is not None and is_quantized(self._model.get_output_embeddings())
         try:
             yield
@@ -127,18 +127,18 @@ class _Operands:
 
 
 def base_of(model: Any) -> Any:
-    """Return the transformers model, without PEFT's wrapper."""
+    """Return the transformers model inside PEFT's wrapper."""
     return model.get_base_model() if is_peft(model) else model
 
 
 def loss_of_trl(trainer: Trainer) -> str | None:
-    """Return the class of TRL that computes the loss of a trainer, None if none does."""
+    """Return the TRL class that computes a trainer's loss, None if there is none."""
     kinds = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
     return next((cls.__name__ for cls in kinds if cls.__module__.startswith("trl.")), None)
 
 
 def fuses_head(trainer: Trainer) -> bool:
-    """Return True if the trainer calls the model for log-probabilities: TRL replaces its instance's forward."""
+    """Return True if the trainer gets log-probabilities from the model: TRL replaces the instance's forward."""
     forward = getattr(base_of(trainer.model), "forward", None)
     while forward is not None:  # accelerate wraps it
         code = getattr(getattr(forward, "__func__", forward), "__code__", None)
@@ -150,11 +150,11 @@ def fuses_head(trainer: Trainer) -> bool:
 
 
 class SetFit(Adapter):
-    """Finds the Trainer inside, and refuses what would undo the techniques after it."""
+    """Finds the inner Trainer, and raises an error for settings that would undo the techniques."""
 
     @staticmethod
     def trainer_in(trainer: Any) -> Any:
-        """Return ``st_trainer`` of SetFit's own class, which is none of transformers'."""
+        """Return ``st_trainer``: SetFit's own class is not a transformers Trainer."""
         return getattr(trainer, "st_trainer", trainer)
 
     def check(self) -> None:
@@ -162,7 +162,7 @@ class SetFit(Adapter):
         if getattr(getattr(self._trainer, "setfit_args", None), "end_to_end", False):
             raise CompatibilityError(
                 "hf",
-                "SetFit's end_to_end must be False, got True: it trains the sentence model on after its trainer has "
-                "ended, which undoes what the techniques did to the weights",
-                "train the head alone",
+                "SetFit's end_to_end must be False, got True: it continues to train the sentence model after its "
+                "trainer has ended, which undoes the techniques' changes to the weights",
+                "train only the head",
             )

@@ -1,1 +1,1 @@
-"""Adapters of a Lightning Trainer to a technique: a module each; drivers call all."""
+"""Adapters between a Lightning Trainer and single techniques, one module each."""

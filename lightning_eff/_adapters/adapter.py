@@ -1,4 +1,4 @@
-"""The base of adapters of a Lightning Trainer, which registers what derives from it."""
+"""The base class of Lightning adapters. Subclasses register themselves."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ if TYPE_CHECKING:
 
 
 class Adapter(adapters.Adapter):
-    """Does nothing by itself; override what the technique needs. Made in the setup of a `fit` that it applies to."""
+    """Base class: all methods do nothing. Override those that the technique needs. Made in the setup of a `fit`."""
 
     def __init__(self, trainer: Any, module: Any, session: Session, services: LightningServices) -> None:
         self._trainer, self._module, self.session, self._services = trainer, module, session, services
 
     @classmethod
     def left_out(cls, trainer: Any) -> str:
-        """Return why the technique is left out of what this Trainer does, nothing if it is not."""
+        """Return why this Trainer's run leaves out the technique, empty if it does not."""
         return ""
 
     @classmethod
     def check_trials(cls, tuner: str) -> None:
-        """Refuse a tuner's trials before training."""
+        """Raise an error for a tuner's trials before training."""
 
     def set_up(self) -> list[Wrapped]:
-        """Prepare Trainer and module; return what surrounds their methods until the end."""
+        """Prepare Trainer and module. Return wrappers of their methods, active until the end."""
         return []
 
     def start_fit(self) -> None:
         """Prepare for optimizers, which exist, and for their state, which is not loaded yet."""
 
     def start_training(self) -> None:
-        """Refuse what could not work, before the session begins."""
+        """Raise an error for unsupported settings, before the session begins."""
 
     def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the positional arguments of `training_step`, in place of `args`."""
+        """Return the positional arguments of `training_step`, instead of `args`."""
         return args
 
     def replay(self, loaders: list[Any], batches: int) -> None:
-        """Have these loaders begin so many batches earlier at the next iteration, which skips them."""
+        """Make these loaders start so many batches earlier at the next iteration, which skips them."""
 
     def saved(self, path: str) -> None:
-        """Look at the checkpoint that was just saved."""
+        """Check the checkpoint that was just saved."""
 
     def undo(self) -> None:
-        """Give the Trainer back what `set_up` changed beside methods."""
+        """Undo what `set_up` changed in the Trainer besides methods."""

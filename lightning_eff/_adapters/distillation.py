@@ -1,4 +1,4 @@
-"""Distillation in a Lightning Trainer: teachers from its files, unlabelled examples, and peers that are clipped."""
+"""Distillation in a Lightning Trainer: teachers from its files, unlabelled examples, and clipping of peers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shared_core.front_ends.wrapped_method import Wrapped
 
 
 class Distillation(Adapter):
-    """Tells the technique of each batch, and clips the peers of mutual learning one by one."""
+    """Passes each batch to the technique, and clips the peers of mutual learning one by one."""
 
     key = "distill"
 
     def set_up(self) -> list[Wrapped]:
-        """Surround the clipping where there are peers: they are among the optimizer's parameters."""
+        """Wrap the clipping if there are peers, whose parameters are in the optimizer too."""
         if not self.technique.config.mutual:
             return []
         return [Wrapped(self._module, "configure_gradient_clipping", self._clip)]
@@ -32,7 +32,7 @@ class Distillation(Adapter):
         self.technique.one_by_one(lambda: original(*args, **kwargs))
 
     def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Take out labels of unlabelled examples; Lightning gives the batch by position."""
+        """Remove labels of unlabelled examples. Lightning passes the batch by position."""
         if not self.technique.config.unlabelled_field:
             return args
         return self.technique.prepare_batch(args[0]), *args[1:]
@@ -43,7 +43,7 @@ def loss_of_peer(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     kind = type(model)
     if not hasattr(kind, "training_step"):
         rule = f"peers must be LightningModules with a training_step, got {kind.__name__}"
-        raise TrainingError("distill", rule, "or set distill.student to the submodule that a peer takes the place of")
+        raise TrainingError("distill", rule, "or set distill.student to the submodule that a peer replaces")
     output = model.training_step(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -58,12 +58,12 @@ _INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch
 def load_teacher(name: str, student: nn.Module, trainer: Any, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the teacher in a ``.ckpt`` of a LightningModule, or under a Transformers folder or Hub name.
 
-    A ``.safetensors`` file, and a ``.ckpt`` whose class cannot be built from what it says, hold an earlier state of the
-    student.
+    A ``.safetensors`` file holds an earlier state of the student, and so does a ``.ckpt`` whose class cannot be built
+    from its contents.
     """
     random = rng_state()
     try:
-        # Building a model draws its initial weights, and the run must not depend on how the teacher came.
+        # Building a model draws initial weights, and the run must not depend on where the teacher came from.
         if name.endswith(".ckpt"):
             return _from_checkpoint(Path(name).expanduser(), student, trainer.lightning_module)
         if is_bare_weights(path := Path(name).expanduser()):

@@ -1,4 +1,4 @@
-"""What single techniques need of a Lightning Trainer: our precision plugin, drawn batches, checkpoints to average."""
+"""Adapters of single techniques in Lightning: our precision plugin, drawn batches, checkpoints to average."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shared_core.privacy.technique import losses_of_halves
 
 
 class LossScaling(Adapter):
-    """Puts the technique's scaler into the plugin, and the plugin into the Trainer."""
+    """Adds the technique's scaler to the plugin, and the plugin to the Trainer."""
 
     key = "loss_scale"
     _stock: Any = None
 
     def set_up(self) -> list[Wrapped]:
-        """Put our plugin in the place of Lightning's own, unless the Trainer has it already."""
+        """Replace Lightning's plugin with ours, unless the Trainer has ours already."""
         trainer, plugin = self._trainer, self._trainer.precision_plugin
         if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__):
             return []
@@ -47,13 +47,13 @@ class LossScaling(Adapter):
         self._trainer.precision_plugin.scaler = self.technique.make_scaler(device)
 
     def undo(self) -> None:
-        """Put Lightning's own plugin back."""
+        """Restore Lightning's own plugin."""
         if self._stock is not None:
             self._trainer.strategy.precision_plugin = self._stock
 
 
 class DifferentialPrivacy(Adapter):
-    """Trains on batches drawn for the technique, and shows it whether the loss is a mean over examples."""
+    """Trains on batches drawn for the technique, and checks that the loss is a mean over examples."""
 
     key = "dp"
 
@@ -67,7 +67,7 @@ class DifferentialPrivacy(Adapter):
         )
 
     def set_up(self) -> list[Wrapped]:
-        """Surround what makes the Trainer's loader."""
+        """Wrap the method that makes the Trainer's loader."""
         trainer = self._trainer
         self.technique.sees_loss_in_forward = False
         if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
@@ -78,9 +78,9 @@ class DifferentialPrivacy(Adapter):
             )
         if trainer.overfit_batches:
             raise CompatibilityError(
-                "dp", f"overfit_batches must be 0, got {trainer.overfit_batches}", "it takes the order of the data over"
+                "dp", f"overfit_batches must be 0, got {trainer.overfit_batches}", "it changes the order of the data"
             )
-        trainer.fit_loop._combined_loader = None  # a Trainer that trains on would keep the last run's batches
+        trainer.fit_loop._combined_loader = None  # otherwise a second `fit` would keep the last run's batches
         return [
             Wrapped(trainer.fit_loop._data_source, "dataloader", self._loader),
             Wrapped(trainer._data_connector, "_requires_distributed_sampler", self._shards),
@@ -108,12 +108,12 @@ class DifferentialPrivacy(Adapter):
             raise CompatibilityError(
                 "dp",
                 "use_distributed_sampler must be True with several processes, got False",
-                "each must hold all data, of which one draw gives it its part",
+                "each process needs access to all data, and each draw gives it its part",
             )
         return False
 
     def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves."""
+        """Compare the loss of the run's first batch of two or more rows with those of its halves."""
         (batch, *rest), module = args, self._module
         technique = self.technique
         if technique.checks_loss:
@@ -124,7 +124,7 @@ class DifferentialPrivacy(Adapter):
         return args
 
     def replay(self, loaders: list[Any], batches: int) -> None:
-        """Have the next iteration begin at the epoch's first step: Lightning's epoch starts over and skips batches."""
+        """Make the next iteration start at the epoch's first step: Lightning restarts the epoch and skips batches."""
         for loader in loaders:
             drawn = getattr(loader, "batch_sampler", None)
             if isinstance(drawn, PoissonBatches):
@@ -132,7 +132,7 @@ class DifferentialPrivacy(Adapter):
 
 
 class Soup(Adapter):
-    """Refuses at the start, or after the first checkpoint, what would leave nothing to average."""
+    """Fails at the start, or after the first checkpoint, if there would be nothing to average."""
 
     key = "soup"
 
@@ -144,16 +144,16 @@ class Soup(Adapter):
 
     @classmethod
     def left_out(cls, trainer: Any) -> str:
-        """Leave it out where the user's code is only tried."""
+        """Leave it out in a fast_dev_run, which only tries the user's code."""
         return "fast_dev_run saves no checkpoints" if trainer.fast_dev_run else ""
 
     def start_training(self) -> None:
-        """Refuse a Trainer that cannot evaluate: a greedy soup would learn of it only after training."""
+        """Raise an error if the Trainer cannot evaluate. Otherwise a greedy soup would fail only after training."""
         if self._options["kind"] == "greedy":
             self._services.check_validation()
 
     def saved(self, path: str) -> None:
-        """Refuse a checkpoint that no soup would read when the first is saved, not after all training."""
+        """Raise an error for unreadable checkpoints when the first is saved, not at the end of training."""
         if self._has_checked or not Path(path).is_file():
             return
         self._has_checked = True
@@ -163,5 +163,5 @@ class Soup(Adapter):
             raise CompatibilityError(
                 "soup",
                 f"checkpoints must be ones that can be averaged, but {error}",
-                "leave out of them what cannot be read, for instance by save_hyperparameters(ignore=[...])",
+                "leave out what cannot be read, for instance with save_hyperparameters(ignore=[...])",
             ) from error

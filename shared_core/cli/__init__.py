@@ -1,4 +1,4 @@
-"""The `eff` command: one file a subcommand. Exit codes: 0 done, 1 the work failed, 2 the input was wrong."""
+"""The `eff` command: one file per subcommand. Exit codes: 0 done, 1 the work failed, 2 the input was wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shared_core.printing import QUIET, echo
 
 
 class _Group(TyperGroup):
-    """Gives every command that works for long the option ``--quiet``."""
+    """Adds ``--quiet`` to every command that runs for long."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -47,7 +47,7 @@ _WORKING = frozenset({
 
 def _be_quiet(context: typer.Context, wanted: bool) -> None:
     if wanted and QUIET not in os.environ:
-        os.environ[QUIET] = "1"  # processes that the command starts are quiet too
+        os.environ[QUIET] = "1"  # child processes are quiet too
         context.call_on_close(lambda: os.environ.pop(QUIET, None))
 
 
@@ -67,7 +67,7 @@ app = typer.Typer(
     help="Every efficient-training technique, one flag away.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # options are spelled as a recipe spells them, too: --min_size
+    # options may also be spelled as in a recipe: --min_size
     context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
 )
 
@@ -88,7 +88,7 @@ def _eff(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # only launchers set it, and without one nothing here needs torch
+    # only launchers set it; without one nothing here needs torch
     if "LOCAL_RANK" in os.environ and context.invoked_subcommand not in _OF_SEVERAL_PROCESSES:
         from shared_core.distributed.job import check_alone
 
@@ -107,7 +107,7 @@ _CLASSES: dict[Any, type[TyperCommand]] = {
     quantize: QuantizeCommand,
     chain: ChainCommand,
 }
-# the panels of `eff --help`: command -> an example, which its own help opens with
+# the panels of `eff --help`: command -> an example, which also opens the command's own help
 _PANELS: dict[str, dict[Any, str]] = {
     "Train": {
         init: "eff init --goal smaller",
@@ -145,7 +145,7 @@ _OPTIONS: dict[Any, dict[str, Any]] = {
 
 
 def _help(command: Any, example: str) -> tuple[str, str]:
-    """Return a command's help, an example first, and its first sentence; paragraphs wrap as the terminal does."""
+    """Return a command's help, starting with an example, and its first sentence. The terminal wraps paragraphs."""
     paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(command.__doc__).split("\n\n")]
     return "\n\n".join([f"Example: {example}", *paragraphs]), paragraphs[0]
 
@@ -160,7 +160,7 @@ for _panel, _commands in _PANELS.items():
 
 
 def main() -> None:
-    """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
+    """Run the command line. Our errors and those of users' functions are printed in one line, without a traceback."""
     tell_imports()
     try:
         code = app(standalone_mode=False)
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def _exit_with_usage(error: Any) -> NoReturn:
-    """End with an error of click in a line; it is of a class of click's or of typer's copy of it."""
+    """Exit with click's error in one line. Its class is click's or typer's copy of it."""
     context = error.ctx
     if context is None or type(error).__name__ == "NoArgsIsHelpError":
         error.show()
@@ -198,8 +198,8 @@ def _exit_with_usage(error: Any) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str | None:
-    """Return an error in a line, or None where its traceback is needed to understand it."""
+    """Return an error as one line, or None if the traceback is needed to understand it."""
     if isinstance(error, EffError):
         return str(error)
-    # a name too long for the file system, a full disk, a folder of somebody else's
+    # a name too long for the file system, a full disk, someone else's folder
     return user_error(error) or (str(error) if isinstance(error, OSError) else None)

@@ -1,4 +1,4 @@
-"""Commands made of the dataclasses of their options, options that several commands share, and the progress bar.
+"""Build commands from dataclasses of options. Also shared options and the progress bar.
 
 A technique's options are looked up only when its command runs, so that `eff --help` imports no torch.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
 BESIDE = "shared_core.cli.beside"
-"""Where a command finds options that are no fields of its dataclass, which it gets as another argument."""
+"""Where a command finds options that are not fields of its dataclass. They are passed as a second argument."""
 _WRITTEN = ("eff_*.json", "*.eff.json", "*soup_path.json", "model.safetensors")
-"""What folders that commands write hold, one of them each."""
+"""Files that identify a folder written by a command: one of them is enough."""
 _Options = TypeVar("_Options", bound="CommandOptions")
 
 
@@ -42,7 +42,7 @@ class CommandOptions(Options):
     """
 
     technique: ClassVar[str] = ""
-    """The key of the technique whose options the command has too."""
+    """Key of the technique whose options the command also has."""
 
     @classmethod
     def named(cls, name: str) -> tuple[str, str]:
@@ -59,10 +59,10 @@ class CommandOptions(Options):
 
     @contextlib.contextmanager
     def telling(self, beside: Collection[str]) -> Iterator[None]:
-        """Tell the error of an option that a function refuses by the command and the option's flag.
+        """Convert a function's error about an option into one with the command and the flag.
 
         Args:
-            beside: Names of options that are no fields.
+            beside: Names of options that are not fields.
         """
         try:
             yield
@@ -71,7 +71,7 @@ class CommandOptions(Options):
 
             known = {name: self.named(name)[1] for name in self.__dataclass_fields__}
             known |= {name: f"--{name.replace('_', '-')}" for name in beside}
-            # of another technique, in a recipe
+            # an option of another technique, in a recipe
             is_other = (of := error.where.partition(".")[0]) in REGISTRY and of != self.technique
             if error.option in known and not is_other:
                 error.where, error.rule = self.key, error.rule.replace(error.option, known[error.option], 1)
@@ -79,7 +79,7 @@ class CommandOptions(Options):
 
     @contextlib.contextmanager
     def replacing_out(self) -> Iterator[None]:
-        """Allow that ``--out`` is replaced, with ``--force``: what a command wrote, and never what it reads."""
+        """Allow ``--force`` to replace ``--out`` if a command wrote it and this one does not read it."""
         out = getattr(self, "out", None)
         if not getattr(self, "force", False) or out is None or not out.exists():
             yield
@@ -99,7 +99,7 @@ class CommandOptions(Options):
             yield
 
     def asked(self) -> dict[str, Any]:
-        """Return the options for a report, by their flags' names, without those that say where results go."""
+        """Return the options for a report, by flag name, without output paths."""
         names = {field.name: self.named(field.name)[1].lstrip("-") for field in dataclasses.fields(self)}
         values = {names[name].replace("-", "_").lower(): getattr(self, name) for name in names}
         kept = {
@@ -115,7 +115,7 @@ def force() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(CommandOptions):
-    """Options of a command that makes a new model of a trained one."""
+    """Options of a command that makes a new model from a trained one."""
 
     model: str = option(
         help="A Hugging Face folder, or module:function that returns the model or (model, inputs).", argument=True
@@ -132,7 +132,7 @@ class ModelOptions(CommandOptions):
         return open_model(self.model, self.weights, self.key)
 
     def require_inputs(self, given: object, needed: str = "") -> None:
-        """Raise the error of a function that returns no example inputs, unless they are given or not needed."""
+        """Raise an error if a function returns no example inputs, unless they are given or not needed."""
         needs = f" for {needed}" if needed else ""
         self.require(
             given, f"{self.model} must return (model, example_inputs){needs}, got a model alone", "return both"
@@ -141,7 +141,7 @@ class ModelOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedOptions(ModelOptions):
-    """The same, of a command that tells the quality before and after."""
+    """The same, for a command that reports the quality before and after."""
 
     evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
     every_layer: bool = option(False, "List every layer, instead of the ten that stand out.", flag="--layers")
@@ -150,7 +150,7 @@ class JudgedOptions(ModelOptions):
     )
 
     def judge(self) -> Callable[[nn.Module], float] | None:
-        """Return the user's function of a model as one that gives a number."""
+        """Return the user's quality function, checked to return a number."""
         from shared_core.cli.loading import function, score
 
         if self.evaluate is None:
@@ -160,7 +160,7 @@ class JudgedOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions(ModelOptions):
-    """The same, of a command that runs batches through the model, or through a loss of it."""
+    """The same, for a command that runs batches through the model or its loss."""
 
     needs: ClassVar = {"loss": ("calibration",)}
 
@@ -172,13 +172,13 @@ class LossOptions(ModelOptions):
     )
 
     def batch_loss(self) -> Callable[[Any, Any], Any] | None:
-        """Return the user's loss of a model on a batch."""
+        """Return the user's loss function of a model and a batch."""
         from shared_core.cli.loading import function
 
         return function(self.loss, f"{self.key}: --loss", "model", "batch") if self.loss else None
 
     def data(self, count: int) -> list[Any] | None:
-        """Return so many calibration batches at most."""
+        """Return at most `count` calibration batches."""
         from shared_core.cli.loading import user_batches
 
         if self.calibration is None:
@@ -187,7 +187,7 @@ class LossOptions(ModelOptions):
 
 
 def training_command(help: str) -> Any:
-    """Return the field of a training's command, which stands after ``--``; its type is a tuple of anything.
+    """Return the field for a training command after ``--``, as a tuple of any strings.
 
     An argument of a script may be empty, which an option of text may not.
     """
@@ -244,7 +244,7 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
 
 
 def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> inspect.Parameter:
-    """Return a field as typer wants a parameter."""
+    """Return a field as a typer parameter."""
     kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
     flag, metavar = options.named(field.name)[1], None
     is_optional = types.NoneType in get_args(kind) or field.default in (None, ())
@@ -279,21 +279,21 @@ _PANELS = (None, "Data", "Advanced")
 
 
 def _panel(field: dataclasses.Field[Any]) -> str | None:
-    """Return the group of an option in ``--help``; None is the first one."""
+    """Return the group of an option in ``--help``. None is the first one."""
     if field.default is MISSING or field.name in _BASIC:
         return None
     return "Data" if field.name in _DATA else "Advanced"
 
 
 def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
-    """Return the class of a command that has a technique's options beside its own, but for some."""
+    """Return the class of a command with a technique's options in addition to its own, except some."""
 
     @functools.cache
     def options() -> list[Any]:
         return _technique_parameters(key, left_out())
 
     class ConfigCommand(TyperCommand):
-        """Has the options of a config for flags."""
+        """Has the options of a config as flags."""
 
         def get_params(self, ctx: Any) -> list[Any]:
             """Return the command's own parameters, then the options of the technique."""
@@ -301,7 +301,7 @@ def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> t
             return [*own, *options(), help_option]
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """Take a switch alone for true, as `eff run` does."""
+            """Treat a switch without a value as true, as `eff run` does."""
             switches = {name for option in options() if option.metavar == "true | false" for name in option.opts}
             spelled = []
             for arg, following in zip(args, [*args[1:], ""], strict=False):
@@ -310,9 +310,9 @@ def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> t
             return super().parse_args(ctx, spelled)
 
         def invoke(self, ctx: Any) -> Any:
-            """Run the command with the options of the technique, as texts, which its config reads."""
+            """Run the command with the technique's options as texts, which its config parses."""
             names = [parameter.name for parameter in options()]
-            # a list that was not given is empty, which is not the config's own default
+            # a list that was not given is empty, unlike the config's own default
             given = {name: value for name in names if (value := ctx.params.pop(name, None)) not in (None, [], ())}
             ctx.meta[BESIDE] = {
                 name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
@@ -323,7 +323,7 @@ def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> t
 
 
 def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
-    """Return the options of a technique, whose values are texts: its config reads them as those of a recipe."""
+    """Return a technique's options with text values, which its config parses like a recipe's."""
     made = []
     for row in describe_flags(key):
         name, is_required = row["flag"].removeprefix(f"--{key}_"), row["default"] == "required"
@@ -344,7 +344,7 @@ def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
 
 
 def describe_flags(*keys: str) -> list[dict[str, str]]:
-    """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help."""
+    """Return one row per flag: flag, type, default (empty: none, ``"required"``: it is the switch), help."""
     from shared_core.config.options import default_text, type_text
     from shared_core.engine.registry import REGISTRY
     from shared_core.engine.registry import flags as flags_of
@@ -360,7 +360,7 @@ def describe_flags(*keys: str) -> list[dict[str, str]]:
 
 
 def click_parameters(function: Callable[..., None]) -> list[Any]:
-    """Return what typer makes of a function's parameters."""
+    """Return typer's parameters of a function."""
     app = typer.Typer(add_completion=False)
     app.command()(function)
     return list(typer.main.get_command(app).params)
@@ -378,7 +378,7 @@ def _with_parameters(function: Callable[..., None], parameters: list[inspect.Par
 
 @contextlib.contextmanager
 def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar with the time left while the block runs, on a terminal alone and not with ``--quiet``.
+    """Show a bar with the remaining time while the block runs, only on a terminal and without ``--quiet``.
 
     What is yielded takes (done, total, None if unknown).
     """
@@ -395,7 +395,7 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
 
 
 def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool) -> None:
-    """Print a report as JSON, or what is shown of it, which is not made otherwise."""
+    """Print a report as JSON, or its text, which is only built when needed."""
     if as_json:
         from shared_core.files.json_yaml import json_text
 

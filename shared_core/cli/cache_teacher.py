@@ -1,4 +1,4 @@
-"""`eff cache-teacher`: a teacher run once over a data set, so that students learn from a file instead of from it."""
+"""`eff cache-teacher`: run a teacher once over a data set, so that students read its outputs from a file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def cache_teacher(asked: CacheOptions) -> None:
 
 
 def _lines(file: Path) -> list[Any]:
-    """Return the examples in a file with a JSON object a line."""
+    """Return the examples in a file with one JSON object per line."""
     from shared_core.distillation.teacher_cache.keys import is_example
     from shared_core.files.json_yaml import parse_json
 
@@ -117,7 +117,7 @@ def _lines(file: Path) -> list[Any]:
 def _load(name: str, folder: Path | None, trust_remote_code: bool) -> nn.Module:
     if folder is None and ":" in name:
         return build_model(name, _WHERE)[0]
-    # a name that is no folder is looked up on the Hub
+    # a name that is not a folder is looked up on the Hub
     return load_folder(folder or Path(name), _WHERE, trust_remote_code=trust_remote_code, allow_codes=True)
 
 

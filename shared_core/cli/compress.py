@@ -1,4 +1,4 @@
-"""`eff compress` and `eff decompress`: a model in one small file, and back to plain weights."""
+"""`eff compress` and `eff decompress`: store a model in one small file, and restore its plain weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shared_core.tools.compression import CompressedFile, Compression
 
-# What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
+# What a model needs besides its weights: config, tokenizer, processor. Not its training state, nor code.
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".md"})
 _LEFT_BEHIND = frozenset({
     "trainer_state.json", "eff_files.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -48,7 +48,7 @@ class CompressOptions(CommandOptions):
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
     def widths(self) -> dict[str, int | None]:
-        """Return the bits of tensors by pattern, None where they are stored exactly."""
+        """Return the bits of tensors by pattern, None for those stored exactly."""
         found: dict[str, int | None] = {}
         for pair in self.bits_of:
             pattern, _, bits = pair.rpartition("=")
@@ -127,7 +127,7 @@ def decompress(asked: DecompressOptions) -> None:
     tensors = dict(_restored(compressed))
     seconds = time.perf_counter() - started
     with atomic_folder(asked.out) as folder:
-        # each tensor once, as save_pretrained and safetensors.torch.save_model have it
+        # each tensor once, as save_pretrained and safetensors.torch.save_model store it
         save_file(tensors, folder / WEIGHTS_FILE, metadata={**compressed.index.ties, "format": "pt"})
         for name, content in beside.items():
             (folder / name).write_bytes(content)

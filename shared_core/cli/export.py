@@ -1,4 +1,4 @@
-"""`eff export`: a model as a file or folder that another runtime reads; and quantised models that a command reads."""
+"""`eff export`: write a model as a file or folder for another runtime. Also loads quantised models for commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf"}
 _ONNX = {"kind": ("onnx",)}
 _TRACED = ("onnx", "executorch")
-_EXAMPLE_LENGTH = 16  # of inputs whose length stays open
+_EXAMPLE_LENGTH = 16  # for inputs whose length is dynamic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,17 +164,17 @@ def _check_out(asked: ExportOptions) -> None:
     asked.require(not out.is_dir(), f"--out must be a file, got the folder {out}", "name a file in it")
     asked.require(out.parent.is_dir(), f"--out must lie in a folder that exists, got {out}", "make it first")
     told = f"--out must be a new file, or a {suffix} file to write anew, got {out}, which exists"
-    # one of another kind may be the weights that are to be exported
+    # a file of another kind may be the weights to export
     asked.require(out.suffix == suffix or is_free(out), told, "name another")
     check_writable(out, "eff export: --out")
 
 
 BETWEEN = "between_layers"
-"""Of qat's part of ``eff_deployment.json``: scale and zero point of tensors that no layer's range is of."""
+"""Qat's part of ``eff_deployment.json`` with scales and zero points of tensors between layers."""
 
 
 def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
-    """Return the model that `eff export` is asked for, as it quantised in training, and example inputs."""
+    """Return the model for `eff export`, quantising as in training, and example inputs."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
     from shared_core.quantization import apply_ranges
 
@@ -192,7 +192,7 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     network = network.float()
     for module in network.modules() if traced else ():
         if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
+            module.config.use_cache = False  # the exporters don't support a cache in the outputs (torch 2.13)
     if traced:
         network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
     if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
@@ -216,12 +216,12 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     require((length or 0) >= 2, "eff export", f"--length must be at least 2, got {length}", "add --length 128")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
-        inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
+        inputs["attention_mask"][1, -1] = 0  # the comparison with the model then includes padding
     return inputs
 
 
 def _has_ranges(weights: Path) -> bool:
-    """Return True if a file or folder is what qat saved, or may be: weights without what qat writes are in float."""
+    """Return True if qat saved a file or folder, or may have. Weights without qat's files are in float."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, LIGHTNING_META
 
     folder = weights if weights.is_dir() else weights.parent
@@ -240,7 +240,7 @@ def _of_qat(folder: Path, key: str) -> dict[str, Any]:
 
 
 def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]] | None:
-    """Return the codes between layers that `eff quantize` kept beside the weights; None without."""
+    """Return the codes between layers that `eff quantize` saved with the weights, None if there are none."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
 
     path = Path(model) if weights is None else weights
@@ -250,7 +250,7 @@ def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]
 
 
 def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
-    """Load the baked weights and the ranges that training with qat saved into a plain model."""
+    """Load the baked weights and ranges that qat saved into a plain model."""
     from shared_core.quantization import apply_ranges
 
     beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent
@@ -260,7 +260,7 @@ def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> N
 
 
 def _lines(kind: str, report: Any) -> Iterator[str]:
-    """Yield lines on what was written."""
+    """Yield lines about the written file."""
     layers = f"{counted(len(report.quantized), 'layer')} quantized" if report.quantized else "all layers in float"
     yield f"Wrote {report.path}: {size_text(report.bytes)}, {layers}."
     if report.quantized and report.float_layers:

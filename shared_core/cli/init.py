@@ -72,7 +72,7 @@ def init(asked: InitOptions) -> None:
 
 
 def _answered(asked: InitOptions) -> InitOptions:
-    """Return the options with what the user says when asked for a goal, if it was not given."""
+    """Return the options, with the user's answers if no goal was given."""
     if asked.goal is not None:
         return asked
     asked.require(_at_a_terminal(), "--goal must be given where nobody can be asked", f"one of {', '.join(GOALS)}")
@@ -90,7 +90,7 @@ def _at_a_terminal() -> bool:
 
 
 def _kind(model: str) -> tuple[Kind, str | None]:
-    """Return the kind of a model, and its folder or function if it is to be looked at."""
+    """Return the kind of a model, and the folder or function to inspect, if any."""
     if model in get_args(Kind):
         return model, None  # type: ignore[return-value]
     told = f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
@@ -168,7 +168,7 @@ def starting_options(goal: Goal, kind: Kind) -> Mapping[str, Lines]:
 
 
 def commented_recipe(goal: Goal, kind: Kind, trainer: str, file: str) -> str:
-    """Return the YAML text of a recipe, every line with its reason and the flag that it equals.
+    """Return the YAML text of a recipe, every line with its reason and the equivalent flag.
 
     Args:
         goal: One of `GOALS`.

@@ -1,4 +1,4 @@
-"""The user's own for a command: functions by name, models, weights and folders; and what their code raises."""
+"""Load the user's functions, models, weights and folders for a command, and report errors in their code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
     require(module_name and colon and function_name, told, "", "my_module.py:build names build of that file")
     try:
         module = user_module(module_name)
-    except Exception as error:  # what a module does when it is imported raises what it likes
+    except Exception as error:  # importing a module may raise anything
         if isinstance(error, ImportError):
             why = f"{error}; check the name, and run where it can be imported"
         elif isinstance(error, EffError):
             raise
         else:
-            why = f"{broken_module(error, _file_of(module_name))}; mend it"
+            why = f"{broken_module(error, _file_of(module_name))}; fix it"
         raise ConfigError(f"{where} must name an importable module, got {name!r}: {why}") from error
     found: Any = getattr(module, function_name, None)
     own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
@@ -54,13 +54,13 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
             f"{where} must name a function {called}, got {name}: {error}; write one that calls it"
         ) from error
     except ValueError:
-        pass  # a function of C tells nothing of its arguments
+        pass  # functions in C don't report their arguments
     remember(found, f"{where} {name}")
     return found  # type: ignore[no-any-return]
 
 
 def user_module(name: str) -> ModuleType:
-    """Return a module of the user's, by its name or its file; those beside it can be imported too."""
+    """Return a user's module by name or file. Modules beside it can be imported too."""
     is_file = name.endswith(".py")
     if (beside := str(Path(name).resolve().parent if is_file else Path.cwd())) not in sys.path:
         sys.path.insert(0, beside)
@@ -69,7 +69,7 @@ def user_module(name: str) -> ModuleType:
     file = Path(name).expanduser().resolve()
     if not file.is_file():
         raise ModuleNotFoundError(f"there is no file {name}")
-    # by its name if that is free, so that it is one module however it is named
+    # under its own name if that is free, so that there is only one copy of the module
     if file.stem.isidentifier() and _file_of(file.stem) == file:
         return importlib.import_module(file.stem)
     alone = re.sub(r"\W", "_", str(file))
@@ -85,18 +85,18 @@ def user_module(name: str) -> ModuleType:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the file of a module, by its name or by the file itself; None where it has none."""
+    """Return the file of a module, by its name or path; None if it has none."""
     if name.endswith(".py"):
         return Path(name).resolve()
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # of a module that was made without a spec
+    except (ImportError, ValueError):  # a module without a spec
         return None
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
 
 
 def user_batches(name: str, where: str) -> Iterable[Any]:
-    """Return the batches that the user's function returns, or yields."""
+    """Return the batches that the user's function returns or yields."""
     batches = function(name, where)()
     told = f"{where} must return batches, got {type(batches).__name__}"
     require(isinstance(batches, Iterable), told, "", "return a list of them, or yield them")
@@ -104,7 +104,7 @@ def user_batches(name: str, where: str) -> Iterable[Any]:
 
 
 def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> float:
-    """Return the quality of a model, in evaluation mode, by the user's function."""
+    """Return the quality of a model in evaluation mode, from the user's function."""
     found = judge(model.eval())
     try:
         return float(found)
@@ -114,7 +114,7 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
 
 
 def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:
-    """Return what the user's function builds: (model, example inputs or None)."""
+    """Return the result of the user's function: (model, example inputs or None)."""
     from torch import nn
 
     told = f"{asked} must be module:function, file.py:function, or a model folder where it takes one, got {name!r}"
@@ -127,7 +127,7 @@ def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module,
 
 
 def device_name(name: str, where: str) -> str:
-    """Return the name of a device of this machine, ``auto`` made one."""
+    """Return the name of a device of this machine; ``auto`` selects one."""
     import torch
 
     if name == "auto":
@@ -141,14 +141,14 @@ def device_name(name: str, where: str) -> str:
 
 
 def load_weights(model: nn.Module, path: Path, where: str) -> str:
-    """Load trained weights into a plain model; return the prefix of their names that the model's have not."""
+    """Load trained weights into a plain model; return the name prefix that the model's names lack."""
     return fit_weights_(model, state_dict_of(path, where), str(path), where)
 
 
 def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, where: str) -> str:
-    """Load a state dict into a plain model; return the prefix of its names that the model's have not.
+    """Load a state dict into a plain model; return the name prefix that the model's names lack.
 
-    A teacher's or a wrapper's weights beside the model's are left out.
+    Other weights in it, such as a teacher's, are ignored.
     """
     from shared_core.checkpoint_formats.opening import named_as
     from shared_core.checkpoint_formats.plain import check_values, unlike
@@ -175,11 +175,11 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
 
 
 def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
-    """Return the tensors that a folder, a ``.safetensors``, a ``.ckpt`` or another file of weights holds."""
+    """Return the tensors in a folder, a ``.safetensors``, a ``.ckpt`` or another weights file."""
     from shared_core.checkpoint_formats import ADAPTER, DistributedWeights, load_checkpoint, open_ingredient
     from shared_core.checkpoint_formats.distributed import index_folder
 
-    # opened as an ingredient a checkpoint of Lightning would give the latent weights
+    # opened as a soup's ingredient, a Lightning checkpoint would give the latent weights
     if path.is_dir() and (shards := index_folder(path)) is not None:
         return dict(DistributedWeights(shards))
     if path.suffix == ".ckpt" and not path.is_dir():
@@ -202,7 +202,7 @@ _LEFT_BEHIND = frozenset({
 
 
 def check_new(folder: Path, where: str) -> None:
-    """Refuse a folder to write that holds something, or that cannot be written."""
+    """Raise an error if the output folder is not empty or not writable."""
     told = f"--out must be a new or empty folder, got {folder}"
     require(is_free(folder), where, told, "choose another, or add --force", CheckpointError)
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
@@ -219,7 +219,7 @@ def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, al
 
 
 def empty_folder(folder: Path, where: str) -> nn.Module:
-    """Return the model that a Hugging Face folder's config describes, on the meta device: without values."""
+    """Return the model that a Hugging Face folder's config describes, on the meta device, without values."""
     return _from_folder("empty_model", folder, where)
 
 
@@ -237,7 +237,7 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
             try:
                 loaded: nn.Module = load(str(folder), *student, **options)
             except CheckpointError as error:
-                # models to use are loaded as teachers are
+                # models are loaded with the code for teachers
                 told = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)
                 told = told.replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
                 told = told.removesuffix("; it would teach from random weights")
@@ -260,7 +260,7 @@ def open_model(
 
 
 def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8) -> dict[str, Any]:
-    """Return random example inputs for a model of transformers, from its configuration."""
+    """Return random example inputs for a transformers model, from its config."""
     import torch
 
     described: Any = model
@@ -279,7 +279,7 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         inputs["decoder_input_ids"] = torch.randint(1, config.vocab_size, (2, length), generator=generator)
     elif name == "input_values" and hasattr(config, "conv_stride"):  # wav2vec 2.0 and its kin: a second of sound
         inputs[name] = torch.randn((2, 16_000), generator=generator)
-    # a model of pairs, which has a loss of its own as CLIP has, reads both
+    # a model of pairs with its own loss, such as CLIP, reads both
     if name == "pixel_values" or (inputs and {"pixel_values", "return_loss"} <= taken.keys()):
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224)
@@ -292,7 +292,7 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
 
 
 def keep_report(out: Path, values: Mapping[str, Any]) -> None:
-    """Write what a command tells of the file that it wrote beside it, for `eff report`."""
+    """Write a command's report beside the file that it wrote, for `eff report`."""
     with atomic_write(out.with_name(f"{out.name}.eff.json")) as temporary:
         temporary.write_text(json_text(values) + "\n", encoding="utf-8")
 
@@ -307,7 +307,7 @@ def save_folder(
     add: Callable[[Path], None] = lambda temporary: None,
     file: str = "model.safetensors",
 ) -> None:
-    """Write a model as the folder that it came from, its tokenizer beside it, or without one its weights alone.
+    """Write a model to a folder like its source, with its tokenizer, or only its weights if it has no folder.
 
     With example inputs, what is written is loaded and compared; `add` writes more into the folder.
     """
@@ -332,7 +332,7 @@ def save_folder(
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Copy the tokenizer and what else lies beside the weights of a model, but for what is there and our reports."""
+    """Copy the tokenizer and other files beside a model's weights, except existing files and our reports."""
     for file in source.iterdir():
         wanted = file.suffix in _BESIDE and not file.name.endswith(_OTHERS) and file.name not in _LEFT_BEHIND
         if file.is_file() and wanted and not file.name.startswith("eff_") and not (target / file.name).exists():
@@ -348,12 +348,12 @@ _folders: set[Path] = set()
 
 
 def wants_traceback() -> bool:
-    """Return True if errors are to come with their traceback."""
+    """Return True if errors should be shown with their traceback."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
 def remember(function: Callable[..., Any], name: str) -> None:
-    """Note a function of the user's, so that `user_error` knows what it raises."""
+    """Register a user's function, so that `user_error` recognizes errors in it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if isinstance(code, CodeType):
         _named[code] = name
@@ -361,7 +361,7 @@ def remember(function: Callable[..., Any], name: str) -> None:
 
 
 def user_error(error: Exception) -> str | None:
-    """Return the line that tells what rose in code of the user's, or None where none of it was running."""
+    """Return a line about an error in the user's code, or None if the error is elsewhere."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_own(frame)]
     if not frames:
         return None
@@ -371,19 +371,19 @@ def user_error(error: Exception) -> str | None:
 
 
 def place(error: Exception, frame: FrameType, line: int) -> str:
-    """Return what rose, and where."""
+    """Return an error and its location."""
     code = frame.f_code
     return f"{in_short(error)} at {_short(code.co_filename)}:{line} in {code.co_name}"
 
 
 def in_short(error: Exception) -> str:
-    """Return an error's kind and the first line of what it says."""
+    """Return an error's type and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}{f': {first:.300}' if first else ''}"
 
 
 def broken_module(error: Exception, file: Path | None) -> str:
-    """Return why a module of the user's cannot be imported, and at which line."""
+    """Return why a user's module cannot be imported, and the line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} at {_short(error.filename)}:{error.lineno}"
     frames = list(traceback.walk_tb(error.__traceback__))

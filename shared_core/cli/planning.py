@@ -1,4 +1,4 @@
-"""`eff plan`, `explain` and `privacy`: what a run needs, does and spends, before it is started."""
+"""`eff plan`, `explain` and `privacy`: what a run needs, does and spends, before it starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(CommandOptions):
-    """Settings of a run that its memory depends on."""
+    """Settings of a run that determine its memory."""
 
     precision: str = option("mixed", "fp32, mixed (weights in fp32) or 16-true.")
     optimizer: str = option("adamw", "adamw, adamw_8bit, sgd_momentum or sgd.")
@@ -39,7 +39,7 @@ class RunOptions(CommandOptions):
     teacher_params: float = option(0.0, "Parameters of the teacher, with distillation.", low=0)
 
     def run(self, **others: Any) -> PlannedRun:
-        """Return the run with these settings and others."""
+        """Return the run with these settings and some changes."""
         from shared_core.contrib.planning import PlannedRun
 
         own: dict[str, Any] = {"precision": self.precision, "optimizer": self.optimizer}
@@ -70,7 +70,7 @@ class PlanOptions(RunOptions):
     as_json: bool = option(False, "Print JSON, in bytes, instead of a table.", flag="--json")
 
     def validate(self) -> None:
-        """Refuse a model that is told twice, or not at all."""
+        """Raise an error if the model is given twice or not at all."""
         got = "neither" if self.params is None else "both"
         is_one = (self.params is None) != (self.model is None)
         self.require(is_one, f"either --params or --model must be given, got {got}")
@@ -126,7 +126,7 @@ def plan(asked: PlanOptions) -> None:
 
 
 def _counted(config: Path) -> tuple[int | None, str]:
-    """Return the parameters of the model that a config describes and its attention, or None where nothing builds it."""
+    """Return a config's number of parameters and its attention, or None if the model cannot be built."""
     from shared_core.cli.loading import empty_folder
     from shared_core.contrib.planning.plan import attention_of
 
@@ -136,7 +136,7 @@ def _counted(config: Path) -> tuple[int | None, str]:
     try:
         model = empty_folder(folder, "eff plan")
         return sum(parameter.numel() for parameter in model.parameters()), attention_of(model)
-    except Exception:  # a class that transformers has not, or a config of sizes alone: the formula holds
+    except Exception:  # a class that transformers lacks, or a config with sizes only: use the formula
         return None, "fused"
 
 
@@ -180,7 +180,7 @@ class ExplainOptions(RunOptions):
     as_json: bool = option(False, "Print JSON, in bytes, instead of tables.", flag="--json")
 
     def validate(self) -> None:
-        """Refuse run environments that do not exist."""
+        """Raise an error for unknown run environments."""
         from shared_core.config.conflicts import RUN_ENVIRONMENTS
         from shared_core.errors import nearest
 
@@ -189,7 +189,7 @@ class ExplainOptions(RunOptions):
             self.require(key in RUN_ENVIRONMENTS, told + nearest(key, RUN_ENVIRONMENTS))
 
     def length(self) -> tuple[int | None, float | None]:
-        """Return the optimizer steps of the run and of an epoch, None where they are unknown.
+        """Return the optimizer steps of the run and of an epoch, None if unknown.
 
         Example:
             >>> [ExplainOptions(recipe="r", **given).length()
@@ -235,7 +235,7 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
         model, inputs = build(name, values=any(config.needs_values for config in recipe.values()))
     try:
         explained = explanation.explain(recipe, model, **options)
-    except RuntimeError:  # a technique looked at values
+    except RuntimeError:  # a technique read values
         if name is None or not _is_empty(model):
             raise
         model, inputs = build(name, values=True)
@@ -274,7 +274,7 @@ def build(name: str, *, values: bool = False, where: str = "eff explain") -> tup
             return _build(name, "meta", where)
         except EffError:
             raise
-        except Exception:  # the user's code wants values: what is wrong beside that shows again below
+        except Exception:  # the user's code needs values; other errors show again below
             return _build(name, "cpu", where)
     return _build(name, "cpu", where)
 
@@ -295,18 +295,18 @@ def _is_empty(model: nn.Module | None) -> bool:
 
 
 def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | None, Any]:
-    """Return the bytes that autograd keeps of example inputs (or why not), and the shape that a config tells."""
+    """Return the bytes that autograd keeps for example inputs (or why not), and the shape in a config."""
     from shared_core.contrib.planning import ModelShape
     from shared_core.contrib.planning.plan import saved_bytes
 
     if inputs is not None:
         try:
             return saved_bytes(model, inputs), None
-        except Exception as error:  # the user's forward or a technique's layer, which may need values
+        except Exception as error:  # the user's forward or a technique's layer may need values
             return f"forward raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]:.100}", None
     try:
         return None, ModelShape.of_config(Path(name)) if Path(name).is_dir() else None
-    except ConfigError:  # no language model
+    except ConfigError:  # not a language model
         return None, None
 
 
@@ -353,7 +353,7 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
 
 
 def _cost(entry: dict[str, Any], peak: int) -> str:
-    """Return an estimate in a unit of time or memory."""
+    """Return an estimate with a unit of time or memory."""
     if "seconds" in entry:
         return duration(entry["seconds"])
     share = f", {share_text(entry['bytes'] / peak)} of the memory" if peak else ""
@@ -394,7 +394,7 @@ class PrivacyOptions(CommandOptions):
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
 
     def validate(self) -> None:
-        """Refuse a delta that promises nothing, and a question that is none."""
+        """Raise an error for a useless delta or an incomplete question."""
         told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
         self.require(0 < self.delta < 1 / (self.examples or 1), told, "take less")
         told = f"got {self.noise_multiplier} and {self.target_epsilon}"
@@ -402,7 +402,7 @@ class PrivacyOptions(CommandOptions):
         self.require(is_one, f"one of --noise-multiplier and --target-epsilon must be given, {told}")
 
     def sampling(self) -> tuple[float, int]:
-        """Return the share of the examples that a step expects, and the number of steps."""
+        """Return the expected share of the examples per step, and the number of steps."""
         rate, steps = self.sample_rate, self.steps
         if self.examples and self.batch_size is not None and rate is None:
             rate = self.batch_size / self.examples

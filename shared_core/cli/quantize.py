@@ -1,4 +1,4 @@
-"""`eff quantize`: a trained model quantised without training, from the command line."""
+"""`eff quantize`: quantise a trained model without training."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     report: Path | None = option(None, "Write a page with tables and plots: an .html file, with an .md beside it.")
 
     def validate(self) -> None:
-        """Refuse what no table of pairs tells."""
+        """Check combinations that the table of option pairs does not cover."""
         super().validate()
         is_judged = self.qat is None or self.evaluate or self.attack
         self.require(is_judged, "--qat must come with --eval or --attack", "add what is missing")
@@ -128,7 +128,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
 
 
 def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_folder: bool) -> None:
-    """Refuse what only the model shows, before anything is loaded or measured."""
+    """Check what depends on the model, before anything is loaded or measured."""
     if is_folder and (asked.equalize or asked.correct_bias):
         _check_keeps_its_layers(study.network, "--equalize" if asked.equalize else "--correct-bias")
     asked.require_inputs(is_folder or inputs is not None or not asked.latency, "--latency")
@@ -140,7 +140,7 @@ def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_
 
 
 def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) -> None:
-    """Load what the model is calibrated, judged and timed on."""
+    """Load the data for calibration, quality and timing."""
     from shared_core.tools.quantize import static_input
 
     if asked.qat is not None:
@@ -179,7 +179,7 @@ def _write(
 
 
 def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig, GptqConfig | None]:
-    """Return (how to quantise, GPTQ's options if it is asked for)."""
+    """Return (how to quantise, GPTQ's options if it is used)."""
     from shared_core.quantization import BitPlan, QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
     from shared_core.quantization.post_training.quantize import as_config
@@ -214,7 +214,7 @@ def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _in_float32(network: nn.Module) -> list[str]:
-    """Widen weights of 16 bits, which would round what the codes stand for; return a note where there were any."""
+    """Convert 16-bit weights to float32, so that quantised values are exact. Return a note if there were any."""
     found = {str(value.dtype) for value in network.parameters() if value.is_floating_point() and value.itemsize == 2}
     if not found:
         return []

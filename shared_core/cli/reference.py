@@ -1,4 +1,4 @@
-"""`eff flags`, `formats`, `compat` and `doctor`: what there is, and what of it this machine can do."""
+"""`eff flags`, `formats`, `compat` and `doctor`: what exists, and what this machine supports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def flags_markdown() -> str:
-    """Return the flags as Markdown: for each technique a section with one sentence and a table."""
+    """Return the flags as Markdown: a section per technique with one sentence and a table."""
     from shared_core.engine.registry import REGISTRY
 
     sections = []
@@ -67,7 +67,7 @@ def flags(
 
 
 def _techniques() -> list[str | Table]:
-    """Return a row for each technique, with the flag that switches it on."""
+    """Return a row per technique, with the flag that switches it on."""
     from shared_core.engine.registry import REGISTRY
 
     rows = []
@@ -83,7 +83,7 @@ Cell = str | int | float | None
 
 
 def format_rows() -> list[dict[str, Cell]]:
-    """Return the figures of every format, one row a format."""
+    """Return one row per format with its figures."""
     from shared_core.numerics import FORMATS
 
     return [row.row() for row in FORMATS.values()]
@@ -157,7 +157,7 @@ def compat(
 
 
 def _tables(rows: list[dict[str, str]]) -> list[Any]:
-    """Return the techniques with each other, and by run environment those that it refuses."""
+    """Return a table of technique pairs, and the techniques that each run environment refuses."""
     from rich import box
     from rich.table import Table
 
@@ -196,7 +196,7 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
 
 
 def pairs_markdown() -> str:
-    """Return the table of techniques that are refused together, and why, as Markdown."""
+    """Return the table of pairs that are refused, and why, as Markdown."""
     from shared_core.engine.checks.compatibility import matrix
 
     rows, refused = matrix(), {}
@@ -210,7 +210,7 @@ def pairs_markdown() -> str:
 
 
 def distributed_markdown() -> str:
-    """Return the table of techniques and ways to spread a run over processes, with a note for each no, as Markdown."""
+    """Return the table of techniques and distributed strategies as Markdown, with a note for each no."""
     from shared_core.engine.checks.compatibility import matrix
 
     ways = {
@@ -224,7 +224,7 @@ def distributed_markdown() -> str:
         for way in ways:
             reason = row["deepspeed"] if way == "zero3" and row["deepspeed"] != "yes" else row[way]
             if reason != "yes":
-                # those that almost every technique refuses would only add notes
+                # reasons that apply to almost every technique would only add notes
                 few = way in ("fsdp1", "data_parallel")
                 reason = "no" if few else f"no ({notes.setdefault(reason, len(notes) + 1)})"
             cells.append(reason)

@@ -1,4 +1,4 @@
-"""`eff prune`, `low-rank` and `shrink`: a trained model made smaller without training."""
+"""`eff prune`, `low-rank` and `shrink`: make a trained model smaller without training."""
 
 from __future__ import annotations
 
@@ -184,10 +184,10 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
     if example is None and data and run_batch is None:
         example = data[0]
     if example is None and folder:
-        with contextlib.suppress(ConfigError):  # sounds: the run is not measured, as without a folder
+        with contextlib.suppress(ConfigError):  # audio input: the run is not measured, as without a folder
             example = made_up_inputs(network, asked.key)
     dense = copy.deepcopy(network)
-    quality = {"dense": judge(dense)} if judge else {}  # first: what it returns is found out
+    quality = {"dense": judge(dense)} if judge else {}  # first, so that a wrong return value shows early
     with bar("factorising") as advance:
         done = factorize(network, config, data, loss=run_batch, allow_partial=asked.allow_partial, progress=advance)
     values: dict[str, Any] = {"asked": config.to_dict(), **done.to_dict(), "merged": asked.merged}
@@ -283,11 +283,11 @@ class ShrinkOptions(LossOptions):
     seed: int = option(0, "Of random choices.")
 
     def sizes(self) -> dict[str, int]:
-        """Return those that the model is to be cut to."""
+        """Return the target sizes."""
         return {name: getattr(self, name) for name in _SIZES if self.is_given(name)}
 
     def validate(self) -> None:
-        """Refuse batches that nothing is measured on."""
+        """Raise an error for batches that nothing uses."""
         told = "--calibration must come with sizes, as --layers 8, got none"
         self.require(self.calibration is None or self.sizes(), told)
 

@@ -1,4 +1,4 @@
-"""`eff soup`: average checkpoints, greedily by a metric of the user's, into a checkpoint of the same format."""
+"""`eff soup`: average checkpoints, greedily by the user's metric, into a checkpoint of the same format."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelScore:
             self._model = load_folder(folder, "eff soup")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelScore, self._names  # another process builds its own
+        return ModelScore, self._names  # each process builds its own
 
     def __call__(self, weights: Mapping[str, Any]) -> float:
         """Return the quality of the model with these weights."""
@@ -64,7 +64,7 @@ class ModelScore:
 
 @dataclass
 class Judge:
-    """The function that scores a state dict, which scores are better, and what a journal must know of it."""
+    """The function that scores a state dict, its direction, and its settings for the journal."""
 
     evaluate: Callable[[dict[str, Any]], float]
     mode: Literal["max", "min"]
@@ -72,7 +72,7 @@ class Judge:
 
     @classmethod
     def of_function(cls, name: str, model: str | None, first: Any, mode: str | None) -> Judge:
-        """Return the user's function of a model as a judge."""
+        """Return the user's quality function as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
         told = f"--eval must have a model, which {first.name} ({first.kind}) does not tell"
@@ -80,7 +80,7 @@ class Judge:
         require(has_model, "eff soup", told, "give --model module:function that builds it", CheckpointError)
         evaluate = ModelScore(name, model, None if model else first.path)
         file = getattr(user_module(name.rpartition(":")[0]), "__file__", None)
-        # scores of a function that was changed since are not its own
+        # scores from an earlier version of the function must not be reused
         code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else None
         return cls(evaluate, cast(Any, mode or "max"), {"evaluate": name, "evaluate_file": code})
 
@@ -201,16 +201,16 @@ class SoupOptions(CommandOptions):
 
     @property
     def averages(self) -> bool:
-        """True if all are averaged or merged at once, and none is evaluated."""
+        """True if all are averaged or merged at once, without evaluation."""
         return self.kind not in (None, "greedy")
 
     @property
     def draws(self) -> bool:
-        """True if chance has a part."""
+        """True if random choices are involved."""
         return self.order == "random" or self.kind in _DARE
 
     def validate(self) -> None:
-        """Refuse options that play no part with this kind, and name those that lack."""
+        """Raise an error for options that do not apply to this kind, and for missing ones."""
         self.require(self.out or self.diagnose, "--out must be given, got none", "name the folder or file to write")
         if self.averages:
             self._check_average()
@@ -239,7 +239,7 @@ class SoupOptions(CommandOptions):
             self.require(not self.is_given(name), told, "leave it out")
 
     def judge(self, first: Any) -> Judge:
-        """Return what scores state dicts: the user's function, or a metric of the model in the first's folder."""
+        """Return the judge: the user's function, or a metric of the model in the first ingredient's folder."""
         if self.evaluate is not None:
             return Judge.of_function(self.evaluate, self.model, first, self.mode)
         columns = tuple((self.text or "").replace(",", " ").split())
@@ -249,19 +249,19 @@ class SoupOptions(CommandOptions):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The first checkpoint given, those that can be averaged, and what puts the newest masks back into an average."""
+    """The first checkpoint given, those that can be averaged, and a function that restores the newest masks."""
 
     first: Any
     usable: list[Any]
     remask: Callable[[dict[str, Any]], None] | None
     shares: list[float] | None
-    """The weight of each usable ingredient, where weights are given."""
+    """The weight of each usable ingredient, if weights are given."""
     base: Any
-    """The checkpoint that all were fine-tuned from, where that is given."""
+    """The checkpoint that all were fine-tuned from, if given."""
 
     @classmethod
     def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
-        """Return those that the options name; the main process tells what is left out."""
+        """Open the named checkpoints. The main process reports those left out."""
         from shared_core.checkpoint_formats import expand
         from shared_core.reports.page import check_plot
         from shared_core.soup.averaging import masked_ingredients
@@ -273,7 +273,7 @@ class Checkpoints:
         bases = [] if options.base is None else expand([*found, options.base])[len(found) :]
         told = f"--base must name one checkpoint, got {len(bases)}"
         require(len(bases) < 2, "eff soup", told, "name one of them", CheckpointError)
-        # first, so that a pattern that matched no file is named
+        # first, so that a pattern without matches is reported
         opened = open_ingredients([*found, *bases]) if found else []
         opened, base = opened[: len(found)], next(iter(opened[len(found) :]), None)
         told = f"PATH must name at least two checkpoints, got {len(found)}"
@@ -296,7 +296,7 @@ class Checkpoints:
         return cls(opened[0], usable, remask, shares, base)
 
     def like(self, best: str) -> Any:
-        """Return which to write a soup as: the best, before others the first, but one with a config if any has."""
+        """Return the ingredient whose format a soup uses: the best, else the first, preferably one with a config."""
         first, usable = self.first, self.usable
         found = (*(item for item in usable if item.name == best), first, *usable)
         alike = (item for item in found if (item.kind, item.suffix) == (first.kind, first.suffix))
@@ -322,14 +322,14 @@ def _soup(options: SoupOptions, job: Job) -> None:
     from shared_core.soup.scoring import score_share
 
     if options.averages or options.order != "metric" or options.rank_by or options.jobs > 1:
-        # only one checkpoint, or none, is evaluated alone
+        # here checkpoints are not evaluated one by one, so several processes would not help
         check_alone("eff soup", " with --order, --rank-by, --jobs or a --kind that searches nothing", job.size)
     checkpoints = Checkpoints.opened(options, is_main=job.is_main)
     if options.averages:
         _average(checkpoints, options, cast(Path, options.out))
         return
     judge = options.judge(checkpoints.first)
-    job.meet("checkpoints opened")  # before one writes what another would find there
+    job.meet("checkpoints opened")  # before a process writes files that another would find
     if not job.is_main:
         score_share(checkpoints.usable, judge.evaluate, job, checkpoints.remask)
     elif options.out is None:
@@ -346,7 +346,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path, job: Job) -> None:
-    """Make a greedy soup, write it and tell its path."""
+    """Make a greedy soup, write it and report its path."""
     from shared_core.reports.page import Console
     from shared_core.soup.greedy import greedy_soup, noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
@@ -381,7 +381,7 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
 
 
 def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float]]:
-    """Return checkpoints in the order of a metric that the trainer logged, and that metric by name."""
+    """Return checkpoints sorted by a metric that the trainer logged, and its values."""
     from shared_core.soup.scoring import rank_by_logged
 
     metric, colon, better = rank_by.partition(":")
@@ -438,7 +438,7 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
 
 
 def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[str, Any]]:
-    """Return the merge of all, and what it was made with."""
+    """Return the merge of all, and its settings."""
     from shared_core.soup.merging import Average, slerp_soup, task_vector_soup
 
     usable, remask = checkpoints.usable, checkpoints.remask
@@ -458,7 +458,7 @@ def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[s
 
 
 def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job: Job) -> None:
-    """Tell metrics, distances and barriers of the ingredients."""
+    """Report metrics, distances and barriers of the ingredients."""
     from shared_core.reports.page import Console
     from shared_core.soup.diagnosis import diagnose, diagnosis_plot, diagnosis_table
 

@@ -1,4 +1,4 @@
-"""`eff run`, `try`, `lottery`, `chain` and `report`: training scripts that nobody edits, and what they left."""
+"""`eff run`, `try`, `lottery`, `chain` and `report`: run unmodified training scripts, and report their results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(context: typer.Context, script: _Script) -> None:
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
     if not recipe:
         check_spelling(context.args, script, "eff run")
-    # a console script such as bin/trl is one of Python too
+    # a console script such as bin/trl is a Python script too
     is_file = script.endswith(".py") or Path(script).is_file()
     told = f"script must be a file, got {script!r}"
     require(Path(script).is_file() or not is_file, "eff run", told, "check the path")
@@ -88,7 +88,7 @@ def run(context: typer.Context, script: _Script) -> None:
 
     sys.argv = [script, *rest]
     ended_well: list[bool] = []
-    atexit.register(_leave_group, ended_well)  # before the script's own, which then come first
+    atexit.register(_leave_group, ended_well)  # registered before the script's handlers, so it runs after them
     with handed_on(recipe, script, installed) if recipe else contextlib.nullcontext() as was_taken:
         guard = UnseenSteps(lambda: installed, script) if recipe else None
         try:
@@ -105,7 +105,7 @@ def run(context: typer.Context, script: _Script) -> None:
 
 
 def _leave_group(ended_well: list[bool]) -> None:
-    """Destroy a process group that the script has left: threads of gloo may abort a process that exits (torch 2.13)."""
+    """Destroy a process group that the script left: gloo threads may abort an exiting process (torch 2.13)."""
     if not ended_well or "torch.distributed" not in sys.modules:
         return
     import torch.distributed
@@ -117,7 +117,7 @@ def _leave_group(ended_well: list[bool]) -> None:
 
 
 def _run(script: str, is_file: bool) -> SystemExit | None:
-    """Run a script or module, and return what it ended with if it called ``sys.exit`` without an error."""
+    """Run a script or module. Return the `SystemExit` if it called ``sys.exit`` without an error."""
     try:
         if is_file:
             sys.path.insert(0, str(Path(script).resolve().parent))
@@ -139,7 +139,7 @@ def _run(script: str, is_file: bool) -> SystemExit | None:
 
 
 def _from_script(error: BaseException) -> TracebackType | None:
-    """Return the traceback as the script alone would have it."""
+    """Return the part of the traceback in the script."""
     entry = error.__traceback__
     for is_runpy in (False, True):
         while entry is not None and (entry.tb_frame.f_globals.get("__name__") == "runpy") is is_runpy:
@@ -285,14 +285,14 @@ _DISTILL, _GOES_ON = "distill_", "the same command goes on from there"
 
 @contextlib.contextmanager
 def _stoppable(where: str, kept: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end what runs in the block as Ctrl-C does, and say what is kept."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C in this block, and say what is kept."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt(number)
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        # what is ignored stays so: nohup
+        # keep ignored signals ignored, for nohup
         asked = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
         before = {number: signal.signal(number, stop) for number in asked}
     try:
@@ -310,10 +310,10 @@ _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 
 
 class ChainCommand(TyperCommand):
-    """Takes several values after --students and --distill_*, up to the next option; what follows -- is the training."""
+    """Accepts several values after --students and --distill_*. The training command follows --."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return what is left of the arguments, after taking out the options that have several values."""
+        """Return the remaining arguments without the options that have several values."""
         end = args.index("--") if "--" in args else len(args)
         several: dict[str, list[str]] = {}
         rest: list[str] = []
@@ -475,7 +475,7 @@ def report(
 
 
 def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
-    """Write the page until all runs say that they are finished, or somebody interrupts."""
+    """Rewrite the page until all runs have finished, or until interrupted."""
     from shared_core.errors import CheckpointError
     from shared_core.reports.page import write_page
     from shared_core.reports.run_folder import read_run
@@ -486,7 +486,7 @@ def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
     while True:
         try:
             found = [read_run(run) for run in runs]
-        except CheckpointError:  # nothing is there yet, or a log is just being written
+        except CheckpointError:  # nothing exists yet, or a log is being written
             found = []
         if found and all(run.receipt is not None and run.receipt.get("finished") for run in found):
             return

@@ -1,4 +1,4 @@
-"""What a command waits for while it imports: a line on a terminal, which goes away again."""
+"""Show on a terminal that a command is still importing libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLOW = {
 
 
 def tell_imports() -> None:
-    """Show ``loading torch …`` on stderr while one of the large libraries is imported, on a terminal alone."""
+    """Show ``loading torch …`` on stderr while a large library is imported, only on a terminal."""
     if sys.stderr.isatty() and not is_quiet():
         sys.meta_path.insert(0, _Telling(sys.stderr))
 
@@ -30,7 +30,7 @@ class _Telling(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a slow module, with a loader that tells of it; leave every other module alone."""
+        """Return the spec of a slow module with a loader that reports it; ignore other modules."""
         if fullname not in _SLOW or fullname in self._found:
             return None
         others = (one.find_spec(fullname, path, target) for one in sys.meta_path if one is not self)
@@ -53,5 +53,5 @@ class _Telling(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._say("")
 
     def _say(self, text: str) -> None:
-        self._terminal.write(f"\r\x1b[K{text}\r")  # what the library itself prints starts at the left
+        self._terminal.write(f"\r\x1b[K{text}\r")  # the library's own output starts at the left
         self._terminal.flush()

@@ -1,4 +1,4 @@
-"""A page of paragraphs, tables and plots, with the same words as HTML, as Markdown and on a terminal."""
+"""A page of paragraphs, tables and plots, with the same text as HTML, as Markdown and on a terminal."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shared_core.printing import table as grid
 
 
 class Console(console.Console):
-    """Prints to the width of the terminal, and whole lines into a pipe.
+    """Prints to the width of the terminal, and unwrapped lines into a pipe.
 
-    Every string is shown as it is: none is markup, and what a terminal would obey is written out.
+    Every string is shown literally: no markup is interpreted, and terminal control characters are escaped.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, "width": width_of_output(), **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects; a table that is too wide becomes a list of headings and values."""
+        """Print objects. A table that is too wide becomes a list of headings and values."""
         for one in objects or ("",):
             if isinstance(one, table.Table):
                 shown, title = fitted(one, self.width), one.title
@@ -55,18 +55,18 @@ class Console(console.Console):
             was_table, is_first = is_table, False
 
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
-        """Return a string, of a table's cell too, as it is shown."""
+        """Return a string as it is shown, also in a table's cell."""
         return super().render_str(printable(text), **options)
 
 
 ROWS = 1000
-"""Rows of a table that are shown; the last one says how many more there are."""
+"""Number of table rows that are shown; the last one says how many more there are."""
 
 
 class Table(NamedTuple):
     """Rows under headings.
 
-    A cell is any value of JSON: numbers stand to the right, None and the empty text are a dash.
+    A cell is any JSON value: numbers are right-aligned, None and the empty text are a dash.
     """
 
     headings: Sequence[str]
@@ -80,7 +80,7 @@ class Table(NamedTuple):
         return shown
 
     def numeric(self) -> list[bool]:
-        """Return for each column whether it holds numbers alone."""
+        """Return for each column True if it holds only numbers."""
         columns = [[row[i] for row in self.rows if row[i] is not None] for i in range(len(self.headings))]
         return [
             bool(column) and all(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in column)
@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A picture and what it shows, in words; without an SVG, and outside HTML, the words alone."""
+    """A picture with a caption. Without an SVG, and outside HTML, only the caption is shown."""
 
     caption: str
     svg: bytes = b""
@@ -97,7 +97,7 @@ class Plot(NamedTuple):
 
 Block = str | Table | Plot
 Columns = Mapping[str, str | Callable[[Any], Any]]
-"""Heading → key in an entry, or what gives the cell of an entry."""
+"""Heading → key in an entry, or a function from the entry to the cell."""
 
 
 class Section(NamedTuple):
@@ -108,7 +108,7 @@ class Section(NamedTuple):
 
 
 def table_of(entries: Iterable[Mapping[str, Any]], columns: Columns) -> Table:
-    """Return a table of one row an entry.
+    """Return a table with one row per entry.
 
     Example:
         >>> table_of([{"name": "0", "bits": 8}], {"layer": "name", "bytes": lambda entry: entry["bits"] / 8})
@@ -195,9 +195,9 @@ figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
 
 
 def build_page(title: str, sections: Iterable[Section], refresh: int = 0) -> tuple[str, str]:
-    r"""Return (HTML, Markdown) of a page; every string is shown as it is, whatever markup it holds.
+    r"""Return (HTML, Markdown) of a page. Every string is shown literally, even if it holds markup.
 
-    The HTML loads nothing and runs nothing: plots are images inside it, and its content policy forbids the rest.
+    The HTML loads and runs nothing: plots are embedded images, and its content policy forbids the rest.
 
     Example:
         >>> page, text = build_page("run", [Section("size", ["a < b", Table(["layer", "bytes"], [["0", 1280]])])])
@@ -258,7 +258,7 @@ def show(blocks: Iterable[Block]) -> None:
 
 
 def check_place(path: Path, where: str, made: Path | None = None) -> None:
-    """Refuse a place where no page can be written, before any work."""
+    """Raise an error before any work if the page cannot be written there."""
     exists = path.parent.is_dir() or (made is not None and path.parent.resolve() == made.resolve())
     is_page = path.suffix == ".html" and exists
     require(is_page, f"{where} must be an .html file in a folder that exists, got {path}", "")
@@ -268,14 +268,14 @@ def check_place(path: Path, where: str, made: Path | None = None) -> None:
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int = 0) -> None:
-    """Write a page and, beside it, its Markdown twin, each whole or not at all."""
+    """Write a page and its Markdown version beside it, each atomically."""
     page, text = build_page(title, sections, refresh)
     for target, content in ((path, page), (path.with_suffix(".md"), text)):
         with atomic_write(target) as temporary:
             temporary.write_text(content, encoding="utf-8")
 
 
-_BARS = 60  # more would not be read
+_BARS = 60  # more are unreadable
 _MARKED, _LONGEST = 40, 60  # points of a curve with a mark on each, characters of a name
 
 
@@ -289,13 +289,13 @@ def can_draw() -> bool:
 
 
 def bar_plot(values: Mapping[str, float], label: str, caption: str, *, lowest: bool = False) -> Plot:
-    """Return a plot of one bar for each name, from top to bottom; a bar that is not finite is left out.
+    """Return a plot with one bar per name, from top to bottom. Non-finite bars are left out.
 
     Args:
         values: Name → length.
-        label: Of the axis, with its unit.
-        caption: What the plot shows.
-        lowest: Of more than 60 bars, whether the lowest ones are shown, or the highest.
+        label: Label of the axis, with its unit.
+        caption: Text below the plot.
+        lowest: With more than 60 bars, show the lowest ones instead of the highest.
     """
     if len(values) > _BARS:
         caption += f": the {_BARS} {'lowest' if lowest else 'highest'} of {len(values)}"
@@ -326,12 +326,12 @@ def line_plot(
     """Return a plot of curves through points (x, y), each with its name in the legend.
 
     Args:
-        curves: Name → points; those without a point are left out.
+        curves: Name → points; empty ones are left out.
         x: Label of the horizontal axis, with its unit.
-        y: Of the vertical one.
-        caption: What the plot shows.
-        marks: Names of those whose points are not joined by lines.
-        log: Axes that are logarithmic, ``"x"`` or ``"y"``, with the base of their ticks.
+        y: Label of the vertical axis.
+        caption: Text below the plot.
+        marks: Names of curves whose points are not joined by lines.
+        log: Logarithmic axes, ``"x"`` or ``"y"``, with the base of their ticks.
     """
 
     def draw(axes: Any) -> None:
@@ -364,7 +364,7 @@ def _drawn(draw: Callable[[Any], None], height: float, caption: str) -> Plot:
 
     stream = io.BytesIO()
     with matplotlib.rc_context():
-        # neither the user's style, nor the day, nor random ids: the same values give the same bytes
+        # no user style, date or random ids: the same values give the same bytes
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "efftrain", "text.parse_math": False, "axes.axisbelow": True})
         figure = Figure(figsize=(8.0, height), layout="constrained")
@@ -375,17 +375,17 @@ def _drawn(draw: Callable[[Any], None], height: float, caption: str) -> Plot:
 
 
 def _short(name: str) -> str:
-    """Return a name as a plot has room for it; a leading underscore would keep it out of the legend."""
+    """Return a name short enough for a plot. A leading underscore would hide it from the legend."""
     name = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
     return f"\u200b{name}" if name.startswith("_") else name
 
 
 def check_plot(file: Path, where: str) -> None:
-    """Refuse a file for a plot that matplotlib cannot write, or nobody.
+    """Raise an error if matplotlib cannot write this plot file.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
-        ConfigError: If its ending names no format.
+        ConfigError: If its extension is not a known format.
     """
     optional("matplotlib", "plots", where)
     from matplotlib.backend_bases import FigureCanvasBase

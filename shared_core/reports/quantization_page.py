@@ -19,7 +19,7 @@ _METRICS = {
 
 
 def sections(values: Values) -> list[Section]:
-    """Return the sections of the page; what was not measured says which option measures it."""
+    """Return the sections of the page. Missing measurements name the option that adds them."""
     cache = values.get("kv_cache")  # most models have none
     return [
         Section("What was asked", _asked(values)),
@@ -129,7 +129,7 @@ def _kv_cache(found: Values) -> list[Block]:
 
 
 def cache_line(found: Values) -> str:
-    """Return what a cache in FP8 costs, of the values of a `KvCacheReport`."""
+    """Return the cost of an FP8 cache, from the values of a `KvCacheReport`."""
     worst = {part: min(each[part] for each in found["sqnr_db"].values()) for part in ("keys", "values")}
     loss = ""
     if found["loss"] is not None:
@@ -237,7 +237,7 @@ def _notes(values: Values) -> list[Block]:
 
 
 def print_study(out: Path, values: Values, *, every_layer: bool = False) -> None:
-    """Print what was found: size and quality, the layers with the most noise, and what was left out."""
+    """Print the results: size and quality, the layers with the most noise, and the layers left out."""
     columns: Columns = {
         "layer": "name", "weights": "weights", "bits": "weight_bits", "input": "input",
         "weights, dB": lambda entry: round(entry["sqnr_db"], 1),

@@ -1,6 +1,6 @@
-"""Curves that a trainer logged to TensorBoard, read by TensorBoard's own package.
+"""Read what a finished run of a trainer or command left in its folder.
 
-What a finished run left in its folder, of either trainer or of a command.
+Curves that a trainer logged to TensorBoard are read with TensorBoard's own package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENTS = "events.out.tfevents.*"
 
 
 def event_curves(folders: Iterable[Path]) -> dict[str, list[tuple[int, float]]]:
-    """Return by tag (step, value) of all finite scalars; of a step that two folders hold, what the later one says."""
+    """Return tag → (step, value) for all finite scalars. If two folders have a step, the later one wins."""
     accumulators = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     points: dict[str, dict[int, float]] = {}
     for folder in folders:
@@ -38,7 +38,7 @@ def event_curves(folders: Iterable[Path]) -> dict[str, list[tuple[int, float]]]:
 
 
 def hugging_face_name(tag: str) -> str:
-    """Return a figure's name in the trainer's own log, from that in its TensorBoard.
+    """Return a figure's name in the trainer's own log from its name in TensorBoard.
 
     Example:
         >>> [hugging_face_name(tag) for tag in ("train/prune/sparsity", "eval/loss")]
@@ -66,19 +66,19 @@ _AXES = ("step", "epoch", "total_flos")
 
 @dataclass
 class RunFolder:
-    """A run: where it lies, which files were read, and what they hold."""
+    """A run: its folder, the files that were read, and their contents."""
 
     path: Path
     files: list[str] = field(default_factory=list)
     receipt: Values | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
-    """Figure → (step, value), from the trainer's log, or from the receipt where that goes further."""
+    """Figure → (step, value), from the trainer's log, or from the receipt if that has later steps."""
     reports: dict[str, Values] = field(default_factory=dict)
-    """Of commands, by the keys of `REPORTS`."""
+    """Reports of commands, by the keys of `REPORTS`."""
     soups: dict[str, Values] = field(default_factory=dict)
-    """Paths of soups, by the file's name."""
+    """Paths of soups, by file name."""
     exports: dict[str, Values] = field(default_factory=dict)
-    """Reports of written files, by the file's name."""
+    """Reports of written files, by file name."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -88,9 +88,9 @@ class RunFolder:
 
 
 def read_run(path: Path) -> RunFolder:
-    """Return what lies in a run's folder, or beside a file that a command wrote.
+    """Read a run's folder, or the reports beside a file that a command wrote.
 
-    Of Lightning's ``default_root_dir`` the newest version of a logger counts, of the Hugging Face Trainer's folder the
+    In Lightning's ``default_root_dir`` this is the logger's newest version, in the Hugging Face Trainer's folder the
     newest checkpoint's log, unless the folder has its own.
     """
     told = f"{path} must be the folder of a finished run, but it does not exist"
@@ -105,17 +105,17 @@ def read_run(path: Path) -> RunFolder:
             _take(run, receipt)
         _read_beside(run)
     told = (
-        f"{path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), {_STATE} "
+        f"{path} must be a run's folder, got none of {RECEIPT_FILE} (also looked for in */version_*), {_STATE} "
         f"(also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}"
     )
-    remedy = "give the output folder of a run, a logger's folder, a .ckpt that holds a receipt, or what a command wrote"
+    remedy = "pass a run's output folder, a logger's folder, a .ckpt with a receipt, or a file that a command wrote"
     require(run.files, "eff report", told, remedy, CheckpointError)
     return run
 
 
 @contextlib.contextmanager
 def of_ours(*runs: RunFolder) -> Iterator[None]:
-    """Tell an error of a reader as one of the files that it reads."""
+    """Convert a reader's error into one that names the files."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -142,7 +142,7 @@ def _read_folder(run: RunFolder) -> None:
     if state is not None:
         _add(run, _curves((_json(run, state) or {}).get("log_history", [])))
     elif receipt is not None and receipt.get("front_end") == "hf":
-        run.notes.append(f"no {_STATE} here, so the trainer's own log is not known; trainer.save_state() writes one")
+        run.notes.append(f"no {_STATE} here, so the trainer's log is missing; trainer.save_state() writes it")
     if (home / _LOG).is_file():
         _add(run, _curves(_csv(run, home / _LOG)))
     for name, file in REPORTS.items():
@@ -156,7 +156,7 @@ def _read_checkpoint(run: RunFolder) -> None:
     if text is not None:
         run.files.append(run.path.name)
         _take(run, dict(parse_json(text)))
-        run.notes.append("the receipt is as of the step at which this checkpoint was saved")
+        run.notes.append("the receipt is from the step at which this checkpoint was saved")
 
 
 def _take(run: RunFolder, receipt: Values) -> None:
@@ -167,11 +167,11 @@ def _take(run: RunFolder, receipt: Values) -> None:
 
 def _read_events(run: RunFolder, home: Path, *, of_hugging_face: bool) -> None:
     found = [*home.glob(EVENTS), *(home.glob(f"runs/*/{EVENTS}") if of_hugging_face else ())]
-    files = sorted(found, key=lambda file: file.name)  # which begins with the time in seconds
+    files = sorted(found, key=lambda file: file.name)  # names begin with the time in seconds
     try:
         curves = event_curves(dict.fromkeys(file.parent for file in files)) if files else {}
     except ImportError:
-        run.notes.append("TensorBoard's events here are not read without it (pip install tensorboard)")
+        run.notes.append("TensorBoard's events were not read, because it is not installed (pip install tensorboard)")
         return
     run.files += [_name(run, file) for file in files]
     renamed = {hugging_face_name(tag) if of_hugging_face else tag: curve for tag, curve in curves.items()}
@@ -199,7 +199,7 @@ def _json(run: RunFolder, file: Path) -> Values | None:
     if not file.is_file():
         return None
     run.files.append(_name(run, file))
-    return read_object(file, "give another folder")
+    return read_object(file, "choose another folder")
 
 
 def _csv(run: RunFolder, file: Path) -> list[Values]:
@@ -223,7 +223,7 @@ def _number(text: Any) -> float | None:
 
 
 def _curves(entries: list[Values]) -> dict[str, Curve]:
-    """Return by name (step, value) of all numbers in entries with a step, without what is not finite."""
+    """Return name → (step, value) for all finite numbers in entries with a step."""
     curves: dict[str, Curve] = {}
     for entry in entries:
         step = entry.get("step")
@@ -237,7 +237,7 @@ def _curves(entries: list[Values]) -> dict[str, Curve]:
 
 
 def _add(run: RunFolder, curves: dict[str, Curve]) -> None:
-    """Add curves of a log, but for those that reach less far than what is known: of a checkpoint, or a resumed run."""
+    """Add curves of a log, except those that end earlier than known ones (from a checkpoint or a resumed run)."""
     for name, curve in curves.items():
         known = run.curves.get(name)
         if known is None or curve[-1][0] - curve[0][0] >= known[-1][0] - known[0][0]:

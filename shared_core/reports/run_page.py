@@ -1,6 +1,6 @@
-"""The page of `eff report`: of one run everything, of several runs what differs; and the section of a model card.
+"""The page of `eff report`: all of one run, or the differences of several; and the section of a model card.
 
-It reads the files of a run and computes nothing anew: quality, size, latency and memory before and after, curves over
+It reads a run's files and recomputes nothing: quality, size, latency and memory before and after, curves over
 steps, and details: layers, the path of a soup, the curve of tickets, the stages of a chain.
 """
 
@@ -22,7 +22,7 @@ from shared_core.reports.run_folder import Curve, RunFolder, of_ours
 
 
 def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> str:
-    """Return the section of a model card as Markdown: what was asked, what happened, how the model is loaded.
+    """Return the section of a model card as Markdown: what was asked, what happened, how to load the model.
 
     Example:
         >>> receipt = {"recipe": {"matmul": {"precision": "high"}}, "steps": {"applied": 9, "skipped": 0}}
@@ -47,7 +47,7 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
     version = values.get("environment", {}).get("libraries", {}).get("efftrain")
     applied = counted(values["steps"]["applied"], "step")
     intro = f"Trained with efftrain{f' {version}' if version else ''} for {applied}."
-    # a card is published: of a teacher's place on this machine the name is enough, and notes may name folders
+    # a card is public: a teacher's name is enough, not its path, and notes may name folders
     recipe = {
         key: {
             name: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
@@ -62,7 +62,7 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
 
 
 def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
-    """Return how a saved model is loaded, as Markdown."""
+    """Return how to load a saved model, as Markdown."""
     structures = {key: REGISTRY[key].config_class.saved_structure for key in recipe if key in REGISTRY}
     lines = [
         f"With `{key}`, {structure[0]}: {structure[1].partition(' and ')[0]}."
@@ -78,7 +78,7 @@ def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
 
 
 def asked(recipe: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the options that differ from their defaults; of a technique without one, that it was on."""
+    """Return the options that differ from their defaults. If none does, say that the technique was on."""
     rows: list[list[Any]] = []
     for key, options in recipe.items():
         usual = _defaults(key)
@@ -90,7 +90,7 @@ def asked(recipe: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _defaults(key: str) -> dict[str, Any]:
-    if key not in REGISTRY:  # of a newer version
+    if key not in REGISTRY:  # from a newer version
         return {}
     found = {}
     for field in dataclasses.fields(REGISTRY[key].config_class):
@@ -100,7 +100,7 @@ def _defaults(key: str) -> dict[str, Any]:
 
 
 def achieved(values: Mapping[str, Any]) -> list[Block]:
-    """Return steps and time, and what each technique did, a row each."""
+    """Return steps and time, and one row per technique with what it did."""
     steps, planned = values["steps"], values["steps"].get("planned")
     of = "" if planned in (None, steps["applied"]) else f" of {planned:,} planned"
     skipped = f", skipped {steps['skipped']:,}" if steps["skipped"] else ""
@@ -114,7 +114,7 @@ def achieved(values: Mapping[str, Any]) -> list[Block]:
 
 
 def happened(values: Mapping[str, Any]) -> list[Block]:
-    """Return what was left out and why, notes and the environment."""
+    """Return the techniques that were left out and why, notes and the environment."""
     told = values["techniques"]
     left = [[key, name, why] for key, report in told.items() for name, why in report.get("left_out", {}).items()]
     environment = values["environment"]
@@ -134,7 +134,7 @@ _WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".onnx", ".pte", ".e
 
 
 class Change(NamedTuple):
-    """A figure before and after, and what says so; None where the run does not hold it."""
+    """A figure before and after, and its source; None if the run does not have it."""
 
     what: str
     before: float | None
@@ -143,7 +143,7 @@ class Change(NamedTuple):
 
 
 def change_table(found: list[Change]) -> Table:
-    """Return one row a figure."""
+    """Return one row per figure."""
     rows = [
         [*change[:3], f"{change.after / change.before:.3g}×" if change.before and change.after is not None else None,
          change.source]
@@ -156,7 +156,7 @@ _BEFORE_AFTER = [
     (name, f"{name}.before", f"{name}.after") for name in ("parameters", "loss", "bytes", "flops", "milliseconds")
 ]
 _WITHIN_REACH = [("zeros among the weights within reach", "", "pruned"), ("sparsity", "", "sparsity")]
-# what a figure is called, and where it lies before and after
+# name of a figure, and its keys before and after
 _TECHNIQUES = {
     "low_rank": [("parameters", "parameters_before", "parameters_after")],
     "activations": [("bytes of saved activations, one forward", "bytes_before", "bytes_after")],
@@ -202,7 +202,7 @@ _EXPORTS = [
 
 
 def changes(run: RunFolder) -> list[Change]:
-    """Return all that the run holds."""
+    """Return all figures of the run."""
     found = [*_validations(run)]
     for key, report in run.techniques.items():
         found += _pairs(report, _TECHNIQUES.get(key, ()), f"receipt, {key}")
@@ -223,7 +223,7 @@ def changes(run: RunFolder) -> list[Change]:
 
 
 def _pairs(values: Values, pairs: Iterable[tuple[str, ...]], source: str) -> Iterator[Change]:
-    """Yield the figures that the values hold: those whose later place has a number, or a quality that is unknown."""
+    """Yield the figures in the values: those with a number afterwards, or a quality that is unknown."""
     for what, before, after in pairs:
         figures = _at(values, before), _at(values, after)
         judged, _, name = after.partition(".")
@@ -275,14 +275,14 @@ _NO_PLOTS = "Plots are not drawn, because matplotlib is not installed: pip insta
 
 
 def page_of(runs: Sequence[RunFolder]) -> tuple[str, list[Section]]:
-    """Return title and sections."""
+    """Return the title and sections."""
     with of_ours(*runs):
         title, sections = _one(runs[0]) if len(runs) == 1 else _several(runs)
     return title, [*([] if can_draw() else [Section("Plots", [_NO_PLOTS])]), *sections]
 
 
 def as_values(run: RunFolder) -> dict[str, Any]:
-    """Return what `eff report --json` prints of a run beside its receipt."""
+    """Return what `eff report --json` prints of a run in addition to its receipt."""
     with of_ours(run):
         found = [change._asdict() for change in changes(run)]
     return {
@@ -346,7 +346,7 @@ def _overview(runs: Mapping[str, RunFolder]) -> Table:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return what sets paths apart: each without the folder that all lie in.
+    """Return the distinguishing parts of paths: each without the common folder.
 
     Example:
         >>> names_of([Path("runs/a/out"), Path("runs/b/out")])
@@ -359,7 +359,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 # -- curves
 
-_CURVES = 12  # in one plot; more could not be told apart
+_CURVES = 12  # in one plot; more are hard to tell apart
 _SHARES = ("underflow", "zero", "flushed", "grad_below_normal", "grad_below_subnormal")
 _TIMINGS = ("_runtime", "_per_second", "_time")
 
@@ -372,8 +372,8 @@ def _is_loss(name: str) -> bool:
     return "loss" in name and not _is_ours(name)
 
 
-# title, label of the axis and what belongs there: a figure is of the first kind that has it. Those without a label are
-# of many scales, and are not drawn
+# title, axis label, and which figures belong there: a figure goes to the first kind that matches. Kinds without a
+# label mix scales and are not drawn
 _KINDS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
     ("Loss", "loss", _is_loss),
     ("Quality in validations", "metric", lambda name: name.startswith(("eval", "val", "test"))),
@@ -390,7 +390,7 @@ _KINDS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
 
 
 def _curve_sections(runs: Mapping[str, RunFolder]) -> list[Section]:
-    """Return a section for each kind of curve that runs hold; of several their names are in the legend."""
+    """Return a section for each kind of curve in the runs. With several runs, the legend has their names."""
     found: dict[str, dict[str, Curve]] = {title: {} for title, *_ in _KINDS}
     for name, run in runs.items():
         for figure, curve in run.curves.items():
@@ -401,7 +401,7 @@ def _curve_sections(runs: Mapping[str, RunFolder]) -> list[Section]:
 
 
 def _curves(title: str, label: str, found: Mapping[str, Curve]) -> list[Block]:
-    """Return a plot and a table; a figure that never changes is in the table alone."""
+    """Return a plot and a table. A constant figure is only in the table."""
     blocks: list[Block] = []
     moving = {name: curve for name, curve in found.items() if len({value for _, value in curve}) > 1}
     if moving and label:
@@ -420,7 +420,7 @@ def _curves(title: str, label: str, found: Mapping[str, Curve]) -> list[Block]:
 
 
 def _details(run: RunFolder) -> list[Section]:
-    """Return the sections that the run's files call for."""
+    """Return the sections for the run's files."""
     sections = []
     for key, report in run.techniques.items():
         sections += _technique(key, report)
@@ -475,7 +475,7 @@ def _is_rows(value: Any) -> bool:
 
 
 def _layers(title: str, report: Values) -> list[Section]:
-    """Return a table of layers or tensors, and a plot of what is told of each: noise, sparsity, or error."""
+    """Return a table of layers or tensors, and a plot of their noise, sparsity or error."""
     entries = next((report[name] for name in ("per_layer", "tensors", "layers") if _is_rows(report.get(name))), None)
     if entries is None:
         return []

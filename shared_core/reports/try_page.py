@@ -1,4 +1,4 @@
-"""The page of `eff try`: what each technique did to a short run, and how that was judged."""
+"""The page of `eff try`: the effect of each technique on a short run, and how it was judged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RULES = (
 
 
 def try_page(found: Findings, script: str, steps: int, block: int) -> tuple[str, list[Section]]:
-    """Return title and sections of the page."""
+    """Return the title and sections of the page."""
     shares = {name: 100 * value for name, value in FLOORS.items()}
     rules = [rule.format(block=block, steps=steps, trimmed=TRIMMED, **shares) for rule in _RULES]
     told = f"{script}, {steps:,} steps a run, {found.num_plain} plain runs."
@@ -47,7 +47,7 @@ def try_page(found: Findings, script: str, steps: int, block: int) -> tuple[str,
 
 
 def print_findings(found: Findings) -> None:
-    """Print the table without its last column, and the advice in lines."""
+    """Print the table without its last column, and the advice as lines."""
     table = _table(found)
     blocks: list[Block] = [
         f"beside {found.num_plain} plain runs; (noise): no more than they differ",
@@ -71,7 +71,7 @@ def _table(found: Findings) -> Table:
 
 
 def _cells(row: Row) -> list[str | None]:
-    """Return a variant's row: ratios to the plain runs, the metric itself; noise is called so."""
+    """Return a variant's row: ratios to the plain runs, and the metric itself. Noise is marked."""
     time, memory, metric, *sizes = (
         _cell(row.figures.get(name), name) for name in ("time", "memory", "metric", "bytes", "packed")
     )

@@ -1,4 +1,4 @@
-"""Runs of a user's own training, several of them: lottery searches, chains of students, and trials of techniques."""
+"""Start the user's own training several times: lottery searches, chains of students, trials of techniques."""
 
 from shared_core.lazy_exports import export_lazily
 

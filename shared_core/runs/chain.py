@@ -1,4 +1,4 @@
-"""Chains of students: each stage is a run of the user's own training, taught by the model of the stage before."""
+"""Chains of students: each stage runs the user's training, with the previous stage's model as teacher."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Stage:
     student: str | None
     """The value of ``{student}``; None in a chain of generations."""
     teacher: str | None
-    """A path or Hub name, or the name of the stage before; None: it learns from the labels alone."""
+    """A path or Hub name, or the previous stage's name; None: it learns from the labels only."""
     flags: Mapping[str, Any]
     """Our flags, without the teacher."""
 
     @property
     def name(self) -> str:
-        """Of its folder, and for messages."""
+        """Name of its folder, also used in messages."""
         return f"stage-{self.number}"
 
     def recipe(self, teacher: str | None) -> Recipe:
-        """Return what the stage trains with.
+        """Return the recipe that the stage trains with.
 
         Args:
-            teacher: The path or name that its teacher is loaded by; None for a stage without one.
+            teacher: The path or name of its teacher; None for a stage without one.
 
         Raises:
             ConfigError: If a flag is wrong.
@@ -60,7 +60,7 @@ class Stage:
         return recipe_of({name: value for name, value in self.flags.items() if not name.startswith(_DISTILL)})
 
     def plan(self) -> dict[str, Any]:
-        """Return what must be the same when the chain goes on, as plain values."""
+        """Return as plain values what must stay the same when the chain resumes."""
         return {"stage": self.number, "student": self.student, "teacher": self.teacher, "flags": dict(self.flags)}
 
 
@@ -75,15 +75,15 @@ def plan_stages(
     """Return the stages of a chain.
 
     Args:
-        command: The training; its flags of ours are those of every stage.
-        teacher: Of the first stage: a folder, file or Hub name; ``cache:FOLDER``. None: labels alone.
-        students: What ``{student}`` stands for in each stage; or
-        generations: how many times the same student is trained; by default once.
-        options: Options of distillation, each with one value for every stage or one for each that has a teacher.
+        command: The training command. Our flags in it apply to every stage.
+        teacher: The first stage's teacher: a folder, file or Hub name, ``cache:FOLDER``; None: labels only.
+        students: Values of ``{student}``, one per stage; or
+        generations: how often the same student is trained; by default once.
+        options: Options of distillation, each with one value for all stages or one per stage with a teacher.
 
     Raises:
-        ConfigError: If an option, a flag or a sign of the command is wrong, or nothing would be distilled.
-        CheckpointError: If the teacher is not there, or cannot be read.
+        ConfigError: If an option, flag or placeholder is wrong, or nothing would be distilled.
+        CheckpointError: If the teacher does not exist or cannot be read.
 
     Example:
         >>> command = TrainingCommand.parse(["torchrun", "train.py", "{out}"], "chain")
@@ -94,14 +94,14 @@ def plan_stages(
     names: list[str | None] = list(students) or [None] * (generations or 1)
     teachers = [None if teacher is None else _checked_teacher(str(teacher))]
     teachers += [f"stage-{number}" for number in range(1, len(names))]
-    # One value for all stages, or one a stage that has a teacher: without a first teacher, one stage less has one.
+    # One value for all stages, or one per stage with a teacher. Without a first teacher, that is one stage less.
     own = _by_stage(command, options or {}, len(names) - (teacher is None))
     own = own if teacher is not None else [{}, *own]
     stages = [Stage(number, *one, {**command.flags, **own[number - 1]}) for number, one in
               enumerate(zip(names, teachers, strict=True), 1)]  # fmt: skip
-    for stage in stages:  # every recipe is built once now, so that a wrong option does not cost a training
+    for stage in stages:  # build every recipe once now, so that a wrong option does not cost a training
         told = "eff_recipe must have no distill section"
-        require("distill" not in stage.recipe(None), "chain", told, "give its options as flags, --distill_…")
+        require("distill" not in stage.recipe(None), "chain", told, "pass its options as flags, --distill_…")
         check_before_imports(stage.recipe(stage.teacher))
     return stages
 
@@ -120,18 +120,18 @@ def _check(command: TrainingCommand, teacher: object, students: Sequence[str], g
         (not students and command.uses("{student}"), "command must not contain {student} with generations",
          "name students instead"),
         (teacher is None and command.uses("{teacher}"),
-         "command must not contain {teacher} where the first stage has none", "give the teacher"),
+         "command must not contain {teacher} if the first stage has none", "give the teacher"),
     )  # fmt: skip
     for is_broken, rule, remedy in rules:
         require(not is_broken, "chain", rule, remedy)
 
 
 def _checked_teacher(name: str) -> str:
-    """Return the first teacher, where it lies on disk by its absolute path and, of a run's folder, the model in it."""
+    """Return the first teacher: on disk as an absolute path, and for a run's folder the model in it."""
     found = []
     for part in map(str.strip, name.split(",")):
-        # A moving average is of the same run: it cannot be a stage's first teacher.
-        told = "teacher must be a model that is there, got ema"
+        # A moving average belongs to the same run, so it cannot be a stage's first teacher.
+        told = "teacher must be an existing model, got ema"
         require(part != EMA, "chain", told, "the first may go without one")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
@@ -150,9 +150,9 @@ def _checked_teacher(name: str) -> str:
 
 
 def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], taught: int) -> list[dict[str, Any]]:
-    """Return the options of distillation of each stage that has a teacher."""
+    """Return the distillation options of each stage with a teacher."""
     is_own = "teacher" in options or f"{_DISTILL}teacher" in command.flags
-    require(not is_own, "chain", "distill_teacher must not be given, every stage has its own", "give teacher")
+    require(not is_own, "chain", "distill_teacher must not be given: every stage has its own", "use teacher")
     for name, values in options.items():
         is_twice = f"{_DISTILL}{name}" in command.flags
         require(not is_twice, "chain", f"distill_{name} must be given once, got it before and after --")
@@ -170,21 +170,21 @@ _VALIDATION = ("eval_", "val_")
 
 @dataclass(frozen=True)
 class ChainRow:
-    """One finished stage."""
+    """A finished stage."""
 
     stage: int
     student: str | None
     teacher: str | None
-    """As it was given, or the stage before; None: it learned from the labels alone."""
+    """Its teacher as given, or the previous stage; None: it learned from the labels only."""
     flags: Mapping[str, Any]
     """Our flags that it trained with, without the teacher."""
     model: str
-    """Where its model lies, under the chain's folder."""
+    """Path of its model, relative to the chain's folder."""
     parameters: int
     teacher_parameters: int | None
     """None without a teacher, or with a cached one."""
     batches: int
-    """Micro-batches that the teacher was asked about."""
+    """Micro-batches that the teacher processed."""
     metrics: Mapping[str, float]
     seconds: float
     warnings: tuple[str, ...]
@@ -196,11 +196,11 @@ class ChainTable:
 
     rows: tuple[ChainRow, ...]
     chosen: str | None = None
-    """The metric that was asked for."""
+    """The requested metric."""
 
     @property
     def metric(self) -> str | None:
-        """The metric that is shown of each row: by default the validation loss, or the only figure of a validation."""
+        """The metric shown for each row: by default the validation loss, or a validation's only figure."""
         return self.chosen or usual_metric(self.known)
 
     def figure(self, row: ChainRow) -> float | None:
@@ -218,7 +218,7 @@ class ChainTable:
         return json.dumps({"metric": self.metric, "stages": rows}, indent=1)
 
     def table(self) -> Table:
-        """Return one row a stage."""
+        """Return one row per stage."""
         hint = f", --metric may be {', '.join(self.known)}" if self.metric is None and self.known else ""
         columns = ["stage", "student", "parameters", "teacher", self.metric or "no metric", "seconds"]
         rows = []
@@ -229,23 +229,23 @@ class ChainTable:
 
 
 class TeacherChain:
-    """A chain of students, each taught by the model of the stage before, over the user's own training.
+    """A chain of students over the user's own training, each taught by the previous stage's model.
 
-    Students of falling size are teacher assistants; the same student again and again is born again.
+    With students of falling size these are teacher assistants; with the same student each time, born-again networks.
 
     Args:
-        command: ``["python", "my_train.py", …]`` runs as under `eff run`. ``{out}`` in an argument stands for the
-            stage's folder, ``{student}`` for its student, ``{teacher}`` for its teacher's path, ``{stage}`` for its
-            number, ``{recipe}`` for the file of its recipe.
-        folder: Everything is written into it. A chain that was stopped, or killed, goes on from it.
-        model: Where under ``{out}`` the script writes its model, as a glob; by default it is looked for.
-        metric: What the table shows; by default the validation loss.
-        executor: Starts the stages elsewhere; None: here.
-        plan: Its stages, as `plan_stages` takes them: teacher, students or generations, options.
+        command: ``["python", "my_train.py", …]`` runs as under `eff run`. In an argument, ``{out}`` is the stage's
+            folder, ``{student}`` its student, ``{teacher}`` its teacher's path, ``{stage}`` its number, ``{recipe}``
+            the file of its recipe.
+        folder: Everything is written here. A chain that was stopped or killed resumes from it.
+        model: A glob for the model under ``{out}``; by default it is searched.
+        metric: The metric in the table; by default the validation loss.
+        executor: Starts the stages elsewhere; None: on this machine.
+        plan: The stages as `plan_stages` takes them: teacher, students or generations, options.
 
     Raises:
         ConfigError: If an option or the command is wrong.
-        CheckpointError: If the teacher cannot be read, or the folder is of another chain.
+        CheckpointError: If the teacher cannot be read, or the folder belongs to another chain.
 
     Source: Mirzadeh et al. 2019, arXiv:1902.03393; Furlanello et al. 2018, arXiv:1805.04770.
     """
@@ -268,7 +268,7 @@ class TeacherChain:
         shown = {"command": without_secrets(command)}
         self._journal = Journal(self.folder / JOURNAL_FILE, "chain", "chain", shown, own="[!.]*")
         self._rows: list[ChainRow] = []
-        self._trained: dict[str, Any] = {}  # a stage whose training has ended, until it has a row
+        self._trained: dict[str, Any] = {}  # a stage that has trained but has no row yet
         self._read()
 
     @property
@@ -284,23 +284,23 @@ class TeacherChain:
         begin: Callable[[Stage], object] = lambda stage: None,
         end: Callable[[ChainTable], object] = lambda table: None,
     ) -> ChainTable:
-        """Run what is not finished, and return the table of all stages.
+        """Run the unfinished stages, and return the table of all stages.
 
         Args:
-            resume: Leave the folder of a half-run stage as it is, for a script that goes on from what it finds there;
-                by default the stage starts anew in an empty one.
-            output: Shows what the training prints, as it comes; it is in the stage's log in any case.
+            resume: Keep the folder of a half-run stage, for a script that resumes from it. By default the stage
+                starts anew in an empty folder.
+            output: Stream for the training's output; the stage's log always has it.
             begin: Called with a stage before it runs.
             end: Called with the table after every stage.
 
         Raises:
             RunError: If a training failed.
-            TrainingError: If it was not distilled, somebody works on this chain now, or a finished stage did not log
-                the metric.
-            CheckpointError: If it left no model.
+            TrainingError: If a stage was not distilled, another process works on this chain, or a finished stage did
+                not log the metric.
+            CheckpointError: If a stage left no model.
         """
         with self._journal.locked() as lock:
-            self._read()  # again under the lock: another process may have finished stages meanwhile
+            self._read()  # again under the lock: another process may have finished stages since
             self._write()
             self._check_metric()
             for stage in self.stages[len(self._rows) :]:
@@ -324,7 +324,7 @@ class TeacherChain:
             require(self.metric is None or self.metric in row.metrics, "chain", told, remedy, TrainingError)
 
     def _trained_before(self, stage: Stage) -> ChainRow | None:
-        """Return the row of a stage that is trained already, but whose model was not found then (a wrong --model)."""
+        """Return the row of a stage that has trained, but whose model was not found then (a wrong --model)."""
         if self._trained and stage.plan().items() <= self._trained.items():
             with contextlib.suppress(CheckpointError):
                 return self._row(stage)
@@ -340,7 +340,7 @@ class TeacherChain:
             if out.exists():
                 shutil.rmtree(out)
         make_folder(out)
-        receipt.unlink(missing_ok=True)  # that of an earlier try must not stand for this one
+        receipt.unlink(missing_ok=True)  # an earlier attempt's must not count for this one
         teacher = str((self.folder / self._rows[-1].model).resolve()) if self._rows else stage.teacher
         signs = {"student": stage.student, "out": out.resolve(), "teacher": teacher, "stage": stage.number}
         stands_for = {f"{{{name}}}": str(value or "") for name, value in signs.items()}
@@ -349,7 +349,7 @@ class TeacherChain:
             stage.name, stage.recipe(teacher), file, stands_for, log, executor,
             {RECEIPT_VARIABLE: str(receipt.resolve())},
         ).finish(output)  # fmt: skip
-        # On disk before its model is looked for: the costly part is over.
+        # On disk before its model is searched: the costly part is done.
         self._trained = {**stage.plan(), "seconds": round(time.monotonic() - started, 1)}
         self._distilled(stage)
         self._write()
@@ -375,21 +375,21 @@ class TeacherChain:
         return read_object(file) if file.is_file() else {}
 
     def _distilled(self, stage: Stage) -> Mapping[str, Any]:
-        """Return what the receipt tells of distillation; an error if it should have been and was not."""
+        """Return the receipt's report of distillation. Raise an error if it is missing but required."""
         if stage.teacher is None:
             return {}
         told: Mapping[str, Any] = self._receipt(stage).get("techniques", {}).get("distill", {})
-        found = "its receipt tells of no batch" if told else "no receipt of distillation was written"
+        found = "its receipt has no distilled batch" if told else "its receipt has no distillation"
         remedy = (
-            "the command must train to its end with the Hugging Face Trainer or Lightning, and take its recipe: "
-            "`python my_train.py` does, any other command must take it from the file that EFF_RECIPE and {recipe} name"
+            "the command must train to its end with the Hugging Face Trainer or Lightning, and use its recipe: "
+            "`python my_train.py` does, any other command must read it from the file that EFF_RECIPE and {recipe} name"
         )
         rule = f"{stage.name} must learn from its teacher, but {found}"
         require(told.get("batches"), "chain", rule, remedy, TrainingError)
         return told
 
     def _read(self) -> None:
-        """Read the finished stages, and the one that was trained but has no row yet."""
+        """Read the finished stages, and one that has trained but has no row yet."""
         noted, file = self._journal.read("stages", "trained"), self._journal.file
         self._trained = noted.get("trained") or {}
         try:
@@ -401,10 +401,10 @@ class TeacherChain:
             check_same(file, {name: getattr(row, name) for name in plan}, plan, "chain")
             # A stage's model is the next one's teacher.
             model = self.folder / row.model
-            told = f"the model of {stage.name} must be there, got none at {model}"
-            require(model.exists(), file, told, "put it back, or give another folder", CheckpointError)
-        told = f"chain must have at least the {len(self._rows)} stages that are finished, got {len(self.stages)}"
-        remedy = "give the same ones or more, or another folder"
+            told = f"the model of {stage.name} must exist, got none at {model}"
+            require(model.exists(), file, told, "restore it, or choose another folder", CheckpointError)
+        told = f"chain must have at least the {len(self._rows)} finished stages, got {len(self.stages)}"
+        remedy = "pass the same stages or more, or choose another folder"
         require(len(self._rows) <= len(self.stages), file, told, remedy, CheckpointError)
 
     def _write(self) -> None:
@@ -415,5 +415,5 @@ def _size_warnings(stage: Stage, parameters: int, of_teacher: int | None) -> Ite
     if stage.student is not None and of_teacher is not None and parameters >= of_teacher:
         yield (
             f"{stage.name}: {stage.student} has {parameters:,} parameters, not fewer than its teacher's "
-            f"{of_teacher:,}; an assistant helps where it lies between its teacher and the next student in size"
+            f"{of_teacher:,}; an assistant helps if its size is between its teacher's and the next student's"
         )

@@ -1,8 +1,8 @@
-"""Hand a recipe on to the Python processes that a script starts: a launcher trains in others than its own.
+"""Pass a recipe on to the Python processes that a script starts, since a launcher trains in child processes.
 
-They find a ``sitecustomize`` first on their path, which Python imports at its start. It waits for the modules of
-trainers and imports nothing else, so that processes that do not train cost nothing. Only `eff run` needs it, as its
-script may be a launcher; the runs of a search are started with their recipe (`TrainingCommand.with_recipe`).
+They find our ``sitecustomize`` first on their path, which Python imports at its start. It waits for the modules of
+trainers and imports nothing else, so other processes stay fast. Only `eff run` needs it, because its script may be a
+launcher. The runs of a search start with their recipe (`TrainingCommand.with_recipe`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PATH, _TAKEN = "PYTHONPATH", "taken"
 _SITE = """try:
     from shared_core.runs.child_processes import begin
-except ImportError:  # another Python, without efftrain: the process that started it tells that nothing was switched on
+except ImportError:  # another Python, without efftrain: the parent process reports that nothing was switched on
     pass
 else:
     begin(__file__)
@@ -37,11 +37,11 @@ else:
 
 @contextlib.contextmanager
 def handed_on(recipe: Recipe, script: str, installed: Sequence[FrontEnd]) -> Iterator[Callable[[], bool]]:
-    """Make Python processes that are started in the block carry a recipe; yield what tells if one has trained with it.
+    """Apply a recipe in Python processes started in this block. Yield a function that tells if one trained with it.
 
     Args:
-        recipe: What to switch on.
-        script: What the user runs, for errors.
+        recipe: The techniques to switch on.
+        script: The script that the user runs, for errors.
         installed: The front ends.
     """
     facts = {"script": script, "modules": [name for one in installed for name in getattr(one, "modules", ())]}
@@ -60,7 +60,7 @@ def handed_on(recipe: Recipe, script: str, installed: Sequence[FrontEnd]) -> Ite
 
 
 def begin(file: str) -> None:
-    """Wait for the trainers that this process imports, and give them the recipe beside a ``sitecustomize``."""
+    """Wait for this process to import trainers, and give them the recipe next to a ``sitecustomize``."""
     folder = Path(file).parent
     _run_own_sitecustomize(folder)
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def begin(file: str) -> None:
 
 
 def _run_own_sitecustomize(folder: Path) -> None:
-    """Import the environment's own, which ours stands before."""
+    """Import the environment's own ``sitecustomize``, which ours hides."""
     sys.path[:] = [entry for entry in sys.path if Path(entry) != folder]
     ours = sys.modules.pop("sitecustomize")
     try:

@@ -1,4 +1,4 @@
-"""The user's training command: taken apart, and put together again with the recipe and the folder of a run."""
+"""The user's training command: parse it, and rebuild it with the recipe and folder of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
 
 
 def is_launcher(word: str) -> bool:
-    """Return True if a command or module starts scripts in processes of their own, which no runner of ours is in."""
+    """Return True if a command or module starts scripts in separate processes, outside our runner."""
     return Path(word).name in _LAUNCHERS
 
 
 def without_secrets(command: Sequence[str]) -> list[str]:
-    """Return a command as it may be written into a file: values of what is named like a secret are left out.
+    """Return a command that is safe to write to a file: values of secrets are replaced.
 
     Example:
         >>> without_secrets(["python", "train.py", "--hub_token", "hf_a", "--password=1", "--max_tokens", "9"])
@@ -50,31 +50,31 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    # of tokens and keys there may be a number: --max_tokens 9, --num_key_value_heads 8
+    # --max_tokens 9 and --num_key_value_heads 8 are numbers, not secrets
     found = {word.lower() for word in _SECRET.findall(name)}
     return bool(found) and not (value.isdecimal() and found <= {"token", "key"})
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A command that trains once, taken apart."""
+    """A parsed command that trains once."""
 
     where: str
-    """Who runs it, for errors."""
+    """The command that runs it, for errors."""
     interpreter: tuple[str, ...]
     """Python and its own options if the command runs a script or a module, else empty."""
     arguments: tuple[str, ...]
-    """The script (or ``-m``, module) and what it is given; or the whole command."""
+    """The script (or ``-m``, module) and its arguments; or the whole command."""
     flags: Mapping[str, Any]
-    """Flags of ours that were among the script's, as `take_flags` returns them."""
+    """Our flags among the script's, as `take_flags` returns them."""
     steps: str | None = None
-    """Of ``--eff_total_steps`` among them: optimizer steps of a loop whose scheduler does not tell them."""
+    """From ``--eff_total_steps``: optimizer steps of a loop whose scheduler does not know them."""
 
     @classmethod
     def parse(cls, command: Sequence[str], where: str) -> TrainingCommand:
-        """Return the command, our flags taken out of a Python script's as `eff run` does.
+        """Return the parsed command, with our flags removed from a Python script's as `eff run` does.
 
-        The words ``python`` and ``python3`` are the Python that this runs in, whatever stands first on the path.
+        The words ``python`` and ``python3`` mean the current Python, whatever is first on the path.
 
         Example:
             >>> parsed = TrainingCommand.parse(["torchrun", "train.py", "--lr", "0.1"], "lottery")
@@ -90,7 +90,7 @@ class TrainingCommand:
         script = parts[start : start + (2 if parts[start : start + 1] == ["-m"] else 1)]
         is_python = Path(parts[0]).name.startswith("python") and all(part.startswith("-") for part in parts[1:start])
         if not script or not is_python or is_launcher(script[-1]):
-            # No Python script in sight, or options with values that cannot be told apart: run as it stands.
+            # No Python script found, or options that cannot be told apart from values: run as is.
             return cls(where, (), tuple(parts), {})
         require(script != ["-m"], where, "-m must be followed by a module, got none")
         is_there = script[0] == "-m" or Path(script[0]).is_file()
@@ -107,7 +107,7 @@ class TrainingCommand:
     def with_recipe(
         self, recipe: Recipe, file: Path, stands_for: Mapping[str, str], child: str = _CHILD
     ) -> tuple[list[str], dict[str, str]]:
-        """Write a recipe into a file, and return the command that trains with it and the variables that it needs."""
+        """Write a recipe to a file, and return the command that trains with it and the variables it needs."""
         file = file.resolve()
         with atomic_write(file) as temporary:
             temporary.write_text(recipe.to_yaml(), encoding="utf-8")
@@ -115,7 +115,7 @@ class TrainingCommand:
         for sign, value in {**stands_for, "{recipe}": str(file)}.items():
             arguments = [argument.replace(sign, value) for argument in arguments]
         if self.interpreter:
-            # -P: the script's folder is put on the path, as Python would, and not the working one
+            # -P: the script's folder is put on the path, as Python would, not the working directory
             arguments = [*self.interpreter, "-P", "-c", child, str(file), *arguments]
         steps = {} if self.steps is None else {STEPS_VARIABLE: self.steps}
         return arguments, {VARIABLE: str(file), **steps}
@@ -130,7 +130,7 @@ class TrainingCommand:
         executor: Executor,
         variables: Mapping[str, str] | None = None,
     ) -> StartedRun:
-        """Return a run of this name; its output is added to the log, and its environment has further variables."""
+        """Start a run of this name. Its output is appended to the log; `variables` extend its environment."""
         arguments, needed = self.with_recipe(recipe, file, stands_for)
         seen = log.stat().st_size if log.exists() else 0
         run = executor.start(arguments, {**(variables or {}), **needed}, log)
@@ -148,7 +148,7 @@ def train_script() -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script, or ``-m`` and a module, with what it is given, in this process as Python would."""
+    """Run a script, or ``-m`` and a module, with its arguments, in this process as Python would."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))

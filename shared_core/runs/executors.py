@@ -1,4 +1,4 @@
-"""Where runs are started: processes of this machine, jobs of SLURM by submitit, or tasks of Ray; and how they end."""
+"""Start runs as local processes, SLURM jobs (submitit) or Ray tasks, and wait for their end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A training that runs elsewhere, as `subprocess.Popen` shows one."""
+    """A training that runs elsewhere, with the interface of `subprocess.Popen`."""
 
     is_done: Callable[[], bool]
     result: Callable[[], int]
-    """Returns its exit code, once it has ended."""
+    """Waits for the end and returns the exit code."""
     kill: Callable[[], object]
 
     def poll(self) -> int | None:
@@ -55,20 +55,20 @@ class Executor(Protocol):
     """Starts trainings."""
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> Run:
-        """Return a training that was started: its command, further variables, and the file its output is added to."""
+        """Start a training with a command, extra environment variables and a log file to append to."""
 
 
 def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> Executor | None:
-    """Return what starts the runs of a search; None: processes of this machine.
+    """Return the executor for the runs of a search; None: local processes.
 
     Args:
         name: local, submitit or ray.
         options: ``NAME=VALUE``, as submitit's ``update_parameters`` or Ray's ``options`` take them.
-        folder: Of the search, on a file system that the other machines have too.
-        where: Who asks.
+        folder: The search's folder, on a file system that the other machines share.
+        where: The calling command, for errors.
 
     Raises:
-        ConfigError: If there is none of this name, or it does not take an option.
+        ConfigError: If the name is unknown, or the executor does not accept an option.
         MissingExtraError: If its library is not installed.
 
     Example:
@@ -89,14 +89,14 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
 
 
 class GroupedProcess(subprocess.Popen[bytes]):
-    """A process that leads a group of its own, which ends as a whole: workers and launched ranks are in it too."""
+    """A process that leads its own group, which ends as a whole, including workers and launched ranks."""
 
     def __init__(self, arguments: Sequence[str], **options: Any) -> None:
         group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         super().__init__(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, **group, **options)
 
     def kill(self) -> None:
-        """End the group: it is asked to, and what is left of it some seconds later is killed."""
+        """Terminate the group, and kill what is left some seconds later."""
         if os.name != "posix":
             super().kill()
             return
@@ -105,12 +105,12 @@ class GroupedProcess(subprocess.Popen[bytes]):
             end = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < end and self._is_alive():
                 time.sleep(_SHOW_SECONDS)
-        finally:  # a second Ctrl-C does not wait
+        finally:  # a second Ctrl-C skips the wait
             self._signal_group(signal.SIGKILL)
             self.wait()
 
     def _is_alive(self) -> bool:
-        self.poll()  # a leader that nobody waits for would stay in the group
+        self.poll()  # otherwise an ended leader would stay in the group
         return self._signal_group(0)
 
     def _signal_group(self, number: int) -> bool:
@@ -121,15 +121,15 @@ class GroupedProcess(subprocess.Popen[bytes]):
 
 
 class LocalExecutor:
-    """A process of this machine for each training, which inherits descriptors."""
+    """Starts each training as a process on this machine, which inherits descriptors."""
 
     def __init__(self, where: str, *descriptors: int) -> None:
         self._where, self._descriptors = where, descriptors if os.name == "posix" else ()
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> GroupedProcess:
-        """Return the process."""
+        """Start the process."""
         try:
-            with log.open("ab") as written:  # a file and no pipe: it is whole if this process is killed
+            with log.open("ab") as written:  # a file, not a pipe: it is complete even if this process is killed
                 environment = {**os.environ, **variables}
                 return GroupedProcess(arguments, env=environment, pass_fds=self._descriptors, stdout=written)
         except OSError as error:
@@ -137,11 +137,11 @@ class LocalExecutor:
 
 
 class SubmititExecutor:
-    """One job of SLURM for each training; without SLURM, or with ``cluster=local``, a process as submitit starts it."""
+    """Starts each training as a SLURM job; without SLURM, or with ``cluster=local``, as submitit's local process."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any], where: str) -> None:
         submitit = optional("submitit", "slurm", f"{where}: --executor submitit")
-        told = "--executor-set must name a time limit, as submitit stops a job after 5 minutes without, got none"
+        told = "--executor-set must name a time limit: submitit stops a job after 5 minutes by default, got none"
         require(parameters.keys() & _TIME_LIMITS, where, told, "add --executor-set timeout_min=600")
         given = dict(parameters)
         self._where, self._folder, cluster = where, folder.resolve() / ".submitit", given.pop("cluster", None)
@@ -149,10 +149,10 @@ class SubmititExecutor:
             self._executor = submitit.AutoExecutor(self._folder, cluster=cluster)
             self._executor.update_parameters(**given)
         except (NameError, TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(where, f"--executor-set must be what submitit takes, got {error}") from error
+            raise ConfigError(where, f"--executor-set must have options of submitit, got {error}") from error
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> RemoteRun:
-        """Return a training that was submitted."""
+        """Submit a training."""
         note = log.with_suffix(".job.json")
         self._check_free(note)
         with _interruptible_children():
@@ -162,7 +162,7 @@ class SubmititExecutor:
         def result() -> int:
             if (failed := job.exception()) is not None:
                 last = str(failed).strip().splitlines()[-1:] or [""]
-                told = f"job {job.job_id} must come to its end, got {type(failed).__name__}: {last[0]}"
+                told = f"job {job.job_id} must finish, got {type(failed).__name__}: {last[0]}"
                 raise TrainingError(self._where, told, f"see {job.paths.stderr} and {log}")
             return int(job.result())
 
@@ -173,13 +173,13 @@ class SubmititExecutor:
             return
         submitit = importlib.import_module("submitit")
         job = str(known.get("job"))
-        told = f"job {job} of a search that was stopped must have ended, but it waits or runs"
+        told = f"job {job} of a stopped search must have ended, but it waits or runs"
         is_done = submitit.SlurmJob(self._folder, job).done(force_check=True)
         require(is_done, self._where, told, f"wait for it, or scancel {job}", TrainingError)
 
 
 class RayExecutor:
-    """One task of Ray for each training, in the cluster of ``address`` or ``RAY_ADDRESS``, or one started here."""
+    """Starts each training as a Ray task, in the cluster of ``address`` or ``RAY_ADDRESS``, or in a new local one."""
 
     def __init__(self, options: Mapping[str, Any], where: str) -> None:
         self._ray, self._where, given = optional("ray", "ray", f"{where}: --executor ray"), where, dict(options)
@@ -187,10 +187,10 @@ class RayExecutor:
             self._ray.init(address=given.pop("address", None), ignore_reinit_error=True, log_to_driver=False)
             self._task = self._ray.remote(run_training).options(max_retries=0, **given)
         except (TypeError, ValueError, ConnectionError) as error:
-            raise ConfigError(where, f"--executor-set must be what Ray takes, got {error}") from error
+            raise ConfigError(where, f"--executor-set must have options of Ray, got {error}") from error
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> RemoteRun:
-        """Return a training that was submitted; it ends with this process, as Ray ends a driver's tasks."""
+        """Submit a training. It ends with this process, because Ray ends a driver's tasks."""
         reference = self._task.remote([*arguments], dict(variables), os.getcwd(), str(log.resolve()))
 
         def result() -> int:
@@ -198,7 +198,7 @@ class RayExecutor:
                 return int(self._ray.get(reference))
             except self._ray.exceptions.RayError as error:
                 first = (str(error).splitlines() or [""])[0]
-                told = f"Ray's task must come to its end, got {first}"
+                told = f"Ray's task must finish, got {first}"
                 raise TrainingError(self._where, told, f"see {log}") from error
 
         return RemoteRun(
@@ -207,7 +207,7 @@ class RayExecutor:
 
 
 def run_training(arguments: list[str], variables: dict[str, str], folder: str, log: str) -> int:
-    """Train once, on the machine that this is called on, started in a folder, and return the exit code."""
+    """Train once on the current machine, in a folder, and return the exit code."""
     with open(log, "ab") as written:
         try:
             process = GroupedProcess(arguments, env={**os.environ, **variables}, cwd=folder, stdout=written)
@@ -223,7 +223,7 @@ def run_training(arguments: list[str], variables: dict[str, str], folder: str, l
 
 @contextlib.contextmanager
 def _interruptible_children() -> Iterator[None]:
-    """Start processes that heed SIGINT, by which submitit cancels them; a shell's background jobs ignore it."""
+    """Start processes that handle SIGINT, which submitit cancels them with. A shell's background jobs ignore it."""
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     if is_ignored and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -243,31 +243,31 @@ class RunError(TrainingError):
 
     Args:
         message: What happened, with the last lines of the run's log.
-        exit_code: Of the training, as a shell would tell it.
+        exit_code: The training's exit code, as a shell reports it.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.args = (message, exit_code)  # what unpickling calls it with
+        self.args = (message, exit_code)  # for unpickling
         self.exit_code = exit_code
 
 
 @dataclass
 class StartedRun:
-    """A run that was started."""
+    """A started run."""
 
     name: str
-    """Of who asks and of the run, for errors."""
+    """Name of the command and the run, for errors."""
     command: str
-    """What trains, for errors."""
+    """The training command, for errors."""
     run: Run
     log: Path
-    """The file that its output is added to."""
+    """The file that its output is appended to."""
     shown: int
-    """Bytes of the log that were shown, or are of an earlier try."""
+    """Bytes of the log that were shown, or are from an earlier attempt."""
 
     def finish(self, output: BinaryIO | None = None) -> None:
-        """Wait for its end, and show what it writes into its log meanwhile."""
+        """Wait for its end, and show its log meanwhile."""
         try:
             while (code := self.run.poll()) is None:
                 self._show(output)
@@ -281,8 +281,8 @@ class StartedRun:
             text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
             lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
             raise RunError(
-                f"{self.name} must end well, but `{self.command}` ended with exit code {code}; see {self.log}. "
-                "Started again, it goes on from here. The last lines:\n"
+                f"{self.name} failed: `{self.command}` ended with exit code {code}; see {self.log}. "
+                "The same command resumes here. The last lines:\n"
                 + "\n".join(f"  {line}" for line in lines[-_LAST_LINES:]),
                 code if code > 0 else 128 - code,
             )

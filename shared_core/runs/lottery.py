@@ -1,7 +1,7 @@
 """Iterative magnitude pruning over the user's own training: every round is a fresh run with the ticket so far.
 
-A search is a folder: which experiment it is, which runs are finished, and which process works on it. Each run leaves
-the weights of step k, the ticket that it found, and its figures; their curve is quality against weights left.
+A search is a folder: its settings, its finished runs, and a lock of the process that works on it. Each run saves the
+weights of step k, the ticket that it found, and its figures. Their curve shows quality against weights left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CurveRow:
     round: int
     control: str
     kept: int
-    """Weights left, of those within reach."""
+    """Remaining weights, of those in scope."""
     left: float
     """Their share."""
     quality: float | None
@@ -52,14 +52,14 @@ class CurveRow:
     reached_dense_at: int | None
     """The first validated step that is as good as the dense run's quality; None if there is none."""
     replay: str | None
-    """How the steps up to k compare with those of the dense run, bit for bit."""
+    """Result of comparing the steps up to k with the dense run's, bit for bit."""
     folder: str
-    """Under the search's folder."""
+    """Folder of the run, relative to the search's folder."""
 
 
 @dataclass(frozen=True)
 class TicketCurve:
-    """The runs of a search, the dense one first, and what their quality is."""
+    """The runs of a search, the dense one first, and their quality."""
 
     rows: tuple[CurveRow, ...]
     metric: str | None
@@ -76,7 +76,7 @@ class TicketCurve:
         return min(good, key=lambda row: row.left, default=None)
 
     def table(self) -> Table:
-        """Return one row a run."""
+        """Return one row per run."""
         columns = ["round", "run", "weights left", "%", "quality", "best at step", "dense quality at step", "replay"]
         rows = []
         for row in self.rows:
@@ -100,7 +100,7 @@ class TicketCurve:
         return text.getvalue()
 
     def plot(self, file: Path | str) -> Path:
-        """Draw quality against weights left, a line for tickets and for each control, and return the file.
+        """Draw quality against weights left, with a line for tickets and each control. Return the file.
 
         Raises:
             MissingExtraError: If matplotlib is not installed.
@@ -115,7 +115,7 @@ class TicketCurve:
             axes.axhline(dense.quality, linewidth=1, linestyle="--", color="grey", label=f"dense: {dense.quality:.5g}")
         for control, label in _LABELS.items():
             rows = [row for row in self.rows if row.control == control and row.quality is not None]
-            # Tickets have the dense run as their first point, which alone is no line.
+            # Tickets start with the dense run, which alone is not a line.
             if len(rows) > (control == "none"):
                 points = sorted((100 * row.left, row.quality) for row in rows)
                 axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=label)
@@ -140,10 +140,10 @@ def curve_of(
     """Return the curve of finished runs.
 
     Args:
-        results: Round, control, folder and what ``round.json`` in it holds; the dense run first.
-        metric: As the trainer names it. By default ``eval_loss`` or ``val_loss``, or the only one there is.
-        mode: Whether it is better when larger; ``auto``: not for losses and errors.
-        quality: Of a run: the metric of its last validation, or of its best one.
+        results: Round, control, folder and contents of its ``round.json``; the dense run first.
+        metric: The trainer's name for it. By default ``eval_loss`` or ``val_loss``, or the only one there is.
+        mode: ``max`` if larger is better; ``auto`` means smaller for losses and errors.
+        quality: The metric of a run's last validation, or of its best one.
     """
     name = _metric(results[0][3], metric)
     larger = name is not None and is_larger_better(name, mode)
@@ -169,7 +169,7 @@ def _metric(dense: dict[str, Any], metric: str | None) -> str | None:
     is_known = metric is None or metric in known
     require(is_known, "lottery", f"metric must be one that validation reports, got {metric!r}{told}")
     metric = metric or usual_metric(known)
-    require(metric or not known, "lottery", "metric must be chosen, got none", f"it may be {', '.join(known)}")
+    require(metric or not known, "lottery", "metric must be chosen, got none", f"known: {', '.join(known)}")
     return metric
 
 
@@ -177,7 +177,7 @@ def _history(result: dict[str, Any], metric: str | None, larger: bool) -> list[t
     worst = -math.inf if larger else math.inf
     points = [(int(entry["step"]), float(entry["metrics"][metric])) for entry in result["history"]
               if metric in entry["metrics"]]  # fmt: skip
-    # A diverged validation must not compare as best, nor as "as good as dense": every comparison with NaN is False.
+    # A diverged validation must not count as best, nor as "as good as dense": every comparison with NaN is False.
     return [(step, worst if math.isnan(value) else value) for step, value in points]
 
 
@@ -194,26 +194,26 @@ _CHOSEN_HERE = ("out", "ticket", "control")
 Quality = Literal["last", "best"]
 
 Launch = Callable[[Recipe, Path, int], StartedRun | None]
-"""Trains with a recipe into a folder, under a lock; what it returns is waited for, None: it has trained already."""
+"""Trains with a recipe into a folder, under a lock. Returns a run to wait for, or None if it has already trained."""
 
 
 class LotterySearch:
-    """Searches winning tickets: a dense run, then `rounds` runs, each with `rate` fewer of the weights left.
+    """Searches winning tickets: a dense run, then `rounds` runs that each prune `rate` of the remaining weights.
 
     Every run is the user's own training from its first step, with its seeds and data order. It is replayed up to step k
-    (`rewind_to`); there what is pruned becomes zero, and what is left has the value that it had in the dense run.
+    (`rewind_to`). Then pruned weights become zero, and the others have their value from the dense run.
 
     Args:
         rounds: Runs after the dense one.
-        rate: Share of the weights left that each round prunes; half of it in the output layer.
-        rewind_to: Step k: a step, a fraction of the run, or ``"2ep"``. By default 0, the initialisation; a third of
+        rate: Share of the remaining weights that each round prunes; half of it in the output layer.
+        rewind_to: Step k: a step, a fraction of the run, or ``"2ep"``. By default 0, the initialization; a third of
             the run for rewind ``learning_rate``.
-        controls: Of ``"random_reinit"`` and ``"random_mask"``: also train these, with each ticket's number of weights.
-        control_rounds: In these rounds only; by default in all.
-        metric: What the curve shows, as the trainer names it; by default the validation loss.
-        mode: Whether it is better when larger (``max``) or smaller (``min``).
-        quality: Of a run: that of its ``last`` validation or of its ``best``.
-        options: Further ones of `LotteryConfig`: rewind, output_rate, conv_rate, scope, max_layer_sparsity, seed,
+        controls: ``"random_reinit"`` and ``"random_mask"``: also train these, with each ticket's number of weights.
+        control_rounds: Rounds with controls; by default all.
+        metric: The curve's metric, by the trainer's name; by default the validation loss.
+        mode: ``max`` if larger is better, ``min`` if smaller.
+        quality: A run's quality: that of its ``last`` or ``best`` validation.
+        options: Further options of `LotteryConfig`: rewind, output_rate, conv_rate, scope, max_layer_sparsity, seed,
             include, skip, min_size.
 
     Raises:
@@ -268,28 +268,28 @@ class LotterySearch:
         require(controls or not control_rounds, "lottery", told, f"add {' or '.join(CONTROLS)}")
         self.control_rounds = self.control_rounds or tuple(range(1, rounds + 1))
         for name in _CHOSEN_HERE:
-            require(name not in options, "lottery", f"{name} must not be given, it is chosen for every run")
+            require(name not in options, "lottery", f"{name} must not be given: it is chosen for every run")
         # Learning rate rewinding replays the schedule's last two thirds; weight rewinding starts from the
-        # initialisation.
+        # initialization.
         if rewind_to is None:
             rewind_to = 1 / 3 if options.get("rewind") == "learning_rate" else 0
         self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
-        # After so many rounds 1 - (1 - rate)^rounds of the weights are gone: the cap must leave room for that.
+        # After so many rounds 1 - (1 - rate)^rounds of the weights are pruned: the cap must allow that.
         most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
         told = f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
         require(most is None or most >= asked - 1e-9, "lottery", told)
 
     def run(self, train: Callable[[Recipe], object], folder: Path | str) -> TicketCurve:
-        """Search with a function that trains once, in this process alone, and return the curve.
+        """Search with a function that trains once in this process, and return the curve.
 
         Args:
-            train: Builds the model, seeded the same way every time, and trains it with the recipe that it is given: in
+            train: Builds the model with the same seed every time, and trains it with the given recipe: in
                 a `Session`, or a Trainer with ``attach`` or a callback.
-            folder: Everything is written into it. A search that was stopped goes on from it.
+            folder: Everything is written here. A search that was stopped resumes from it.
 
         Raises:
-            CheckpointError: If the folder is of another search.
-            TrainingError: If the recipe was not trained with.
+            CheckpointError: If the folder belongs to another search.
+            TrainingError: If the training ignored the recipe.
             ConfigError: If no validation reported the metric.
         """
 
@@ -310,21 +310,21 @@ class LotterySearch:
         """Search with a command that trains once, in a fresh process every time, and return the curve.
 
         Args:
-            command: ``["python", "my_train.py", …]`` runs as under `eff run`: techniques reach every Hugging Face
-                Trainer and Lightning Trainer, flags of ours in it are taken out. Any other command must take the recipe
-                itself from the file that ``EFF_RECIPE`` names (Lightning does). ``{round}`` in an argument stands for
-                the run's name, ``{out}`` for its folder, ``{recipe}`` for that file.
-            folder: Everything is written into it. A search that was stopped, or killed, goes on from it: finished runs
+            command: ``["python", "my_train.py", …]`` runs as under `eff run`: techniques apply to every Hugging Face
+                Trainer and Lightning Trainer, and our flags are removed. Any other command must read the recipe
+                from the file that ``EFF_RECIPE`` names (Lightning does). In an argument, ``{round}`` is
+                the run's name, ``{out}`` its folder, ``{recipe}`` that file.
+            folder: Everything is written here. A search that was stopped or killed resumes from it: finished runs
                 are not run again.
-            output: Shows what the training prints, as it comes; it is in the run's ``output.log`` in any case.
+            output: Stream for the training's output; the run's ``output.log`` always has it.
             progress: Called with the curve so far after every run.
-            executor: Starts the runs elsewhere, controls beside the rounds after theirs; None: here, one by one.
+            executor: Starts the runs elsewhere, controls in parallel with later rounds; None: here, one by one.
 
         Raises:
-            CheckpointError: If the folder is of another search.
+            CheckpointError: If the folder belongs to another search.
             TrainingError: If the command failed, or did not train with the recipe.
             ConfigError: If no validation reported the metric, or the command is wrong.
-            CompatibilityError: If flags of ours in the command cannot be combined with tickets.
+            CompatibilityError: If our flags in the command cannot be combined with tickets.
         """
         training, ours = parse_round(command)
         check_before_imports(Recipe({"lottery": self.config}).merged(ours))
@@ -334,7 +334,7 @@ class LotterySearch:
             signs = {"{round}": out.name, "{out}": str(out.resolve())}
             starter = executor or LocalExecutor("lottery", lock)
             run = training.start(out.name, recipe.merged(ours), out / "recipe.yaml", signs, out / LOG_FILE, starter)
-            # Nothing else needs what a control finds, and the next round needs this one's ticket.
+            # Nothing depends on a control, but the next round needs this one's ticket.
             if executor is not None and out.name.endswith(CONTROLS):
                 return run
             run.finish(output)
@@ -356,9 +356,9 @@ class LotterySearch:
         launch: Launch,
         progress: Callable[[TicketCurve], object] = lambda curve: None,
     ) -> TicketCurve:
-        # More rounds, further controls or another metric may be asked of a search that is there already.
+        # You can later ask for more rounds, further controls or another metric of an existing search.
         plan = {name: value for name, value in self.config.to_dict().items() if name not in _CHOSEN_HERE}
-        position = parse_position(self.config.rewind_to)  # 500 and "500" are one step
+        position = parse_position(self.config.rewind_to)  # 500 and "500" are the same step
         plan |= {"rewind_to": [position.value, position.unit], "command": command}
         journal = Journal(folder / JOURNAL_FILE, "lottery", "search", plan, own="round-*")
         results: dict[tuple[int, str], dict[str, Any]] = {}
@@ -366,7 +366,7 @@ class LotterySearch:
 
         def add(run: tuple[int, str]) -> None:
             results[run] = _result(_folder_of(folder, *run))
-            # The curve is written after every run, so that a search that is stopped has its points.
+            # The curve is written after every run, so that a stopped search has its points.
             progress(self._curve(folder, results))
 
         with journal.locked() as lock, contextlib.ExitStack() as stopping:
@@ -387,7 +387,7 @@ class LotterySearch:
     def _recipe(self, folder: Path, number: int, control: str) -> Recipe:
         out = _folder_of(folder, number, control).resolve()
         options = {**self.config.to_dict(), "out": str(out), "control": control}
-        if number:  # the ticket that the round before found
+        if number:  # the ticket that the previous round found
             options["ticket"] = str(_folder_of(folder, number - 1, "none").resolve() / TICKET_FILE)
         return Recipe.from_dict({"lottery": options})
 
@@ -403,7 +403,7 @@ class LotterySearch:
 
 
 def parse_round(command: Sequence[str]) -> tuple[TrainingCommand, Recipe]:
-    """Return a command that trains once, in a round, and the recipe of our flags in it."""
+    """Return a command that trains once per round, and the recipe of our flags in it."""
     training = TrainingCommand.parse(command, "lottery")
     recipe = recipe_of(dict(training.flags))
     told = "command must not have flags of ticket, which are chosen for every round"
@@ -416,10 +416,10 @@ def _folder_of(folder: Path, number: int, control: str) -> Path:
 
 
 def _result(out: Path) -> dict[str, Any]:
-    told = f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}"
+    told = f"{out.name} must train with the given recipe, but left no {RESULT_FILE}"
     remedy = (
-        "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that EFF_RECIPE names) "
-        "that is finished"
+        "use the Hugging Face Trainer, Lightning, or a Session that runs to finish() with the recipe in the file that "
+        "EFF_RECIPE names"
     )
     require((out / RESULT_FILE).exists(), "lottery", told, remedy, TrainingError)
     return read_object(out / RESULT_FILE)

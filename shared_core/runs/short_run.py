@@ -1,8 +1,8 @@
-"""A few hundred steps of somebody's script, in a process of its own that measures itself and then ends.
+"""A few hundred steps of a user's script, in a process that measures itself and then ends.
 
-`TryOut` starts such processes two by two and lets them take turns; `shorten_script` is what each of them runs. A front
+`TryOut` starts such processes in pairs that take turns. Each runs `shorten_script`. A front
 end makes the trainer end after `ShortRunConfig.steps`, keeps its files in the run's folder, and calls
-`ShortRun.conclude` behind the last step: nothing of the script that comes after is run.
+`ShortRun.conclude` after the last step. The rest of the script does not run.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShortRunConfig(TechniqueConfig):
-    """Has `ShortRun` in a recipe: the hooks of a session are alike in every trainer and loop."""
+    """Adds `ShortRun` to a recipe: a session's hooks are the same in every trainer and loop."""
 
     key = KEY
     switch = "steps"
-    before: ClassVar = tuple(sorted(OURS))  # its loss is the task's alone
+    before: ClassVar = tuple(sorted(OURS))  # its loss is the task's only
     logs_nothing = "it writes a file"
     memory = "the loss of each step"
 
     steps: int = option(help="optimizer steps")
     block: int = option(help="steps of a turn")
-    folder: str = option(help="all that the run writes")
-    eval_batches: int = option(help="batches of a validation at most; 0: all")
+    folder: str = option(help="folder for all that the run writes")
+    eval_batches: int = option(help="maximum number of validation batches; 0: all")
     seed: int = option(help="added to the seed of the script's random numbers; 0 leaves them alone")
     turns: int = option(help="socket that a byte is written to at the end of a turn, and read from before the next")
 
     @property
     def output(self) -> str:
-        """The folder in place of the one that the script writes to."""
+        """The folder that replaces the script's output folder."""
         return os.path.join(self.folder, "output")
 
 
 class ShortRun(Technique):
-    """Measures a short run in its own process, by what a session tells every technique; it changes nothing."""
+    """Measures a short run in its own process through the technique hooks. It changes nothing."""
 
     key = KEY
     config: ShortRunConfig
@@ -77,7 +77,7 @@ class ShortRun(Technique):
         self._done = 0
 
     def before_attach(self, context: Context) -> None:
-        """Move the seeds of the script's random numbers: the order of the data and dropout become others."""
+        """Shift the script's random seeds, which changes the order of the data and dropout."""
         if self.config.seed:
             torch.manual_seed(torch.initial_seed() + self.config.seed)
             random.seed(self.config.seed)
@@ -85,24 +85,24 @@ class ShortRun(Technique):
                 sys.modules["numpy"].random.seed(self.config.seed)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Wait for the first turn; memory counts from here."""
+        """Wait for the first turn. Memory is measured from here."""
         if context.step or context.is_preview:
             return
         self._wait()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats()
         elif _CLEAR.exists():
-            with contextlib.suppress(OSError):  # not every container lets a process do so
+            with contextlib.suppress(OSError):  # some containers forbid it
                 _CLEAR.write_text("5", encoding="ascii")
         self._start()
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Note the loss of a micro-batch; it stays on its device."""
+        """Record a micro-batch's loss, on its device."""
         self._losses.append(task_loss.detach())
         return task_loss
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Count the step; at the end of a block let the other run have its turn."""
+        """Count the step. At the end of a block give the other run its turn."""
         self._done += 1
         if self._losses:
             self._sums.append(torch.stack([loss.float().mean() for loss in self._losses]).mean())
@@ -115,7 +115,7 @@ class ShortRun(Technique):
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
-        """Neither a validation nor saving is part of a step."""
+        """Exclude validation and saving from the step time."""
         started = time.perf_counter()
         try:
             yield
@@ -142,10 +142,10 @@ class ShortRun(Technique):
         })  # fmt: skip
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # neither the rest of the script nor what it registered for its end: both may write elsewhere
+        os._exit(0)  # skips the rest of the script and its exit handlers: both may write elsewhere
 
     def _learning(self) -> dict[str, float] | None:
-        """Return the mean loss of the first and of the last quarter of the steps, and their difference's error."""
+        """Return the mean loss of the first and last quarter of the steps, and their difference's standard error."""
         count = len(self._sums) // 4
         if count < 2:
             return None
@@ -160,24 +160,24 @@ class ShortRun(Technique):
     def _wait(self) -> None:
         os.write(self.config.turns, b".")
         if not os.read(self.config.turns, 1):
-            os._exit(1)  # whoever tries is gone
+            os._exit(1)  # the parent process has ended
 
 
 def short_run_of(session: Session) -> ShortRun:
-    """Return what measures a session's training."""
+    """Return the `ShortRun` that measures a session's training."""
     return cast(ShortRun, session.techniques[KEY])
 
 
 def write_result(folder: str, result: Mapping[str, Any]) -> None:
-    """Write the result of a short run, or why there is none."""
+    """Write the result of a short run, or the reason why there is none."""
     with atomic_write(Path(folder, RESULT_FILE)) as temporary:
         temporary.write_text(json_text(dict(result)), encoding="utf-8")
 
 
 def check_one_process(world_size: int) -> None:
-    """Refuse a script that trains in several processes, which cannot take turns."""
+    """Raise an error for a script that trains in several processes, which cannot take turns."""
     told = f"the script must train in one process, got {world_size}"
-    require(world_size < 2, "eff try", told, "ask it for one device", CompatibilityError)
+    require(world_size < 2, "eff try", told, "run it on one device", CompatibilityError)
 
 
 def _synchronize() -> None:
@@ -186,7 +186,7 @@ def _synchronize() -> None:
 
 
 def _peak_memory() -> int | None:
-    """Return the most bytes since `begin`: of tensors on the GPU, or of the process without mapped files."""
+    """Return the peak bytes since `begin`: of tensors on the GPU, or of the process without mapped files."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
     if not _STATUS.exists():
@@ -196,7 +196,7 @@ def _peak_memory() -> int | None:
 
 
 def _sizes(model: Path) -> tuple[int, int]:
-    """Return the bytes of the saved weights, and those that zlib leaves of them."""
+    """Return the bytes of the saved weights, and their size compressed by zlib."""
     files = [model] if model.is_file() else [file for file in model.rglob("*") if file.suffix in _WEIGHTS]
     written = packed = 0
     for file in files:

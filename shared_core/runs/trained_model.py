@@ -1,4 +1,4 @@
-"""What a finished training left: its model, how large that is, its validations; the metric runs are compared by."""
+"""What a finished training left: its model, the model's size, its validations, and the metric for comparing runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _STATISTICS = ("running_mean", "running_var")
 def find_model(folder: Path, pattern: str | None = None) -> Path:
     """Return the model that a training wrote into `folder`.
 
-    The folder itself where it holds weights, else its best ``checkpoint-*``, else the best ``.ckpt`` under it. The best
-    is what the trainer says it is; the newest where it was told no metric.
+    That is the folder itself if it has weights, else its best ``checkpoint-*``, else the best ``.ckpt`` in it. The
+    trainer decides which is best. Without a metric it is the newest.
     """
     if pattern is not None:
         # Of several files the newest: a script may have written others before.
@@ -32,44 +32,44 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         return folder
     if checkpoints := _checkpoints(folder):
         state = _state(checkpoints[-1])
-        # The trainer's own choice, if it made one: its path may be of the folder's place at that time, so the name
-        # counts.
+        # The trainer's own choice, if it made one. Its path may refer to an earlier location of the folder, so only the
+        # name counts.
         best = folder / Path(str(state.get("best_model_checkpoint"))).name
         return best if best in checkpoints else checkpoints[-1]
     from shared_core.checkpoint_formats import load_checkpoint
 
     files = {file: load_checkpoint(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
     if files:
-        # Every .ckpt holds its ModelCheckpoint's state: that of the newest knows the best.
+        # Every .ckpt has its ModelCheckpoint's state: the newest one's knows the best.
         newest = max(files, key=lambda file: (_steps(files[file]), file.stat().st_mtime))
         best = Path(str(_monitor(files[newest]).get("best_model_path")))
         return next((file for file in files if file.resolve() == best.resolve()), newest)
     raise CheckpointError(
         "chain",
         f"{folder} must hold the trained model, a Transformers folder, checkpoint-* or .ckpt, got none",
-        "the script must save it there (save_model, ModelCheckpoint), or say where under {out} it lies (--model)",
+        "the script must save it there (save_model, ModelCheckpoint), or pass its place under {out} (--model)",
     )
 
 
 def count_parameters(model: Path, submodule: str | None = None) -> int:
-    """Return how many weights a saved model has; each tied one once, without the statistics of batch norms."""
+    """Return the number of weights of a saved model. Tied ones count once, batch norm statistics don't count."""
     from shared_core.checkpoint_formats import averaged, open_ingredient
 
     opened = open_ingredient(model)
-    # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
+    # Statistics of batch norms are not weights. Ties count once, as the ingredient stores them once.
     specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
     if model.suffix == ".ckpt" and submodule:
-        # A Lightning file holds the whole module: the student is a part of it.
+        # A Lightning file holds the whole module, and the student is a part of it.
         specs = {name: spec for name, spec in specs.items() if name.startswith(f"{submodule}.")} or specs
     return sum(math.prod(spec.shape) for spec in specs.values() if averaged(spec.dtype))
 
 
 def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict[str, float]:
-    """Return what was measured of a model: by the script itself at its end, else by the trainer when it was saved."""
+    """Return a model's metrics: from the script's end, else from the trainer when the model was saved."""
     from shared_core.checkpoint_formats import load_checkpoint
     from shared_core.engine.receipt import figures
 
-    # From the least to the most telling: later ones take the place of earlier figures of the same name.
+    # From the least to the most reliable: later ones replace earlier figures of the same name.
     found = figures(receipt.get("validation", {}))
     last = int(model.name.removeprefix("checkpoint-")) if model.name.startswith("checkpoint-") else None
     checkpoint = load_checkpoint(model) if model.suffix == ".ckpt" else {}
@@ -89,12 +89,12 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
 
 
 def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the latest figure of each name, of entries until a step."""
+    """Return the latest figure of each name among entries up to a step."""
     from shared_core.engine.receipt import figures
 
     found: dict[str, float] = {}
     for entry in entries:
-        # Figures of steps after this model belong to another one.
+        # Figures of later steps belong to another model.
         if last is None or float(entry.get("step", 0)) <= last:
             found |= figures(entry)
     return found
@@ -118,7 +118,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Return what a JSON file holds; nothing where it is none, or another's that holds something else."""
+    """Return a JSON file's object, empty if there is none or it holds something else."""
     with contextlib.suppress(CheckpointError):
         return read_object(file)
     return {}
@@ -140,7 +140,7 @@ _LOSSES = ("eval_loss", "val_loss")
 
 
 def usual_metric(known: Iterable[str]) -> str | None:
-    """Return the validation loss, or the only metric that there is; None: it must be chosen.
+    """Return the validation loss, or the only metric. None means that it must be chosen.
 
     Example:
         >>> usual_metric(["f1", "val_loss"]), usual_metric(["f1"]), usual_metric(["f1", "accuracy"])
@@ -151,5 +151,5 @@ def usual_metric(known: Iterable[str]) -> str | None:
 
 
 def is_larger_better(metric: str, mode: str) -> bool:
-    """Return True if a metric is better when larger; with mode ``auto`` its name tells."""
+    """Return True if a metric is better when larger. With mode ``auto`` its name decides."""
     return mode == "max" if mode != "auto" else larger_is_better(metric)

@@ -1,4 +1,4 @@
-"""Short runs of a script, with and without each technique of a recipe, two taking turns; and what they show."""
+"""Short runs of a script with and without each technique of a recipe, in pairs that take turns, and their results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.5
 
 
 def without_output(arguments: Sequence[str], folder: str) -> list[str]:
-    """Return a script's arguments with another folder in place of the one that it writes to.
+    """Return a script's arguments with its output folder replaced.
 
     Example:
         >>> without_output(["train.py", "--output_dir", "runs/a", "--lr", "0.1", "--logging-dir=b"], "/tmp/x")
@@ -70,7 +70,7 @@ class Reading:
 
     Args:
         variant: A technique's key, `PLAIN` or `ALL`.
-        seed: What was added to the script's seed.
+        seed: Number added to the script's seed.
         values: As the process wrote them: ``steps``, ``seconds`` of each block, ``memory``, ``metrics``, ``bytes``,
             ``packed``, ``techniques``; or ``error``.
     """
@@ -81,7 +81,7 @@ class Reading:
 
     @property
     def error(self) -> str | None:
-        """Why there is nothing else, in a line."""
+        """Why there are no measurements, in one line."""
         return self.values.get("error")
 
 
@@ -91,17 +91,17 @@ Pair = tuple[Reading, Reading]
 class TryOut:
     """Short runs of a script: plain against plain, then plain against each technique and against all of them.
 
-    The two runs of a pair have the same random numbers and take turns of a few steps, so what else the machine does
-    slows both alike. Each pair has random numbers of its own.
+    The two runs of a pair have the same random numbers and take turns of a few steps, so other load on the machine
+    slows both alike. Each pair has different random numbers.
 
     Args:
-        script: A file, or a module.
-        arguments: What it is given.
-        recipe: What is tried.
-        folder: Logs are kept here; all that the script writes lies in it until the run ends.
-        steps: Optimizer steps of a run, at least 8.
-        repeats: Pairs of each variant.
-        eval_batches: Batches of a validation at most; 0: all.
+        script: A file or a module.
+        arguments: The script's arguments.
+        recipe: The techniques to try.
+        folder: Logs are kept here. The script's own files are here too until the run ends.
+        steps: Optimizer steps per run, at least 8.
+        repeats: Pairs per variant.
+        eval_batches: Maximum number of validation batches; 0: all.
 
     Raises:
         ConfigError: If an argument breaks its rule.
@@ -132,7 +132,7 @@ class TryOut:
             self.variants[ALL] = recipe
         for config in recipe.values():
             config.check_files()
-        # why those that cannot be combined are not run
+        # why some combinations are not run
         self.refused = {name: told for name, tried in self.variants.items() if (told := _refusal(tried))}
 
     @property
@@ -145,17 +145,17 @@ class TryOut:
         progress: Callable[[int, int], object] = lambda done, total: None,
         check: Callable[[Pair], object] = lambda pair: None,
     ) -> list[Pair]:
-        """Return what each pair measured.
+        """Run all pairs and return their measurements.
 
         Args:
-            progress: Called with finished turns, and all turns.
-            check: Called with the first pair, of two plain runs; what it raises ends the try.
+            progress: Called with the number of finished turns and of all turns.
+            check: Called with the first pair, of two plain runs. An error in it ends the trial.
 
         Raises:
-            TrainingError: If the script does not run without techniques.
+            TrainingError: If the script fails without techniques.
         """
         make_folder(self.folder / "logs")
-        turns = self.steps // self.block + 2  # what comes before the first step, and behind the last
+        turns = self.steps // self.block + 2  # one before the first step, one after the last
         total, pairs = len(self.pairs) * 2 * turns, list[Pair]()
         for number, names in enumerate(self.pairs):
             if (told := self.refused.get(names[1])) is not None:
@@ -169,7 +169,7 @@ class TryOut:
                 first, second = (Reading(name, number, run.result()) for name, run in zip(names, runs, strict=True))
             for reading, run in ((first, runs[0]), (second, runs[1])):
                 told = f"the script must run without techniques, got {reading.error}"
-                remedy = f"its output: {run.log}; options of eff try stand before the script, its own behind it"
+                remedy = f"its output: {run.log}; put options of eff try before the script, its own after it"
                 is_sound = reading.variant != PLAIN or reading.error is None
                 require(is_sound, _WHERE, told, remedy, TrainingError)
             pairs.append((first, second))
@@ -209,12 +209,12 @@ class _Run:
         turns.settimeout(_POLL_SECONDS)
 
     def wait(self) -> bool:
-        """Return True if the turn ended and another may follow, once it has; else the process has ended."""
+        """Wait for the end of the turn. Return False if the process has ended."""
         while True:
             try:
                 return bool(self._turns.recv(1))
             except TimeoutError:
-                # not its end of the socket alone: workers of a loader hold that too
+                # not only its end of the socket: a loader's workers hold that too
                 if self._process.poll() is not None:
                     return False
             except ConnectionError:
@@ -226,7 +226,7 @@ class _Run:
             self._turns.send(b".")
 
     def result(self) -> dict[str, Any]:
-        """Return what the process wrote, or how it ended."""
+        """Return the process's result, or how it ended."""
         code = self._process.wait()
         file = self._scratch / RESULT_FILE
         if not file.is_file():
@@ -236,20 +236,20 @@ class _Run:
         values = read_object(file)
         if "error" in values:
             return {"error": " ".join(str(values["error"]).split())}
-        # what is not finite is null in JSON
+        # non-finite numbers are null in JSON
         for figures in filter(None, (values["metrics"], values["learning"])):
             figures.update({name: math.nan for name, value in figures.items() if value is None})
         return values
 
     def end(self) -> None:
-        """End the process and those that it started."""
+        """End the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def _take_turns(runs: list[_Run]) -> Iterator[int]:
-    """Let each run reach its first step, then each have its turn until all have ended; yield the turns so far."""
+    """Let each run reach its first step, then take turns until all have ended. Yield the turns so far."""
     count, live = 0, []
     for run in runs:
         count += 1
@@ -257,7 +257,7 @@ def _take_turns(runs: list[_Run]) -> Iterator[int]:
             live.append(run)
         yield count
     while live:
-        # who goes first changes, so that a load that grows or falls hits both alike
+        # alternate who goes first, so that rising or falling load affects both alike
         live.reverse()
         for run in list(live):
             run.go()
@@ -268,7 +268,7 @@ def _take_turns(runs: list[_Run]) -> Iterator[int]:
 
 
 FLOORS = {"time": 0.02, "memory": 0.02, "bytes": 0.001, "packed": 0.01, "metric": 0.005}
-"""Relative differences below these are called noise, however alike the plain runs were."""
+"""Smaller relative differences are called noise, however alike the plain runs were."""
 TRIMMED = 0.1
 _MEASURED = ("memory", "metric", "bytes", "packed")
 _USUAL = ("eval_loss", "val_loss", "train_loss")
@@ -278,13 +278,13 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A figure of a variant beside the plain runs'.
+    """A variant's figure compared with the plain runs'.
 
     Args:
         plain: Their mean; 1 for the time of a step.
         value: The variant's.
         noise: The largest difference that noise explains.
-        is_smaller_better: Whether a smaller one is the better one.
+        is_smaller_better: True if smaller is better.
     """
 
     plain: float
@@ -294,7 +294,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """``better``, ``worse``, ``same`` or ``noise``; what is not finite is worse."""
+        """``better``, ``worse``, ``same`` or ``noise``; non-finite is worse."""
         if self.value == self.plain:
             return "same"
         if not math.isfinite(self.value):
@@ -308,12 +308,12 @@ class Row:
     """A variant.
 
     Args:
-        name: A technique's key, or that of all together.
-        figures: ``time``, ``memory``, ``bytes``, ``packed`` and ``metric``, those that were measured.
+        name: A technique's key, or the key of all together.
+        figures: The measured ones of ``time``, ``memory``, ``bytes``, ``packed`` and ``metric``.
         metrics: The means of all figures that validation and training reported.
-        happened: What the receipt says of each technique.
-        error: Why there is nothing else, in a line.
-        is_judged: Whether the plain runs learned something, without which no technique can be judged.
+        happened: The receipt's summary of each technique.
+        error: Why there are no figures, in one line.
+        is_judged: True if the plain runs learned something. Otherwise no technique can be judged.
     """
 
     name: str
@@ -352,13 +352,13 @@ class Findings:
     """The comparison of all runs.
 
     Args:
-        metric: By whose name quality is compared, None where nothing was logged.
-        is_smaller_better: Of the metric.
-        plain: Of the plain runs: means of ``seconds`` a step, ``memory``, ``bytes``, ``packed``, ``metric``.
-        num_plain: How many those were.
+        metric: Name of the metric that measures quality, None if nothing was logged.
+        is_smaller_better: True if a smaller metric is better.
+        plain: Means of the plain runs: ``seconds`` per step, ``memory``, ``bytes``, ``packed``, ``metric``.
+        num_plain: Number of plain runs.
         plain_metrics: The means of all their figures.
         rows: The variants.
-        notes: What the figures do not say.
+        notes: Caveats that the figures do not show.
     """
 
     metric: str | None
@@ -370,7 +370,7 @@ class Findings:
     notes: Sequence[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, verdicts and advice too."""
+        """Return everything as plain values, including verdicts and advice."""
         values = dataclasses.asdict(self)
         for row, written in zip(self.rows, values["rows"], strict=True):
             written["advice"] = row.advice
@@ -380,18 +380,18 @@ class Findings:
 
 
 def findings(pairs: Sequence[Pair], *, metric: str | None = None, mode: str = "auto") -> Findings:
-    """Return what pairs of runs show.
+    """Return the comparison of pairs of runs.
 
-    Time: of each pair and block ``log(t / t_plain)``, of which a tenth at each end is left out; the ratio is the
-    exponential of their mean m over all blocks. It is noise if ``|m| <= max(2 s / √n, |m_0| + 2 s_0 / √n_0, 0.02)``
-    with s of these n logarithms, and m_0, s_0, n_0 of pairs of two plain runs.
+    Time: for each pair and block ``log(t / t_plain)``, with a tenth trimmed at each end. The ratio is the
+    exponential of the mean m over all blocks. It is noise if ``|m| <= max(2 s / √n, |m_0| + 2 s_0 / √n_0, 0.02)``
+    with s of these n logarithms, and m_0, s_0, n_0 from pairs of two plain runs.
     Others: noise if a difference to the mean of n plain runs is at most ``t s √(1/r + 1/n)``, with s of the plain runs,
     r of the variant's and t of Student's distribution with n - 1 degrees of freedom (95 %): the prediction interval.
 
     Args:
-        pairs: Of `TryOut.run`, pairs of two plain runs among them.
-        metric: By the trainer's name; by default the validation loss, or that of training.
-        mode: ``min`` or ``max``; ``auto``: a loss or an error is better when smaller.
+        pairs: From `TryOut.run`, including pairs of two plain runs.
+        metric: By the trainer's name; by default the validation loss, or the training loss.
+        mode: ``min`` or ``max``; ``auto``: smaller is better for a loss or an error.
 
     Raises:
         ConfigError: If no plain run reported the metric.
@@ -421,12 +421,12 @@ def findings(pairs: Sequence[Pair], *, metric: str | None = None, mode: str = "a
 
 
 def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | None, bool]:
-    """Return what quality is compared by, None where nothing was logged, and whether it is better when smaller.
+    """Return the metric that measures quality (None if nothing was logged), and True if smaller is better.
 
     Args:
         plain: Two plain runs.
-        metric: As `findings` takes it.
-        mode: As well.
+        metric: As for `findings`.
+        mode: As for `findings`.
 
     Raises:
         ConfigError: If they did not report it.
@@ -439,7 +439,7 @@ def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | Non
 
 
 def _values(results: Sequence[Mapping[str, Any]], what: str, metric: str | None) -> list[float]:
-    """Return a figure of every run, nothing where one lacks it."""
+    """Return a figure of every run, empty if one lacks it."""
     values = [result["metrics"].get(metric) if what == "metric" else result[what] for result in results]
     return [] if None in values else values
 
@@ -450,7 +450,7 @@ def _means(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _log_ratios(pairs: Sequence[Pair]) -> list[float]:
-    """Return the logarithms of time over the plain run's by block, without the first one and the outermost."""
+    """Return the logarithms of time over the plain run's per block, without the first and the trimmed ones."""
     kept: list[float] = []
     for plain, other in pairs:
         blocks = zip(plain.values["seconds"][1:], other.values["seconds"][1:], strict=False)
@@ -464,7 +464,7 @@ def _time(logs: Sequence[float], still: Sequence[float]) -> Figure:
     mean, error = _mean_and_error(logs)
     still_mean, still_error = _mean_and_error(still)
     noise = max(2 * error, abs(still_mean) + 2 * still_error, FLOORS["time"])
-    # told as a ratio: what is within e^noise of 1 on the side where it lies
+    # reported as a ratio: noise is anything within a factor e^noise of 1
     return Figure(1.0, math.exp(mean), abs(math.exp(math.copysign(noise, mean)) - 1))
 
 
@@ -483,12 +483,12 @@ def _compared(values: Sequence[float], plain: Sequence[float], floor: float, sma
 
 
 def _learning(plain: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Return the training loss of the plain runs, in their last quarter beside their first; None if none was seen."""
+    """Return the plain runs' training loss: last quarter against first; None if there was none."""
     told = [values["learning"] for values in plain if values.get("learning")]
     if not told:
         return None
     first, last = (statistics.fmean(one[name] for one in told) for name in ("first", "last"))
-    # standard errors of runs that are independent: that of their mean
+    # standard error of the mean of independent runs
     error = math.sqrt(math.fsum(one["error"] ** 2 for one in told)) / len(told)
     return Figure(first, last, max(2 * error, FLOORS["metric"] * abs(first)))
 
@@ -498,16 +498,16 @@ def _notes(plain: Sequence[Mapping[str, Any]], metric: str | None, learning: Fig
     if learning is not None and learning.verdict != "better":
         notes.append(
             f"the training loss of the plain runs did not fall in these steps ({learning.plain:.4g} in their first "
-            f"quarter, {learning.value:.4g} in their last): take more --steps"
+            f"quarter, {learning.value:.4g} in their last): use more --steps"
         )
     if metric is None:
-        notes.append("no loss and no metric was seen, so quality is not compared")
+        notes.append("no loss and no metric was logged, so quality is not compared")
     elif len({*_values(plain, "metric", metric)}) == 1:
         notes.append(
             f"{metric} was the same in all plain runs, although their random numbers differ: a change of "
-            f"{100 * FLOORS['metric']:g} % of it counts as noise, which nothing here measured"
+            f"{100 * FLOORS['metric']:g} % counts as noise, which is an assumption, not a measurement"
         )
     if metric == "train_loss":
-        told = "the mean over the last quarter of the steps, of a micro-batch, before techniques add to it"
+        told = "the mean over the last quarter of the steps, per micro-batch, before techniques add to it"
         notes.append(f"train_loss is {told}")
     return notes

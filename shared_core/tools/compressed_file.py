@@ -1,10 +1,10 @@
-"""The file that holds a compressed model: a header of 32 bytes, the payloads of tensors and files, an index.
+"""The file of a compressed model: a header of 32 bytes, the payloads of tensors and files, an index.
 
-All numbers are little-endian. The index is JSON, deflated: a list of tensors in the order of their payloads, further
-names of tied tensors, and files such as a config. Nothing in it is taken on trust: `read_index` checks every field
-against the others and against the length of the file before anything of a declared size is allocated.
+All numbers are little-endian. The index is deflated JSON: a list of tensors in payload order, additional
+names of tied tensors, and files such as a config. It is not trusted: `read_index` checks every field
+against the others and the file's length before it allocates memory of a declared size.
 
-Symbols are entropy-coded by constriction's ANS coder, with tables of one byte a symbol.
+Symbols are entropy-coded with constriction's ANS coder, with tables of one byte per symbol.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared_core.errors import CheckpointError
 from shared_core.files.json_yaml import parse_json
 from shared_core.libraries import optional
 
-MAGIC = b"\x89EFF\r\n\x1a\n"  # as PNG's: shows a file that was mangled as text
+MAGIC = b"\x89EFF\r\n\x1a\n"  # like PNG's: detects a file that was converted as text
 VERSION = 1
 HEADER = struct.Struct("<8sIIQII")  # magic, version, bytes of the index inflated, its offset, its length, its CRC-32
 LARGEST_INDEX = 1 << 24
@@ -48,7 +48,7 @@ CODINGS = get_args(Coding)
 class TensorEntry:
     """The index's entry of a tensor.
 
-    `coding` is ``raw`` or ``deflate`` (its bytes), ``dense`` (values, then a code of each element) or ``sparse``
+    `coding` is ``raw`` or ``deflate`` (its bytes), ``dense`` (values, then one code per element) or ``sparse``
     (values, then gaps between nonzero weights and their codes).
     """
 
@@ -57,15 +57,15 @@ class TensorEntry:
     shape: tuple[int, ...]
     coding: Coding
     bytes: int
-    """Of its payload."""
+    """Bytes of its payload."""
     crc: int
-    """CRC-32 of its bytes when restored."""
+    """CRC-32 of its restored bytes."""
     values: int = 0
     """Shared values, in the tensor's dtype, at the start of the payload."""
     weights: int = 0
     """Nonzero weights of a sparse one."""
     gaps: int = 0
-    """Gap symbols of a sparse one."""
+    """Number of gap symbols of a sparse tensor."""
     gap_bits: int = 0
 
     @property
@@ -95,7 +95,7 @@ class Index:
 
     tensors: tuple[TensorEntry, ...]
     ties: Mapping[str, str]
-    """Further names of a tensor, each with the name that it is stored under."""
+    """Additional names of tensors, each with the name that it is stored under."""
     files: tuple[FileEntry, ...]
 
     def payloads(self) -> tuple[TensorEntry | FileEntry, ...]:
@@ -103,7 +103,7 @@ class Index:
         return (*self.tensors, *self.files)
 
     def pack(self) -> tuple[bytes, int]:
-        """Return the index as it is written, and its length inflated."""
+        """Return the index as written, and its inflated length."""
         defaults = {field.name: field.default for field in dataclasses.fields(TensorEntry)}
         content = {
             "tensors": [
@@ -119,18 +119,18 @@ class Index:
 
 
 def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Index:
-    """Return what a compressed file holds, every field checked."""
+    """Read a compressed file's index and check every field."""
     length = file.seek(0, 2)
     file.seek(0)
     head = file.read(HEADER.size)
-    # The magic says that it is such a file, before any number in it is believed.
+    # The magic identifies the file before any number in it is used.
     if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
         raise damaged(path, "must begin as a file of `eff compress` does", repr(head[: len(MAGIC)]))
     _, version, size, offset, packed, crc = HEADER.unpack(head)
     if version != VERSION:
         rule = f"{path} must have format {VERSION}, got {version}"
         raise CheckpointError("decompress", rule, "update efftrain to read this file")
-    # The index ends the file: nothing is behind it, and its length is bounded before it is inflated.
+    # The index ends the file: nothing follows it, and its length is bounded before it is inflated.
     if offset < HEADER.size or offset + packed != length or not 0 < size <= LARGEST_INDEX:
         raise damaged(path, "must hold its index at its end", f"{packed} bytes at {offset} of {length}")
     file.seek(offset)
@@ -147,7 +147,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
             raise ValueError(fault)
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise damaged(path, "must hold a consistent index", f"{error}") from error
-    # What it would restore to, before any memory is taken: a small file may claim petabytes.
+    # Check the restored size before allocating memory: a small file may claim petabytes.
     total = sum(entry.num_bytes for entry in index.tensors) + sum(entry.size for entry in index.files)
     limit = FREE_BYTES + FREE_RATIO * length if max_bytes is None else max_bytes
     if total > limit:
@@ -163,15 +163,15 @@ def damaged(path: Path, rule: str, got: str) -> CheckpointError:
 
 
 def check_crc(content: bytes, crc: int) -> None:
-    """Refuse bytes that are not those that were written."""
+    """Raise an error if bytes do not have their checksum."""
     if zlib.crc32(content) != crc:
-        raise ValueError(f"another checksum than {crc}")
+        raise ValueError(f"checksum differs from {crc}")
 
 
 def inflate(data: bytes, size: int) -> bytes:
-    """Return `size` bytes that were deflated; never holds more."""
+    """Inflate data to exactly `size` bytes, never holding more."""
     engine = zlib.decompressobj()
-    # size + 1: one byte more than allowed is enough to refuse, and no more is ever inflated.
+    # size + 1: one extra byte is enough to reject, and no more is ever inflated.
     content = engine.decompress(data, size + 1)
     if len(content) != size or not engine.eof or engine.unused_data:
         raise ValueError(f"deflated data must be {size} bytes, got another length")
@@ -179,7 +179,7 @@ def inflate(data: bytes, size: int) -> bytes:
 
 
 def _faults(index: Index, payload: int) -> Iterator[str]:
-    """Yield the rules that an index breaks, each before anything is computed from what breaks it."""
+    """Yield the rules that an index breaks, each before dependent values are computed."""
     for entry in index.payloads():
         yield from _faults_of(entry)
     names = [entry.name for entry in index.tensors]
@@ -190,7 +190,7 @@ def _faults(index: Index, payload: int) -> Iterator[str]:
     if not set(index.ties.values()) <= set(names):
         yield "a tied tensor has no owner"
     if (declared := sum(entry.bytes for entry in index.payloads())) != payload:
-        yield f"{declared} bytes declared where there are {payload}"
+        yield f"{declared} bytes declared, but there are {payload}"
 
 
 def _faults_of(entry: TensorEntry | FileEntry) -> Iterator[str]:
@@ -203,8 +203,8 @@ def _faults_of(entry: TensorEntry | FileEntry) -> Iterator[str]:
         numbers = (entry.bytes, entry.crc, entry.values, entry.weights, entry.gaps, entry.gap_bits, *entry.shape)
         known = isinstance(entry.name, str) and entry.dtype in DTYPES and entry.coding in CODINGS
     if not known or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        yield f"{entry} has a name, dtype or coding that is none, or a number out of range"
-    # Each coding's fields must be possible together, so that a reader allocates what a payload can hold.
+        yield f"{entry} has an invalid name, dtype or coding, or a number out of range"
+        # Each coding's fields must be consistent, so that a reader allocates only what a payload can hold.
     if isinstance(entry, TensorEntry) and not _holds(entry):
         yield f"the fields of {entry.name!r} contradict each other"
 
@@ -220,13 +220,13 @@ def _holds(entry: TensorEntry) -> bool:
         return entry.values > 0 or count == 0
     filler = 2**entry.gap_bits - 1
     fits = entry.gap_bits >= 1 and entry.weights <= count and (entry.values > 0 or not entry.weights)
-    # Each weight has one symbol; each filler stands for 2^b - 1 elements.
+    # Each weight has one symbol; each filler represents 2^b - 1 elements.
     fits &= entry.weights <= entry.gaps <= entry.weights + count // max(filler, 1)
     return bool(fits and entry.bytes >= table + filler + 1)
 
 
 def is_plain_name(name: str) -> bool:
-    """Return True if a file name stays in the folder that it is put into.
+    """Return True if a file name stays within its folder.
 
     Example:
         >>> is_plain_name("config.json"), is_plain_name("../config.json"), is_plain_name(".bashrc")
@@ -242,12 +242,12 @@ def is_plain_name(name: str) -> bool:
 
 
 PIECE = 1 << 20
-# 2^16 · 2^(i/8): as whole numbers, because two machines may disagree in the last digit of a power
+# 2^16 · 2^(i/8), as whole numbers: machines may disagree in the last digit of a power
 _EIGHTHS = (65536, 71468, 77936, 84990, 92682, 101070, 110218, 120194)
 
 
 def coded_bits(counts: NDArray[np.integer]) -> float:
-    """Return the bits that symbols with these counts take, with their table: ``Σ n_i log2(N / n_i) + 8`` a symbol.
+    """Return the bits for symbols with these counts, plus their table: ``Σ n_i log2(N / n_i) + 8`` per symbol.
 
     Example:
         >>> coded_bits(np.array([4, 4]))
@@ -259,29 +259,30 @@ def coded_bits(counts: NDArray[np.integer]) -> float:
 
 
 def make_table(symbols: NDArray[np.integer], size: int) -> bytes:
-    """Return how often each of `size` symbols occurs, as one byte each: 0 for never, else ``1 + round(8 log2(n))``.
+    """Return how often each of `size` symbols occurs, one byte each: 0 for never, else ``1 + round(8 log2(n))``.
 
-    Steps of 9 % cost less than a thousandth of a bit a symbol and make a table a quarter of the size of one of counts.
+    Steps of 9 % cost less than a thousandth of a bit per symbol, and the table is a quarter the size of one of counts.
 
     Example:
         >>> list(make_table(np.array([0, 0, 0, 0, 2]), 3))
         [17, 0, 1]
     """
     counts = np.bincount(symbols, minlength=size)
-    # A logarithm in eighths of an octave: counts are 4 % off at most, some 0.001 bits a symbol, and 255 reaches 2^31.
+    # A logarithm in eighths of an octave: counts are off by at most 4 %, about 0.001 bits per symbol, and 255 means
+    # 2^31.
     return bytes(min(255, 1 + round(8 * math.log2(count))) if count else 0 for count in counts.tolist())
 
 
 def encode(streams: Sequence[tuple[NDArray[np.integer], bytes]]) -> bytes:
-    """Return streams of symbols, each with its table, as one string of bytes, the first to be decoded first."""
+    """Return streams of symbols, each with its table, as one byte string. The first is decoded first."""
     library = optional("constriction", "compress", "compress")
-    coder = library.stream.stack.AnsCoder()  # a stack: what is encoded last is decoded first
-    # Last stream first, and each from its last piece to its first: the decoder meets the first symbol first.
+    coder = library.stream.stack.AnsCoder()  # a stack: the last symbol encoded is decoded first
+    # Last stream first, and each from its last piece to its first, so that the decoder gets the first symbol first.
     for symbols, table in reversed(streams):
         model = _model(library, table) if len(symbols) else None
         if model is None:
             continue
-        # In pieces, so that int32 copies of a large tensor are not all there at once.
+        # In pieces, to avoid int32 copies of a large tensor at once.
         for first in range((len(symbols) - 1) // PIECE * PIECE, -1, -PIECE):
             coder.encode_reverse(symbols[first : first + PIECE].astype(np.int32), model)
     words: bytes = coder.get_compressed().astype("<u4").tobytes()
@@ -289,55 +290,55 @@ def encode(streams: Sequence[tuple[NDArray[np.integer], bytes]]) -> bytes:
 
 
 class Decoder:
-    """Takes symbols out of what `encode` returned, in the order in which they were put in.
+    """Decodes symbols from the result of `encode`, in the order in which they were encoded.
 
-    Any bytes decode to some symbols, so that damage is not seen here; no more is held than is asked for.
+    Any bytes decode to some symbols, so damage is not detected here. No more memory is used than requested.
     """
 
     def __init__(self, data: bytes) -> None:
         self._library = optional("constriction", "compress", "compress")
-        # ANS never leaves a leading zero word: one there was put there by somebody.
+        # ANS never ends in a zero word, so such data is invalid.
         if len(data) % 4 or data[-4:] == b"\0\0\0\0":
             raise ValueError(f"coded symbols must be whole words, the last not 0, got {len(data)} bytes")
         words = np.frombuffer(data, dtype="<u4").astype(np.uint32)
         self._coder = self._library.stream.stack.AnsCoder(words)
 
     def model(self, table: bytes) -> Any:
-        """Return what `take` needs to know of a stream."""
+        """Return the distribution of a stream, for `take`."""
         return _model(self._library, table)
 
     def take(self, count: int, model: Any) -> NDArray[np.int32]:
         """Return the next `count` symbols of a stream, int32."""
-        # One symbol only: it is known without a bit.
+        # A single symbol needs no bits.
         if model is None:
             return np.zeros(count, dtype=np.int32)
         symbols: NDArray[np.int32] = self._coder.decode(model, count)
         return symbols
 
     def is_empty(self) -> bool:
-        """Return True if nothing is left, as it must be at the end."""
+        """Return True if nothing is left, as required at the end."""
         return bool(self._coder.is_empty())
 
 
 def _model(library: Any, table: bytes) -> Any:
-    """Return the distribution of a table; None where there is but one symbol, which takes no bits."""
+    """Return the distribution of a table; None for a single symbol, which needs no bits."""
     if len(table) < 2:
         return None
     weights = [_EIGHTHS[(byte - 1) % 8] * 2.0 ** ((byte - 1) // 8) if byte else 0.0 for byte in table]
     if not any(weights):
-        raise ValueError("table of symbols must hold one that occurs, got none")
-    # perfect=False is the library's stable way of rounding: sums and products of float64, the same on every machine
+        raise ValueError("table of symbols must have one that occurs, got none")
+        # perfect=False is the library's stable rounding: sums and products of float64, the same on every machine
     return library.stream.model.Categorical(np.array(weights), perfect=False)
 
 
 WIDTHS = range(1, 9)
-"""Bits of a gap that may be chosen; the paper takes 8 for convolutions and 5 for fully connected layers."""
+"""Possible bits of a gap; the paper uses 8 for convolutions and 5 for fully connected layers."""
 
 Ints = NDArray[np.integer]
 
 
 def runs_of_zeros(live: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return how many zeros stand before each nonzero weight; those after the last one are not told.
+    """Return the number of zeros before each nonzero weight. Those after the last one are not included.
 
     Example:
         >>> runs_of_zeros(np.array([False, True, True, False, False, True, False])).tolist()
@@ -351,8 +352,8 @@ def runs_of_zeros(live: NDArray[np.bool_]) -> NDArray[np.int64]:
 def gap_symbols(runs: Ints, bits: int) -> NDArray[np.uint8]:
     """Return runs of zeros as symbols of `bits` bits: ``s < 2**bits - 1`` is s zeros and a weight.
 
-    The largest symbol is as many zeros as its value says and no weight: the paper's filler zero, which costs no code
-    of a value here (Han, Mao and Dally 2016, arXiv:1510.00149, figure 2).
+    The largest symbol is as many zeros as its value and no weight: the paper's filler zero, which needs no value code
+    here (Han, Mao and Dally 2016, arXiv:1510.00149, figure 2).
 
     Example:
         >>> gap_symbols(np.array([1, 0, 9]), 2).tolist()
@@ -360,8 +361,7 @@ def gap_symbols(runs: Ints, bits: int) -> NDArray[np.uint8]:
     """
     filler = 2**bits - 1
     # The relative index of Deep Compression (Han et al. 2016, arXiv:1510.00149, figure 2): a run of at least 2^b - 1
-    # zeros is told by fillers, each 2^b - 1 zeros without a weight, and a last symbol. runs // filler + 1 symbols a
-    # run.
+    # zeros has fillers, each 2^b - 1 zeros without a weight, and a last symbol: runs // filler + 1 symbols per run.
     ends = np.cumsum(runs // filler + 1)
     symbols = np.full(int(ends[-1]) if len(runs) else 0, filler, dtype=np.uint8)
     symbols[ends - 1] = runs % filler
@@ -369,7 +369,7 @@ def gap_symbols(runs: Ints, bits: int) -> NDArray[np.uint8]:
 
 
 def weight_places(symbols: Ints, bits: int, start: int) -> tuple[NDArray[np.int64], int]:
-    """Return the flat indices of the weights that gap symbols tell, and where the next symbols go on.
+    """Return the flat indices of the weights that gap symbols describe, and the start for the next symbols.
 
     Example:
         >>> places, following = weight_places(np.array([1, 0, 3, 3, 3, 0]), 2, start=0)
@@ -377,19 +377,19 @@ def weight_places(symbols: Ints, bits: int, start: int) -> tuple[NDArray[np.int6
         ([1, 2, 12], 13)
     """
     has_weight = symbols != 2**bits - 1
-    # A symbol s < filler passes s zeros and its weight; a filler passes 2^b - 1 zeros.
+    # A symbol s < filler skips s zeros and adds a weight; a filler skips 2^b - 1 zeros.
     after = start + np.cumsum(symbols.astype(np.int64) + has_weight)
     return after[has_weight] - 1, int(after[-1]) if len(after) else start
 
 
 def smallest_width(runs: Ints) -> tuple[int, float]:
-    """Return the bits of a gap that give the fewest coded bits, the table of the symbols included, and those bits.
+    """Return the gap width with the fewest coded bits, including the symbol table, and those bits.
 
     Example:
         >>> smallest_width(np.full(1000, 2))[0]
         2
     """
-    # Few widths, so each is counted: the best one depends on the whole distribution of runs.
+    # There are few widths, so try each: the best one depends on the whole distribution of runs.
     cost = {bits: _gap_bits(runs, bits) for bits in WIDTHS}
     best = min(cost, key=lambda bits: cost[bits])
     return best, cost[best]
@@ -397,7 +397,7 @@ def smallest_width(runs: Ints) -> tuple[int, float]:
 
 def _gap_bits(runs: Ints, bits: int) -> float:
     filler = 2**bits - 1
-    # As `gap_symbols` would give, counted without making them.
+    # The symbols of `gap_symbols`, counted without creating them.
     counts = np.bincount(runs % filler, minlength=filler + 1)
     counts[filler] = int((runs // filler).sum())
     return coded_bits(counts)

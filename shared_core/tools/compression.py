@@ -1,6 +1,6 @@
-"""A state dict in one small file: shared values, entropy-coded, everything else exactly; read bit for bit.
+"""Store a state dict in one small file: shared values, entropy-coded; everything else exactly. It restores bit for bit.
 
-Nothing that a file declares is trusted.
+Reading does not trust anything that a file declares.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class CompressedTensor:
     coding: str
     original_bytes: int
     stored_bytes: int
-    """Without its line in the index, which is counted in the whole file."""
+    """Without its index entry, which counts towards the whole file."""
     weights: int
     """Nonzero elements if values are shared, else all elements."""
     clusters: int
-    """Values that they share; 0: each stored exactly."""
+    """Number of shared values; 0: each stored exactly."""
     rms_error: float
-    """Root of the mean squared change of an element; 0: exact."""
+    """Root mean squared change per element; 0: exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Compression:
 
     path: Path
     original_bytes: int
-    """Of the tensors in their own dtypes, tied ones once."""
+    """Bytes of the tensors in their own dtypes, tied ones once."""
     file_bytes: int
-    """Of the file: header, index, tensors, other files."""
+    """Bytes of the file: header, index, tensors, other files."""
     other_bytes: int
-    """Of the file: the files that go along."""
+    """Bytes of the other files in it."""
     seconds: float
     tensors: tuple[CompressedTensor, ...]
     ties: Mapping[str, str]
 
     @property
     def ratio(self) -> float:
-        """Original bytes for each byte of the file."""
+        """Original bytes per byte of the file."""
         return self.original_bytes / self.file_bytes
 
 
@@ -104,30 +104,30 @@ def compress(
     files: Mapping[str, bytes] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Compression:
-    """Write a state dict into one small file and return what it took.
+    """Write a state dict to one small file and return its sizes.
 
-    Three stages (Han, Mao and Dally 2016, arXiv:1510.00149): the nonzero weights of a tensor share at most ``2**bits``
-    values, found by k-means (`share_values`); where most weights are zero, the gaps between the others are stored
-    instead of their places; gaps and codes are entropy-coded, by asymmetric numeral systems where the paper has
-    Huffman's code. Zeros stay zeros. A tensor whose weights share that few values already, because training with
-    `cluster` made them, is stored without any change.
+    Three stages (Han, Mao and Dally 2016, arXiv:1510.00149). The nonzero weights of a tensor share at most ``2**bits``
+    values, found by k-means (`share_values`). If most weights are zero, the gaps between the others are stored instead
+    of their positions. Gaps and codes are entropy-coded, with asymmetric numeral systems instead of the paper's Huffman
+    code. Zeros stay zeros. A tensor with that few values already, from training with `cluster`, is stored without any
+    change.
 
-    Vectors (biases, norms), small tensors, integers, booleans and other dtypes are stored exactly, and so is a tensor
-    that would take more bytes with a table of values. Tied tensors are stored once.
+    Vectors (biases, norms), small tensors, integers, booleans and other dtypes are stored exactly. So are tensors that
+    would need more bytes with a table of values. Tied tensors are stored once.
 
     Args:
         state_dict: Dense tensors by name.
-        path: The file to write, whole or not at all; an older one is replaced.
-        bits: Of a code, in [2, 8].
-        bits_of: Other bits for tensors or modules of these names (globs), None for exactly; the first that matches
-            wins, and what is named is compressed whatever its size.
+        path: The file to write, atomically; an older one is replaced.
+        bits: Bits per code, in [2, 8].
+        bits_of: Other bits for tensors or modules of these names (globs), None for exactly. The first match wins. Named
+            tensors are compressed whatever their size.
         min_size: Tensors with fewer elements are stored exactly.
         files: Contents of further files, such as a config, by plain name.
-        progress: Called with (tensors written, tensors) after each, to show a bar.
+        progress: Called with (tensors written, all tensors) after each.
 
     Raises:
         ConfigError: If an option breaks its rule, or a pattern matches nothing.
-        CheckpointError: If an entry is no dense tensor, or the file cannot be written.
+        CheckpointError: If an entry is not a dense tensor, or the file cannot be written.
         TrainingError: If a weight to be shared is NaN or infinite.
         MissingExtraError: If constriction is not installed.
 
@@ -152,7 +152,7 @@ def compress(
             raise ConfigError("compress", rule)
     entries, told, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
-        # The header needs the index's place: room for it now, written at the end.
+        # The header needs the index's position: leave room for it, and write it at the end.
         file.write(bytes(HEADER.size))
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             entry, line = _write_tensor(file, name, tensor, widths[name])
@@ -180,7 +180,7 @@ def compress(
 
 def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors, each once, and further names of them."""
-    # all held at once, because the addresses by which ties are found are those of living tensors
+    # hold all at once, because ties are found by the addresses of living tensors
     given = dict(state_dict)
     if not given:
         raise CheckpointError("compress", "state dict must hold at least one tensor, got none", "check the path")
@@ -209,7 +209,7 @@ def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 def _widths(
     tensors: Mapping[str, Tensor], ties: Mapping[str, str], bits: int, bits_of: Mapping[str, int | None], min_size: int
 ) -> dict[str, int | None]:
-    """Return the bits of each tensor, None where it is stored exactly."""
+    """Return the bits of each tensor, None if it is stored exactly."""
     for pattern, width in bits_of.items():
         if width is not None:
             check_bits(width, f"compress: bits_of {pattern!r}")
@@ -217,7 +217,7 @@ def _widths(
             raise ConfigError("compress", f"bits_of pattern {pattern!r} matches no tensor{nearest(pattern, tensors)}")
     widths: dict[str, int | None] = {}
     for name, tensor in tensors.items():
-        # Matrices only by default: biases and norms are small, and sensitive.
+        # Only matrices by default: biases and norms are small and sensitive.
         is_matrix = tensor.ndim > 1 and tensor.numel() >= min_size
         names = [name, *(tied for tied, owner in ties.items() if owner == name)]
         named = (width for pattern, width in bits_of.items() if any(_matches(one, pattern) for one in names))
@@ -238,13 +238,13 @@ def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -
     weights, clusters, error = tensor.numel(), 0, 0.0
     shared = None if bits is None else share_values(tensor, bits, name=f"compress: {name}")
     coded = None if shared is None else _code(shared)
-    # An exact tensor is deflated if that helps: weights hardly, buffers and indices much.
+    # An exact tensor is deflated if that helps: it hardly does for weights, but much for buffers and indices.
     if shared is None and len(deflated := zlib.compress(raw, 9)) < len(raw):
         payload, coding = deflated, "deflate"
-    # a tensor of few weights may take more with a table of values than without
+    # a tensor of few weights may need more bytes with a table of values
     elif shared is not None and coded is not None and len(coded[0]) < len(raw):
         payload, coding, fields = coded
-        # The CRC is of what a reader restores: the shared values, not the originals.
+        # The CRC covers what a reader restores: the shared values, not the originals.
         weight = shared.weight()
         restored, clusters = _tensor_bytes(weight), len(shared.values)
         error = float(np.sqrt(np.mean(np.square(wide(tensor) - wide(weight), dtype=np.float64))))
@@ -258,23 +258,23 @@ def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -
 
 
 def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
-    """Return the payload of a tensor with shared values, sparse or dense, whichever is smaller, and its fields."""
+    """Return the smaller payload of a tensor with shared values, sparse or dense, and its fields."""
     codes: NDArray[np.integer] = shared.codes.reshape(-1).numpy()
     # Slot 0 counts zeros.
     counts = np.bincount(codes, minlength=len(shared.values) + 1)
     has_zeros = bool(counts[0])
     alphabet = counts if has_zeros else counts[1:]
-    # Dense: one symbol an element, and zero is one more of the shared values.
+    # Dense: one symbol per element. Zero is one more shared value.
     dense_bits = coded_bits(alphabet) + 8 * shared.values.element_size()
     if has_zeros:
         live = codes != 0
         runs = runs_of_zeros(live)
         width, gap_bits = smallest_width(runs)
-        # Sparse: gaps and values apart. Chosen by coded size, table included.
+        # Sparse: gaps and values separately. Chosen by coded size, table included.
         if gap_bits + coded_bits(counts[1:]) < dense_bits:
             gaps, numbers = gap_symbols(runs, width), codes[live] - 1
             tables = make_table(numbers, len(shared.values)), make_table(gaps, 2**width)
-            # Gaps are decoded first: places are needed before values.
+            # Gaps are decoded first: positions are needed before values.
             coded = encode([(gaps, tables[1]), (numbers, tables[0])])
             sizes = {"values": len(shared.values), "weights": len(numbers), "gaps": len(gaps), "gap_bits": width}
             return b"".join([_tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
@@ -293,11 +293,11 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class CompressedFile:
-    """A compressed model on disk, read one tensor at a time. The index is read and checked when it is made.
+    """A compressed model on disk, read one tensor at a time. The index is read and checked at construction.
 
     Args:
         path: A file that `compress` wrote.
-        max_bytes: Most bytes that may come out of it; by default 64 MiB and a thousand times the file.
+        max_bytes: Most bytes that it may restore to; by default 64 MiB and a thousand times the file.
 
     Raises:
         CheckpointError: If it is missing, damaged, of a newer format, or declares more than `max_bytes`.
@@ -309,7 +309,7 @@ class CompressedFile:
             self.index = read_index(file, self.path, max_bytes)
         offset = HEADER.size
         self._offsets: list[int] = []
-        # Payloads lie one after another: offsets follow from their lengths, and are not told in the file.
+        # Payloads are contiguous: offsets follow from their lengths and are not stored.
         for entry in self.index.payloads():
             self._offsets.append(offset)
             offset += entry.bytes
@@ -349,20 +349,20 @@ class CompressedFile:
         file.seek(offset)
         with self._whole(entry):
             tensor = _restored(file.read(entry.bytes), entry)
-            # Of the restored bytes: it guards the decoder as well as the file.
+            # A checksum of the restored bytes guards the decoder as well as the file.
             check_crc(_tensor_bytes(tensor), entry.crc)
         return tensor
 
 
 def decompress(path: str | Path, *, max_bytes: int | None = None) -> dict[str, Tensor]:
-    """Return the state dict in a compressed file: names, shapes, dtypes and every bit as they were stored.
+    """Return the state dict in a compressed file: names, shapes, dtypes and every bit as stored.
 
-    Tensors lie on CPU; tied ones are one tensor under several names. The names come in the order of the file, ties
-    after what they are tied to.
+    Tensors are on the CPU. Tied ones are one tensor under several names. Names are in the order of the file, ties after
+    their original.
 
     Args:
         path: A file that `compress` wrote.
-        max_bytes: Most bytes that may come out of it, so that a small hostile file cannot fill the memory; by default
+        max_bytes: Most bytes that it may restore to, so that a small hostile file cannot fill the memory; by default
             64 MiB and a thousand times the file.
 
     Raises:
@@ -387,13 +387,12 @@ def _restored(payload: bytes, entry: TensorEntry) -> Tensor:
     if entry.coding in ("raw", "deflate"):
         content = payload if entry.coding == "raw" else inflate(payload, entry.num_bytes)
         return _from_bytes(content, dtype).reshape(entry.shape)
-    # The payload: shared values, a byte of the table for each, and for sparse ones the table of gaps; then the ANS
-    # words.
+    # The payload: shared values, a byte of the table for each, for sparse ones the table of gaps, then the ANS words.
     size = entry.values * dtype.itemsize
     values = _from_bytes(payload[:size], dtype)
     table = payload[size : size + entry.values]
     rest = payload[size + entry.values :]
-    # Zeros: of a sparse tensor only weights are written.
+    # Zeros: only a sparse tensor's weights are written.
     flat = torch.zeros(entry.numel, dtype=dtype)
     if entry.coding == "dense":
         decoder = Decoder(rest)
@@ -419,12 +418,12 @@ def _places(entry: TensorEntry, table: bytes, decoder: Decoder) -> NDArray[np.in
         symbols = decoder.take(min(PIECE, entry.gaps - first), model)
         places, following = weight_places(symbols, entry.gap_bits, following)
         pieces.append(places)
-        # Checked in each piece: a damaged stream must not make indices beyond the tensor.
+        # Checked per piece: a damaged stream must not make indices beyond the tensor.
         if following > entry.numel or sum(map(len, pieces)) > entry.weights:
             break
     found = np.concatenate(pieces)
     if following > entry.numel or len(found) != entry.weights:
-        raise ValueError(f"gaps must tell {entry.weights} weights within {entry.numel} elements, got others")
+        raise ValueError(f"gaps must describe {entry.weights} weights within {entry.numel} elements, got others")
     return found
 
 
@@ -438,7 +437,7 @@ def _fill(target: Tensor, values: Tensor, table: bytes, decoder: Decoder) -> Non
 def _from_bytes(content: bytes, dtype: torch.dtype) -> Tensor:
     if not content:
         return torch.empty(0, dtype=dtype)
-    # bytearray: frombuffer of bytes would be a tensor that must not be written.
+    # bytearray: frombuffer of bytes would give a read-only tensor.
     raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     # A byte of 2 as a bool is undefined in torch.
     if dtype == torch.bool and int(raw.max()) > 1:

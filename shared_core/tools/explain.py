@@ -1,4 +1,4 @@
-"""Explain a recipe before its run: the code that decides at start, on a model that is not trained."""
+"""Explain a recipe before its run, using the start-up code on an untrained model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shared_core.hardware import default_device
 
 AFTER = "after training"
 _POSITIONS = (Position, Position | None)
-# trainer → where state and what deployment needs are saved
+# trainer → where state and deployment data are saved
 _PLACES = {
     "hf": ("eff_state.safetensors", "eff_deployment.json"),
     "lightning": ("the .ckpt under eff_state", "the .ckpt under eff_deployment"),
@@ -34,16 +34,16 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """The known facts about a run before it starts.
+    """What is known about a run before it starts.
 
     Args:
-        conflicts: Why it would be refused, a line each; empty: it starts.
-        remarks: What is allowed and has to be told.
-        timeline: ``step`` (None where `at` says it), ``at``, ``technique``, ``what``, in order.
-        touched: By technique, where there is a model.
-        abilities: By technique, how it runs on the device.
-        checkpoint: By technique, what of it is saved.
-        coverage: By technique of layers, what it reaches of the weights that multiply activations.
+        conflicts: Reasons why it would be refused, one line each; empty if it starts.
+        remarks: Notes about allowed settings.
+        timeline: ``step`` (None if only `at` is known), ``at``, ``technique``, ``what``, in order.
+        touched: What each technique changes, if there is a model.
+        abilities: How each technique runs on the device.
+        checkpoint: What each technique saves.
+        coverage: For each technique of layers, its share of the weights that multiply activations.
     """
 
     conflicts: list[str] = field(default_factory=list)
@@ -56,9 +56,9 @@ class Explanation:
 
 
 def estimates(key: str, elements: int) -> list[dict[str, Any]]:
-    """Return what a technique costs on so many elements, by what was measured on one thread of a CPU.
+    """Return a technique's cost for so many elements, from measurements on one CPU thread.
 
-    Each entry has ``what``, and ``seconds`` or ``bytes``. Above the largest size that was measured, cost is
+    Each entry has ``what``, and ``seconds`` or ``bytes``. Above the largest measured size, cost is
     proportional to size.
 
     Example:
@@ -87,15 +87,15 @@ def explain(
 ) -> Explanation:
     """Return what a run would do.
 
-    The model is left as techniques attach to it: without values it costs nothing, and it must not be trained.
+    Techniques attach to the model, which must not be trained afterwards. A model without values costs nothing.
 
     Args:
-        recipe: What is switched on.
-        model: The user's, on any device, the meta device too unless a config `needs_values`.
+        recipe: The techniques to switch on.
+        model: The user's, on any device, also the meta device unless a config `needs_values`.
         trainer: ``hf`` or ``lightning``.
         run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
-        total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
-        steps_per_epoch: Of one epoch.
+        total_steps: Optimizer steps of the run; None if unknown, then positions are shown as written.
+        steps_per_epoch: Optimizer steps per epoch.
         device: Where it will run; None: `default_device`.
 
     Example:
@@ -108,7 +108,7 @@ def explain(
     told = Explanation()
     where = device or default_device()
     techniques = {key: REGISTRY[key].technique_class(config) for key, config in recipe.items()}
-    # Without a model an empty one: timelines and abilities need none.
+    # Without a model use an empty one: timelines and abilities need none.
     context = Context(model if model is not None else nn.Module(), trainer, is_preview=True)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
     try:
@@ -122,7 +122,7 @@ def explain(
         told.timeline.extend(_events(key, technique, context, told.conflicts))
         told.abilities[key] = type(technique.config).ability(where)
         told.checkpoint[key] = _saved(technique, trainer)
-    # By step, what has no step yet before, what comes after training last.
+    # By step: first those without a step, last those after training.
     told.timeline.sort(key=lambda event: (event["at"] == AFTER, event["step"] or 0))
     return told
 
@@ -131,8 +131,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
     counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
-            # Techniques attach to one model one after another, as in a run: a factorised layer is what the next one
-            # sees.
+            # Techniques attach one after another, as in a run: the next one sees a factorised layer.
             if isinstance(technique, LooksFirst):
                 technique.before_attach(context)
             told.touched[key] = technique.attach(context)
@@ -151,7 +150,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:
     try:
         context.plans[key] = technique.plan(context)
-    # Positions as fractions without a length stay as they were written.
+    # Without a length, fractions stay as written.
     except UnknownLengthError:
         return [{"step": None, "at": at, "technique": key, "what": name} for name, at in _written(technique).items()]
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""List what this machine has for training: processors, their types, kernels, compilers, processes."""
+"""List this machine's resources for training: processors, number formats, kernels, compilers, processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _cpu_name() -> str:
 
 
 def formats(device: torch.device) -> dict[str, str]:
-    """Return how a device computes with each format: ``native``, or what happens in place of it.
+    """Return how a device computes with each format: ``native``, or what it does instead.
 
     Example:
         >>> formats(torch.device("cpu"))["fp8"]
@@ -70,7 +70,7 @@ def formats(device: torch.device) -> dict[str, str]:
 
 
 def tools() -> dict[str, str]:
-    """Return in words which of Triton, a compiler for torch.compile and process backends are there."""
+    """Return a description of Triton, the compiler for torch.compile and process backends on this machine."""
     compilers = (shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
     compiler = next(filter(None, compilers), "")
     ways = torch.distributed

@@ -16,7 +16,7 @@ from shared_core.modules.calls import call, evaluated
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and persistent buffers, those of a tied tensor once.
+    """Return the bytes of a model's parameters and persistent buffers, tied tensors once.
 
     Example:
         >>> state_bytes(nn.Linear(3, 2))
@@ -27,7 +27,7 @@ def state_bytes(model: nn.Module) -> int:
 
 
 def forward_flops(model: nn.Module, example_inputs: Any) -> int:
-    """Return the floating-point operations of one forward: those of matrix products and convolutions.
+    """Return the floating-point operations of one forward pass: matrix products and convolutions.
 
     Example:
         >>> forward_flops(nn.Linear(3, 2), torch.ones(5, 3))
@@ -57,9 +57,9 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def latency(first: nn.Module, second: nn.Module, example_inputs: Any, repeats: int) -> tuple[float, float]:
-    """Return the milliseconds of one forward of two models: medians, taken in turns after a round that is not counted.
+    """Return the milliseconds of a forward pass of two models: medians, in turns, after a warm-up round.
 
-    On CPU with one thread and in CPU time; on another device in time until it has finished.
+    On a CPU in CPU time of one thread, on another device in time until it has finished.
     """
     device = next((tensor.device for tensor in first.parameters()), torch.device("cpu"))
     threads = torch.get_num_threads()
@@ -89,15 +89,15 @@ def _milliseconds(model: nn.Module, example_inputs: Any, device: torch.device) -
 
 
 def outputs(model: nn.Module, example_inputs: Any) -> Any:
-    """Return what a model makes of its inputs in eval mode."""
+    """Return a model's outputs in eval mode."""
     with evaluated(model):
         return call(model, example_inputs)
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Return the largest difference of the logits, or else of all that has the same shape, over the largest value.
+    """Return the largest difference of the logits, or of all outputs of equal shape, relative to the largest value.
 
-    Infinite if the outputs are of other shapes or not finite where they were.
+    Infinite if output shapes differ, or values are no longer finite.
     """
     pairs = list(zip(_compared(expected), _compared(found), strict=False))
     if not pairs or len(_compared(expected)) != len(_compared(found)):

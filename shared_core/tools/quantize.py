@@ -49,12 +49,12 @@ Judge = Callable[[nn.Module], float]
 
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], None]]]
-"""Called with what is about to run; surrounds it and returns a function of (done, total)."""
+"""Called with a description of the next task. A context manager that yields a function of (done, total)."""
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A quantised model and what was measured of it."""
+    """A quantised model and its measurements."""
 
     model: nn.Module
     values: dict[str, Any]
@@ -64,20 +64,20 @@ class StudyResult:
 
 @dataclass(kw_only=True)
 class QuantizationStudy:
-    """One quantisation of a trained model, and what is to be measured of it.
+    """Quantise a trained model and measure the result.
 
     Args:
-        network: Trained, in float; stays as it is.
+        network: A trained float model. It is not changed.
         config: How to quantise it.
-        gptq: Options of GPTQ, in place of rounding.
+        gptq: Options of GPTQ, used instead of rounding.
         data: Calibration batches: tensors, tuples or dicts of inputs.
-        options: What is corrected, and what is measured.
-        judge: Model → quality, a number.
-        qat_model: The same model after quantisation-aware training, judged beside the quantised one.
-        images: Batches (inputs, classes) on which accuracy under attack is measured.
-        latency_inputs: Inputs of the forward that is timed; None: none is.
-        allow_partial: Go on where less than half of the weights that multiply activations are within reach.
-        progress: Shows what runs.
+        options: Corrections and measurements.
+        judge: Function from a model to its quality, a number.
+        qat_model: The same model after quantisation-aware training, for comparison.
+        images: Batches (inputs, classes) for measuring accuracy under attack.
+        latency_inputs: Inputs for timing a forward pass; None: not timed.
+        allow_partial: Continue if less than half of the weights that multiply activations are in scope.
+        progress: Shows the current task.
         job: Other processes, which calibrate with this one; they call `share`.
 
     Example:
@@ -101,7 +101,7 @@ class QuantizationStudy:
     job: Job = field(default_factory=Job)
 
     def check(self) -> None:
-        """Refuse options that break their rule, before batches are loaded and quality is measured."""
+        """Raise an error for invalid options, before batches are loaded and quality is measured."""
         thresholds(self.options.accept)
         if self.gptq or self.config.clip_gelu or static_input(self.network, self.config) is None:
             check_alone("quantize", " where no ranges are observed, with --method and with clip_gelu", self.job.size)
@@ -114,13 +114,13 @@ class QuantizationStudy:
             raise ConfigError("quantize", f"{rule} {got}")
 
     def share(self) -> None:
-        """Calibrate this process's share for the main one, which does all the rest."""
+        """Calibrate this process's share. The main process does the rest."""
         self._quantized(self.config, candidate=True, job=self.job)
 
     def run(self) -> StudyResult:
         """Quantise and measure."""
         self.check()
-        # Once before the long part: inputs that the model does not take are told at once.
+        # Once before the long part, so that unsuitable inputs are reported at once.
         if self.latency_inputs is not None:
             run(self.network, self.latency_inputs, "quantize: latency: the inputs of the model")
         measured = {"float": self._measured("float", self.network)}
@@ -130,7 +130,7 @@ class QuantizationStudy:
         config, plan, keep = self.config, None, dict[str, str]()
         if costs is not None and self.options.largest_loss is not None:
             config, plan, keep = self._planned(costs)
-            # Again, with the layers that the plan leaves in float.
+            # Again, with the layers that the plan keeps in float.
             model, report = self._quantized(config)
         measured["quantized"] = self._measured("quantized", model)
         if self.qat_model is not None:
@@ -165,7 +165,7 @@ class QuantizationStudy:
             num_batches=self.options.batches,
             equalize=self.options.equalize,
             correct_bias=self.options.correct_bias,
-            # Candidates of a plan are judged by quality alone.
+            # Candidates of a plan are judged only by quality.
             measure_outputs=not candidate,
             gptq=self.gptq,
             kv_cache=None if candidate else self.options.kv_cache,
@@ -175,7 +175,7 @@ class QuantizationStudy:
         )
 
     def _measured(self, name: str, model: nn.Module) -> tuple[float | None, list[dict[str, Any]]]:
-        """Return (quality, rows of accuracy under attack), as far as they are asked for."""
+        """Return (quality, rows of accuracy under attack), if requested."""
         quality = None if self.judge is None else self.judge(model)
         if name == "float" and quality is not None and not math.isfinite(quality):
             raise ConfigError("quantize", f"the quality of the float model must be finite, got {quality}", "see --eval")
@@ -188,10 +188,10 @@ class QuantizationStudy:
         return quality, rows
 
     def _attacked(self, name: str, model: nn.Module, images: list[tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
-        """Yield a row an attack, strength and origin: the model's own gradient, or the float one's."""
+        """Yield one row per attack, strength and source of gradients: the model's own or the float model's."""
         settings = self.options.attack_settings()
         strengths = settings.pop("eps")
-        # A float model is its own source: no transferred attack beside.
+        # For the float model both sources are the same.
         origins = {"itself": None} if model is self.network else {"itself": None, "float": self.network}
         attacks: tuple[Literal["fgsm", "pgd"], ...] = ("fgsm", "pgd")
         for attack, eps, (origin, source) in itertools.product(attacks, strengths, origins.items()):
@@ -199,16 +199,16 @@ class QuantizationStudy:
             yield {"attack": attack, "eps": eps, "model": name, "made_on": origin, **dataclasses.asdict(found)}
 
     def _costs(self, report: QuantizationReport) -> dict[str, dict[int, float]] | None:
-        """Return layer → bits → cost of quantising its weight alone, in its scheme and width.
+        """Return layer → bits → cost of quantising only its weight, in its scheme and width.
 
-        Of the first `SENSITIVITY_BATCHES` batches; recurrent layers, whose several weights one cost would not tell
-        apart, are left out.
+        Measured on the first `SENSITIVITY_BATCHES` batches. Recurrent layers are left out, because one cost cannot
+        describe several weights.
         """
         if self.data is None or (self.options.sensitivity is None and self.options.largest_loss is None):
             return None
         network, number = self.network, itertools.count(1)
         widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
-        # A recurrent layer holds several weights, which one cost would not tell apart.
+        # A recurrent layer has several weights, which one cost cannot describe.
         names = [name for name in widths if not isinstance(network.get_submodule(name), RECURRENT)]
         schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], "quantize") for name in names}
         with self.progress("sensitivity of layers") as advance:
@@ -217,7 +217,7 @@ class QuantizationStudy:
                 advance(next(number), len(names))
                 return quantize_weight(module, weight, schemes[module])
 
-            # the width asked for is not used: a layer's scheme has its own
+            # the requested width is not used: a layer's scheme has its own
             costs = layer_sensitivity(
                 network, self.data[:SENSITIVITY_BATCHES], metric=self.options.sensitivity or "rmse", bits=[8],
                 layers=names, quantize=in_its_scheme,
@@ -232,7 +232,7 @@ class QuantizationStudy:
         kept = {} if self.options.all_layers else keep_high(self.network, self.data[0])
         keep = {name: why for name, why in kept.items() if name in costs}
         if costs.keys() <= keep.keys():
-            told = f"all {len(costs)} are of those kept in float (first, last, after GELU, …)"
+            told = f"all {len(costs)} are kept in float (first, last, after GELU, …)"
             rule = f"largest_loss must have layers to choose from, but {told}"
             raise ConfigError("quantize", rule, "set all_layers")
 
@@ -242,7 +242,7 @@ class QuantizationStudy:
         with self.progress("plan"):
             found = plan_by_quality(
                 self.network,
-                lambda model: self._sign * judge(model),  # it takes larger for better
+                lambda model: self._sign * judge(model),  # it expects larger to be better
                 costs,
                 largest_loss=largest_loss,
                 bits=next(iter(next(iter(costs.values())))),
@@ -259,7 +259,7 @@ class QuantizationStudy:
         return 1.0 if self.options.mode == "max" else -1.0
 
     def _plan_values(self, found: SelectivePlan, keep: Mapping[str, str]) -> dict[str, Any]:
-        """Return a plan and its curves as plain values, quality in the user's own sign."""
+        """Return a plan and its curves as plain values, with the user's sign of quality."""
         curves = {
             start: [{**dataclasses.asdict(point), "quality": self._sign * point.quality} for point in points]
             for start, points in found.curves.items()
@@ -299,6 +299,6 @@ class QuantizationStudy:
 
 
 def static_input(network: nn.Module, config: QatConfig) -> str | None:
-    """Return the first layer whose inputs have ranges, which only calibration batches show; None: no layer has."""
+    """Return the first layer whose input ranges need calibration batches; None if there is none."""
     schemes = layer_schemes(config, select_layers(network, config.include, config.skip, config.min_size)[0])
     return next((name for name, scheme in schemes.items() if scheme.has_range), None)

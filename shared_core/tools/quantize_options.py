@@ -1,4 +1,4 @@
-"""Options of a study of quantisation: what is corrected, and what is measured beside the bytes."""
+"""Options of a quantisation study: corrections and measurements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shared_core.config.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(Options):
-    """What a `QuantizationStudy` does beside quantising, and how.
+    """Corrections and measurements of a `QuantizationStudy`.
 
     Raises:
-        ConfigError: If one breaks its rule.
+        ConfigError: If an option breaks its rule.
 
     Example:
         >>> StudyOptions(attack_eps="1/4,0.1").attack_settings()
@@ -51,7 +51,7 @@ class StudyOptions(Options):
     attack_steps: int = option(20, "Steps of PGD, each of 2.5·eps/steps.", low=1)
 
     def validate(self) -> None:
-        """Refuse strengths and bounds of attacks that are none."""
+        """Raise an error for invalid strengths and bounds of attacks."""
         self.attack_settings()
 
     def attack_settings(self) -> dict[str, Any]:

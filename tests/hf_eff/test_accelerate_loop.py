@@ -206,7 +206,7 @@ def refused(make, **given):
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ({"total_steps": None}, ConfigError, "got none, and no scheduler among the prepared objects tells it"),
+        ({"total_steps": None}, ConfigError, "total_steps must be .*, got none"),
         ({"total_steps": 0}, ConfigError, "total_steps must be the number of optimizer steps of the run, got 0"),
         ({"objects": lambda model: (model,)}, ConfigError, "got 0 such models and 0 optimizers"),
         (
@@ -217,7 +217,7 @@ def refused(make, **given):
         (
             {"recipe": {"dp": {"noise_multiplier": 1.0}}},
             ConfigError,
-            "prepare must get the training DataLoader too with a technique that draws batches, got none",
+            "training DataLoader",
         ),
         ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "within the 3 steps"),
             {"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}},
@@ -251,7 +251,7 @@ def test_a_private_loop_trains_on_drawn_batches_alone(make):
     other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
     with pytest.raises(TrainingError, match="must be drawn by Poisson sampling, got none; pass the DataLoader"):
         other.steps(1)
-    with pytest.raises(CompatibilityError, match="got DataLoaderDispatcher; leave dispatch_batches"):
+    with pytest.raises(CompatibilityError, match=r"got DataLoaderDispatcher; .*dispatch_batches"):
         Loop(make, PRIVATE, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
 
 
@@ -267,7 +267,7 @@ def test_a_mean_over_tokens_of_several_rows_is_refused_in_a_private_loop(make):
 
 def test_fsdp_that_accelerate_would_leave_out_without_a_word_is_refused(make, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(CompatibilityError, match="FSDP was asked for, but accelerate does not shard here"):
+    with pytest.raises(CompatibilityError, match="accelerate does not shard here"):
         refused(make)
 
 
@@ -352,7 +352,7 @@ def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "told"),
     [
-        ((), ConfigError, "got none, and no scheduler among the prepared objects tells it; .*--eff_total_steps"),
+        ((), ConfigError, "got none.*.*--eff_total_steps"),
         (("apart",), ConfigError, "model and optimizer must not be prepared yet, got prepared ones"),
         (("plain",), CompatibilityError, "an optimizer stepped before any of them took the recipe; nothing was"),
         (

@@ -79,14 +79,14 @@ def test_what_an_output_layer_would_do_in_vain_is_refused(make, tmp_path, key):
     options = {"recipe": "tensorwise"} if key == "fp8" else {"rank": 2, "base": "none"}
     trainer = sft(make, tmp_path, model=make.language_model(vocab_size=32))
     attach(trainer, {key: {**options, "include": ["lm_head", "*_proj"]}})
-    with pytest.raises(CompatibilityError, match="leave the output layer out with TRL's SFTTrainer"):
+    with pytest.raises(CompatibilityError, match="output layer with TRL's SFTTrainer"):
         trainer.train()
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("DPO", "scores whole"), ("KTO", "scores whole"), ("GRPO", "scores whole"), ("GKD", "teacher of its own"),
-     ("Distillation", "teacher of its own")],
+    [("DPO", "scores whole"), ("KTO", "scores whole"), ("GRPO", "scores whole"), ("GKD", "its own teacher"),
+     ("Distillation", "its own teacher")],
 )  # fmt: skip
 def test_a_loss_that_no_soft_term_can_join_is_refused_at_start(make, tmp_path, name, why):
     recipe = {"distill": {"teacher": make.language_model(seed=5)}}
@@ -178,8 +178,8 @@ def test_the_key_is_where_axolotl_looks_for_it(module):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({}, "axolotl: eff must be a recipe or a file of one, got None; leave out the plugin"),
-        ({"eff": {}}, "axolotl: eff must be a recipe or a file of one, got {}"),
+        ({}, "got None; leave out the plugin"),
+        ({"eff": {}}, "got {}"),
         ({"eff": {"prune": {"sparsity": 75}}}, "sparsity must be in"),
         ({"eff": {"purne": {}}}, "prune"),
     ],

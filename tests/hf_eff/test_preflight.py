@@ -243,7 +243,7 @@ def test_evaluation_data_of_every_kind(make, tmp_path, kind):
     if kind == "iterator":
         with pytest.raises(ConfigError):
             trainer.train()
-        assert any("start behind the batch" in note for note in session.notes)
+        assert any("are an iterator" in note for note in session.notes)
         return
     name = "eval_two_accuracy" if kind == "several" else "eval_accuracy"
     with pytest.raises(ConfigError, match=f"must be one that evaluation reports.*{name}"):

@@ -123,7 +123,7 @@ def test_another_module_is_refused_by_a_trainer_that_has_trained(max_epochs, tmp
     trainer, first, second = make_trainer(tmp_path, max_epochs=1, callbacks=[callback]), make_module(), make_module()
     fit(trainer, first)
     trainer.fit_loop.max_epochs = max_epochs
-    with pytest.raises(TrainingError, match="must go on with the module that this Trainer has trained"):
+    with pytest.raises(TrainingError, match="the module that this Trainer has trained"):
         fit(trainer, second)
     assert all(
         torch.equal(weight, other)
@@ -209,7 +209,7 @@ def test_a_resume_is_not_tuned_again(tmp_path):
         return make_trainer(tmp_path, callbacks=[finder, EffCallback(RECIPE), *more], max_epochs=1)
 
     fit(trainer(saver("pytorch_lightning", tmp_path)), make_module())
-    with pytest.raises(CompatibilityError, match="no LearningRateFinder, after whose trials Lightning starts again"):
+    with pytest.raises(CompatibilityError, match="LearningRateFinder"):
         fit(trainer(), make_module(), ckpt_path=tmp_path / "2.ckpt")
 
 

@@ -1,6 +1,6 @@
-"""A model of transformers as a folder in the format of compressed-tensors, which vLLM and transformers load.
+"""Write a transformers model as a compressed-tensors folder, which vLLM and transformers load.
 
-Stacked experts become linear layers: one for each matrix that transformers' files have, under the names there.
+Stacked experts become linear layers: one per matrix in transformers' files, under the names there.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _STACK = 2**40
 
 
 def split_experts_(model: Any, names: Iterable[str], where: str) -> dict[str, dict[str, nn.Linear]]:
-    """Replace modules that stack experts by linear layers, one for each matrix of the files that transformers writes.
+    """Replace modules that stack experts by linear layers, one per matrix in the files that transformers writes.
 
-    Which rows a file puts where is found by saving marks in place of the weights, so every renaming counts.
+    Saving marks instead of the weights shows where a file puts each row, so every renaming is covered.
     """
     rows: list[Tensor] = []
     owners: list[str] = []
@@ -65,7 +65,7 @@ def split_experts_(model: Any, names: Iterable[str], where: str) -> dict[str, di
     saved = _saved(model, marks) if marks and not odd else {}
     odd += [f"the stack {key}" for key, mark in saved.items() if mark.dim() > 2 or not key.endswith(".weight")]
     if odd:
-        rule = f"experts must be a matrix each in transformers' files for vLLM, got {odd[0]}"
+        rule = f"experts must be one matrix each in transformers' files for vLLM, got {odd[0]}"
         raise CompatibilityError(where, rule, "skip them in qat")
     layers: dict[str, dict[str, nn.Linear]] = {name: {} for name in names}
     for key, mark in saved.items():
@@ -88,7 +88,7 @@ def _saved(model: Any, marks: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _put(model: nn.Module, name: str, layers: dict[str, nn.Linear]) -> str:
-    """Put layers in a module's place, under the last parts of their names; return the pattern of those names."""
+    """Replace a module by layers, under the last parts of their names; return the pattern of those names."""
     last = f".{name.rpartition('.')[2]}."
     root = nn.Module()
     for key, layer in layers.items():
@@ -108,7 +108,7 @@ _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
 _OUTPUTS = 32
 _FP4_BLOCKS = {"mxfp4": 32, "nvfp4": 16}
-# What vLLM multiplies as one matrix: its parts have one scheme and one range of their input.
+# Matrices that vLLM fuses: their parts share one scheme and one input range.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -120,25 +120,24 @@ def export_compressed_tensors(
     calibration: Iterable[Any] | None = None,
     verify: bool = True,
 ) -> ServedReport:
-    """Write a quantised model to a folder that vLLM and `from_pretrained` load; return what was written.
+    """Write a quantised model to a folder that vLLM and `from_pretrained` load; return a report.
 
-    The codes are those that training saw: dequantised, the file gives the weights of the model, to the bit.
+    The codes are those of training: dequantised, the file gives the model's weights, to the bit.
 
     Args:
-        model: A model of transformers in or after quantization-aware training, or one on which `apply_ranges` was
-            called; float32. Its configuration tells the type that weights without codes are saved in. It is not
-            changed.
+        model: A float32 transformers model in or after quantization-aware training, or with `apply_ranges` called. Its
+            config gives the dtype of weights without codes. It is not changed.
         folder: New or empty.
-        example_inputs: What the model and the folder, loaded by transformers, are compared on.
-        calibration: Batches of inputs for the fixed tensor scales that NVFP4 (W4A4) has for inputs of layers: those of
-            the largest seen, and powers of two, by which inputs have the values of training; larger ones saturate.
+        example_inputs: Inputs on which the model and the folder, loaded by transformers, are compared.
+        calibration: Batches for the fixed tensor scales of NVFP4 inputs (W4A4): powers of two for the largest input
+            seen, so that inputs have the same values as in training; larger ones saturate.
             None: W4A16, inputs stay in float.
-        verify: Compare the weights of the file with the model's and, with `example_inputs`, the outputs.
+        verify: Compare the file's weights with the model's and, with `example_inputs`, the outputs.
 
     Raises:
         MissingExtraError: If compressed-tensors is not installed.
-        CompatibilityError: If the format or vLLM has no place for a layer, or the folder is not the model; nothing is
-            written.
+        CompatibilityError: If the format or vLLM does not support a layer, or the folder differs from the model;
+            nothing is written.
         ConfigError: If an argument breaks its rule.
 
     Source: compressed-tensors 0.20; vLLM 0.32.
@@ -153,7 +152,7 @@ def export_compressed_tensors(
     values = tuple(name for name, layer in layers.items() if not embedded.isdisjoint(map(id, layer.parameters())))
     coded = tuple(name for name in layers if name not in values)
     if not coded:
-        raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
+        raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got only embeddings", "quantise")
     fp4 = tuple(name for name in coded if schemes[name].weight == "nvfp4")
     if calibration is not None and not (fp4 or served.cache):
         raise ConfigError(_WHERE, "calibration must come with layers in NVFP4, got none", "leave it out")
@@ -162,7 +161,7 @@ def export_compressed_tensors(
         reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
     loaded_in = torch.float32
     if any(schemes[name].weight in _FP4_BLOCKS for name in coded):
-        loaded_in = torch.bfloat16  # the format's package dequantises FP4 to it, whatever the model's type
+        loaded_in = torch.bfloat16  # the format's package dequantises FP4 to it, whatever the model's dtype
         served = dataclasses.replace(served, dtype=loaded_in)
         exported.to(loaded_in)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
@@ -211,8 +210,8 @@ def export_compressed_tensors(
 
 def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
     """Return True if transformers (5.23) loads the folder."""
-    # Not zero points beside other schemes, nor float experts. Of others it reads FP8 and packed codes without zero
-    # points, and then one scheme of the layers beside them.
+    # Not zero points together with other schemes, nor float experts. Otherwise it reads FP8 and packed codes without
+    # zero points, and only one scheme for the other layers.
     if experts:
         read = all(scheme.weight == "fp8" or (scheme.input == "none" and not scheme.affine) for scheme in experts)
         return read and len(experts) == 1 and len(schemes) <= 1 and not float_experts
@@ -221,7 +220,7 @@ def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts:
 
 
 def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
-    """Return True if a model has the matrices of several experts in one parameter, beside those of some modules."""
+    """Return True if a model has several experts' matrices in one parameter, apart from those of some modules."""
     inside = {id(value) for name in coded for value in model.get_submodule(name).parameters()}
     inside |= {id(at.weight) for at in model.modules() if isinstance(at, nn.modules.conv._ConvNd)}
     return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
@@ -231,19 +230,19 @@ _SERVED = frozenset({
     ("channel", "none"), ("channel", "token"), ("channel", "static"), ("group", "none"), ("fp8", "fp8"),
     ("fp8", "fp8_static"), ("fp8_block", "fp8_group"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"),
 })  # fmt: skip
-"""Codes of weights and of inputs that vLLM multiplies."""
+"""Codes of weights and inputs that vLLM can multiply."""
 
 
 def check_servable(name: str, module: Any, where: str) -> None:
-    """Refuse a fake-quantising layer that the format, or vLLM that reads it, has no place for."""
-    if STOCK[type(module)] is not nn.Embedding:  # its values are written
+    """Raise an error for a fake-quantising layer that the format or vLLM does not support."""
+    if STOCK[type(module)] is not nn.Embedding:  # an embedding is stored as values
         broken = next(_not_served(module, module.quantizer.scheme), None)
         if broken is not None:
             raise CompatibilityError(where, f"{name} must {broken[0]}", broken[1])
 
 
 def _not_served(module: Any, scheme: LayerScheme) -> Iterator[tuple[str, str]]:
-    """Yield the rules that a layer breaks, with what to do."""
+    """Yield the rules that a layer breaks, with a remedy."""
     skip = "skip it in qat"
     rounds = scheme.input in ("token", "static")
     if (scheme.weight, scheme.input) not in _SERVED or (
@@ -256,14 +255,14 @@ def _not_served(module: Any, scheme: LayerScheme) -> Iterator[tuple[str, str]]:
     experts = isinstance(module, StackedExperts)
     block, kind = _FP4_BLOCKS.get(scheme.weight), scheme.weight.upper()
     if block and experts:
-        yield f"have codes of integers or FP8, got experts in {kind}, not tried in vLLM", skip
+        yield f"have codes of integers or FP8, got experts in {kind}, not tested in vLLM", skip
     elif block and module.in_features % block:
         yield f"have a multiple of {block} inputs for {kind}, got {module.in_features}", skip
     if scheme.weight == "fp8_block" and (experts or module.in_features % 128 or module.out_features % 128):
         found = "stacked experts" if experts else f"{module.out_features} x {module.in_features}"
         rule = f"be a matrix whose sizes are multiples of 128 for vLLM's blocks of FP8, got {found}"
         yield rule, "override its scheme with fp8, or skip it in qat"
-    # an expert's second matrix has the inputs that its first one's halves give
+    # an expert's second matrix reads the halves of the first one's output
     sizes = [size for stack in weights_of(module).values() for size in stack.shape[1:]] if experts else []
     odd = [size for size in sizes or [module.out_features] if size % _OUTPUTS]
     if scheme.input == "none" and odd:
@@ -276,7 +275,7 @@ def _not_served(module: Any, scheme: LayerScheme) -> Iterator[tuple[str, str]]:
 
 
 def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
-    """Refuse layers that vLLM fuses and that do not fit together."""
+    """Raise an error for layers that vLLM fuses but that do not fit together."""
     known = set(names)
     for layers in _fused(reference):
         if not known & layers.keys():
@@ -286,12 +285,12 @@ def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
         other = next((name for name in others if found[name] != found[first]), None)
         if other is not None:
             rule = f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got"
-            remedy = "override or skip both; with learned ranges take an observed one"
+            remedy = "override or skip both; with learned ranges use an observed one"
             raise CompatibilityError(_WHERE, f"{rule} {found[first]} and {found[other]}", remedy)
 
 
 def _fused(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the layers, by name, that vLLM multiplies as one matrix."""
+    """Yield the layers, by name, that vLLM fuses into one matrix."""
     for parent, module in model.named_modules():
         for parts in _FUSED:
             if layers := {f"{parent}.{part}": getattr(module, part) for part in parts if hasattr(module, part)}:
@@ -299,7 +298,7 @@ def _fused(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _tensor_scales(exported: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return NVFP4's tensor scale of each layer; layers that vLLM fuses have the largest one of theirs."""
+    """Return NVFP4's tensor scale of each layer. Fused layers share their largest one."""
     found = {
         name: nvfp4_binary_scale(exported.get_parameter(f"{name}.weight").detach().float().abs().amax())
         for name in names
@@ -334,7 +333,7 @@ def _input_scales(reference: nn.Module, names: Iterable[str], batches: Iterable[
 
 
 def _as_served(layer: Any) -> str:
-    """Return in words what layers that are one matrix must have in common."""
+    """Describe what layers in one fused matrix must share."""
     scheme: LayerScheme = layer.quantizer.scheme
     group = f" by {scheme.group_size}" if scheme.group_size else ""
     words = f"{scheme.weight}{group} of {scheme.weight_bits} bits, input {scheme.input}"
@@ -343,14 +342,14 @@ def _as_served(layer: Any) -> str:
 
 
 def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, input_scale: Tensor | None) -> None:
-    """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
+    """Add scales and zero points to a stock layer whose weight has quantised values."""
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
     layer, scheme = served.layers[name], served.schemes[name]
     rows = layer.weight.detach().float()
     layer.quantization_scheme = _format_scheme(scheme, input_scale is not None)
     initialize_module_for_quantization(layer, force_zero_point=False)
-    if scheme.weight == "mxfp4":  # a power of two for each block, which the largest code keeps
+    if scheme.weight == "mxfp4":  # one power of two per block, which the largest code determines
         layer.weight_scale.data = torch.exp2(mx_encode(rows).scale.float() - 127)
         return
     if tensor_scale is not None:
@@ -376,7 +375,7 @@ def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
 
 
 def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None:
-    """Give attention layers the scales of their cache."""
+    """Add cache scales to attention layers."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 
@@ -398,7 +397,7 @@ def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None
 
 
 def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
-    """Return a scheme in the format's words, without targets; NVFP4 rounds inputs if they have a scale."""
+    """Return a scheme in the format's terms, without targets. NVFP4 rounds inputs if they have a scale."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.quant_scheme import MXFP4, NVFP4, NVFP4A16
 
@@ -407,7 +406,7 @@ def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
     if scheme.weight == "nvfp4":
         return QuantizationScheme(targets=["Linear"], **(NVFP4 if rounds_inputs else NVFP4A16))
     kind = "float" if scheme.weight.startswith("fp8") else "int"
-    # engines have kernels for 4 and 8 bits, and beside codes of inputs for 8 alone; fewer are the same codes
+    # engines have kernels for 4 and 8 bits, and with quantised inputs only 8; fewer bits use the same codes
     bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8
     strategy = {"group": "group", "fp8_block": "block"}.get(scheme.weight, "channel")
     weights = QuantizationArgs(
@@ -438,7 +437,7 @@ def _write(
     patterns = {name: pattern for pattern, parts in experts.items() for name in parts}
     for scheme in shared.values():
         of_scheme = [name for name, layer in layers.items() if layer.quantization_scheme is scheme]
-        # vLLM counts experts as "Linear", and heads not
+        # vLLM counts experts as "Linear", but not heads
         everywhere = len(shared) == 1 and not experts and not _has_experts(exported)
         heads = [name for name in of_scheme if layers[name] is head]
         scheme.targets = ["Linear", *heads] if everywhere else [*dict.fromkeys(patterns.get(n, n) for n in of_scheme)]
@@ -450,7 +449,7 @@ def _write(
                 value.data = value.data.to(dtype)
     compressor = ModelCompressor.from_pretrained_model(exported)
     config = compressor.quantization_config
-    # the package names them as files do, for vLLM; transformers (5.23) looks for them by the modules' names
+    # the package uses the files' names, for vLLM; transformers (5.23) looks them up by module names
     left = [name for name, at in exported.named_modules() if isinstance(at, nn.Linear) and name not in layers]
     config.ignore = [*dict.fromkeys([*config.ignore, *left])]
     exported.save_pretrained(folder)
@@ -459,7 +458,7 @@ def _write(
 
 
 def _load_as_float(folder: Path) -> None:
-    """Have transformers dequantise while it loads: it reads packed zero points and experts in no other way (5.23)."""
+    """Make transformers dequantise on loading, its only way to read packed zero points and experts (5.23)."""
     file = folder / "config.json"
     values = json.loads(file.read_text())
     values["quantization_config"]["dequantize"] = True
@@ -467,7 +466,7 @@ def _load_as_float(folder: Path) -> None:
 
 
 def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, Any]) -> None:
-    """Dequantise the file layer by layer, as the format's package does, and compare with the model's weights."""
+    """Dequantise the file layer by layer with the format's package, and compare with the model's weights."""
     from compressed_tensors.compressors import BaseCompressor
     from safetensors.torch import load_file
 
@@ -484,12 +483,12 @@ def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, A
         values = [compressor.decompress(dict(found[key]), scheme)["weight"] for key in there]
         if not any(torch.equal(value.to(expected.dtype), expected) for value in values):
             gap = [f"a difference of {float((value - expected.float()).abs().max()):.3g}" for value in values[:1]]
-            rule = f"{name} must have the weights of the model in the file, got {gap[0] if gap else 'another name'}"
+            rule = f"{name} must have the model's weights in the file, got {gap[0] if gap else 'another name'}"
             raise CompatibilityError(_WHERE, rule, "nothing was written; skip it in qat")
 
 
 def _alike(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names that end most like a layer's: files of multimodal models name their parts in another order.
+    """Return the names with the most similar ending: files of multimodal models order name parts differently.
 
     Example:
         >>> _alike("model.language_model.layers.0.up", ["language_model.model.layers.0.up", "tower.layers.1.up"])
@@ -516,5 +515,5 @@ def _check_outputs(
         for module in loaded.modules():
             module.quantization_enabled = rounds
 
-    # what was rounded to 16 bits is not, in float32
+    # in float32, undo the rounding to 16 bits
     return compare_outputs(_WHERE, loaded, switch, expected, inputs, 1e-4 if dtype == torch.float32 else 5e-2)

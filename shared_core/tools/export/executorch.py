@@ -1,6 +1,6 @@
-"""Quantised layers whose forward ExecuTorch's XNNPACK recognises, or computes exactly by arithmetic on codes.
+"""Write a model as an ExecuTorch program for phones and boards.
 
-A model as an ExecuTorch program for phones and boards: XNNPACK's integer kernels where they fit, exact elsewhere.
+Quantised layers get a forward that XNNPACK's integer kernels recognise, or compute exactly from their codes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _decomposed() -> Any:
 
 
 class _Program:
-    """A layer that holds codes; ``by_operators`` says whether its forward is written with quantized_decomposed's."""
+    """A layer that holds codes. ``by_operators``: its forward uses quantized_decomposed's operators."""
 
     scheme: LayerScheme
     by_operators: bool
@@ -60,19 +60,19 @@ class _Program:
 
     def forward(self: Any, *args: Any) -> Tensor:
         """Return the layer's output."""
-        # A rounded output lets the next integer layer read codes: XNNPACK fuses dequantise-layer-quantise into one
+        # With a rounded output the next integer layer can read codes: XNNPACK fuses dequantise-layer-quantise into one
         # kernel.
         y: Tensor = super().forward(*args)  # type: ignore[misc]
         return y if self.output_qparams is None else _through(y, *self.output_qparams)
 
     def quantized_input(self: Any, x: Tensor) -> Tensor:
-        """Return the input as its codes can hold it."""
+        """Return the input rounded to its codes' values."""
         if self.scheme.input == "token":
             return self._of_tokens(x)  # type: ignore[no-any-return]
         if self.input_qparams is None:
             return x
         scale, zero_point = self.input_qparams
-        # The operators that XNNPACK's partitioner recognises. Any other spelling of the same formula stays in float.
+        # The operators that XNNPACK's partitioner recognises. The same formula in other operators stays in float.
         if self.by_operators:
             return _through(x, scale, zero_point)
         low, high = self.scheme.input_range
@@ -94,7 +94,7 @@ class _Program:
         return of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
 
     def quantized_weight(self: Any) -> Tensor:
-        """Return the values that the codes stand for."""
+        """Return the values of the codes."""
         if self.by_operators:
             values: Tensor = _decomposed().dequantize_per_channel.default(
                 self.weight_codes, self.weight_scale, self.weight_zero_point, self.scale_axis, *_INT8, torch.int8
@@ -107,7 +107,7 @@ class _Program:
         return self.bias  # type: ignore[no-any-return]
 
     def _spread(self: Any, codes: Tensor, scale: Tensor) -> Tensor:
-        # Codes, not values, are stored: where no operator fits, the weight is computed from them at each call.
+        # Only codes are stored: if no operator fits, each call computes the weight from them.
         if self.block:
             return codes.to(scale.dtype) * scale.repeat_interleave(self.block, self.scale_axis)
         return codes.to(scale.dtype) * kernels.along(scale, codes.dim(), self.scale_axis)
@@ -127,7 +127,7 @@ class _Linear(nn.Linear):
 
 class _Embedding(nn.Embedding):
     def forward(self: Any, input: Tensor) -> Tensor:
-        # Rows are gathered as codes and only then multiplied: the table is never there in float.
+        # Rows are gathered as codes and then multiplied, so the float table never exists.
         indices = input.reshape(-1)
         codes, scale = (values.index_select(0, indices) for values in (self.weight_codes, self.weight_scale))
         found: Tensor = self._spread(codes, scale).reshape(*input.shape, self.embedding_dim)
@@ -145,12 +145,12 @@ _PROGRAM: dict[type[nn.Module], type[nn.Module]] = {
 def program_layer(
     name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
-    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes."""
+    """Turn a stock layer whose weight has quantised values into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
     # int64, the dtype that dequantize_per_channel has zero points in.
     zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)
     kind = type(module)
-    # The float weight goes: the program is to hold the codes alone.
+    # Drop the float weight: the program should hold only the codes.
     module.weight = None
     for buffer, value in (("codes", grid.codes), ("scale", grid.scale), ("zero_point", zeros)):
         module.register_buffer(f"weight_{buffer}", value)
@@ -160,14 +160,14 @@ def program_layer(
     module.output_qparams = None
     of_tokens = scheme.input == "token" and kind is nn.Linear and not scheme.affine_input
     fits = scheme.input == "none" or (scheme.activation_bits == 8 and (scheme.input == "static" or of_tokens))
-    # XNNPACK clamps to 8 bits, whatever the range, and has one scale a channel
+    # XNNPACK clamps to 8 bits, whatever the range, and has one scale per channel
     module.by_operators = fits and not grid.block and kind not in TRANSPOSED
     change_class(module, type(module), _PROGRAM[kind])
 
 
 def set_output_range(module: Any, low: float, high: float) -> None:
-    """Quantise a layer's output in 8 bits, of a range that holds 0, so that its products can be summed as integers."""
-    # 0 must have a code: padding and ReLU's zeros are exact then.
+    """Quantise a layer's output to 8 bits, so that its products are summed as integers. The range includes 0."""
+    # 0 needs a code: padding and ReLU's zeros are then exact.
     low, high = min(low, 0.0), max(high, 0.0)
     # 255 steps over the range; the lowest value gets code -128.
     scale = max(high - low, 1e-8) / 255
@@ -185,12 +185,12 @@ class ProgramReport:
         path: The file.
         bytes: Its size.
         quantized: Layers with codes in the file.
-        integer: Those of them that run on XNNPACK's integer kernels.
+        integer: Those that run on XNNPACK's integer kernels.
         float_layers: Layers of the same types that stay in float.
-        other_operators: Operator → how many run on ExecuTorch's portable kernels, because XNNPACK does not take them.
-        relative_change: Largest difference to the model on the example inputs, relative to the largest output; None if
-            it was not compared.
-        cache_scales_left_out: Attention layers with scales of their cache (`calibrate_kv_cache`), which the file lacks.
+        other_operators: Operator → number of calls on ExecuTorch's portable kernels, which XNNPACK does not support.
+        relative_change: Largest difference from the model on the example inputs, relative to the largest output; None
+            if not compared.
+        cache_scales_left_out: Attention layers with cache scales (`calibrate_kv_cache`), which the file lacks.
     """
 
     path: Path
@@ -211,21 +211,21 @@ def export_executorch(
     verify: bool = True,
     calibration: Iterable[Any] | None = None,
 ) -> ProgramReport:
-    """Write `model` to a ``.pte`` file that ExecuTorch's runtime loads on a device; return what was written.
+    """Write `model` to a ``.pte`` file that ExecuTorch's runtime loads on a device; return a report.
 
     Weights are int8 codes in the file. XNNPACK sums integers in a layer with a static 8-bit input whose output is
-    quantised too, by the layer that reads it or with `calibration`; and in Linear layers with a range for each token,
-    whose grid there has a zero point, which makes it finer. Every other quantised layer computes what it computes in
-    the model, on weights that are dequantised when it runs: the file is as small, the layer slower than in float.
+    quantised too, by the next layer or with `calibration`. It also does in Linear layers with a range per token,
+    whose grid there has a zero point, which makes it finer. Every other quantised layer computes as in
+    the model, on weights dequantised at run time: the file is as small, the layer slower than in float.
 
     Args:
-        model: In or after quantization-aware training, a plain model on which `apply_ranges` was called, or a float
-            model, pruned or factorised or as it is; float32. It is not changed.
-        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments; the program takes inputs of
-            these shapes alone.
+        model: A float32 model: in or after quantization-aware training, with `apply_ranges` called, or in float,
+            also pruned or factorised. It is not changed.
+        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments. The program takes only inputs
+            of these shapes.
         path: The file to write; replaced atomically.
         verify: Run the file in ExecuTorch's runtime and compare.
-        calibration: Batches of inputs, each as `example_inputs`, for ranges of outputs that no quantised layer reads.
+        calibration: Batches like `example_inputs`, for ranges of outputs that no quantised layer reads.
 
     Raises:
         MissingExtraError: If executorch is not installed.
@@ -243,31 +243,32 @@ def export_executorch(
     reference, names = quantized_reference(model, "export_executorch", partial(check_exportable, kinds=EXPORTED))
     exported, layers, schemes, qparams = baked_copy(reference, names, example_inputs)
     shared: dict[int, Quantized] = {}
-    weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
-    # In the order of the model: a tied weight gets its codes from the layer that comes first.
+    weights = [layer.weight for layer in layers.values()]  # kept alive, so that ids stay unique
+    # In model order: a tied weight gets its codes from the first layer.
     for name, layer in layers.items():
         program_layer(name, layer, schemes[name], qparams[name], shared)
     del weights
     with quiet():
-        # What XNNPACK takes is known only after lowering: so lower, look, change, and lower again.
+        # Only lowering shows what XNNPACK supports: lower, check, change, and lower again.
         edge, integer = _lowered(exported, example_inputs, layers)
         if calibration is not None:
             ranges = _output_ranges(reference, names, [example_inputs, *calibration])
-            # What has a static input but runs in float lacks an output range: XNNPACK's integer kernels write codes.
+            # A layer with a static input that runs in float lacks an output range: XNNPACK's integer kernels write
+            # codes.
             for name in set(layers) - set(integer):
                 if layers[name].by_operators and layers[name].scheme.input == "static":
                     set_output_range(layers[name], *ranges[name])
             edge, integer = _lowered(exported, example_inputs, layers)
         while left := [layer for name, layer in layers.items() if name not in integer and _is_integer_conv(layer)]:
-            # executorch 1.5.1: behind a convolution on XNNPACK, one that is left to portable kernels reads the values
-            # in the wrong order
+            # executorch 1.5.1: after a convolution on XNNPACK, one on portable kernels reads the values in the wrong
+            # order
             for layer in left:
                 layer.by_operators = False
             edge, integer = _lowered(exported, example_inputs, layers)
         buffer = edge.to_executorch().buffer
     with scratch_folder() as folder:
         file = folder / "model.pte"
-        # A scratch file first: the target is written only once the program has been compared.
+        # A temporary file first: the target is written only after the comparison.
         file.write_bytes(buffer)
         change = _compare(file, reference, example_inputs) if verify else None
         with atomic_write(path) as temporary:
@@ -286,7 +287,7 @@ def _output_ranges(
     found: dict[str, tuple[float, float]] = {}
 
     def watch(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        # 0 belongs to each range, as `set_output_range` has it.
+        # Each range includes 0, as `set_output_range` requires.
         low, high = found.get(name, (0.0, 0.0))
         found[name] = (min(low, float(output.min())), max(high, float(output.max())))
 
@@ -308,10 +309,10 @@ def _lowered(exported: nn.Module, inputs: Any, layers: dict[str, Any]) -> tuple[
     try:
         program = torch.export.export(exported, args, kwargs)
         edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    except Exception as error:  # torch.export raises whatever the model makes it
-        rule = f"model must be one that torch.export can trace, got {type(error).__name__}: {str(error)[:500]}"
+    except Exception as error:  # torch.export raises any error of the model
+        rule = f"torch.export cannot trace the model: {type(error).__name__}: {str(error)[:500]}"
         raise CompatibilityError("export_executorch", rule, "simplify its forward") from error
-    # A weight that is still dequantised by itself in the graph was not taken into an integer kernel.
+    # A weight that is dequantised separately in the graph is not in an integer kernel.
     lowered = edge.exported_program()
     buffers = lowered.graph_signature.inputs_to_buffers
     alone = {
@@ -339,28 +340,28 @@ def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
     from executorch.runtime import Runtime
 
     args, kwargs = arguments(plain(inputs))
-    # The runtime takes tensors by position: the leaves in the order of the call.
+    # The runtime takes tensors by position: the leaves in call order.
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     try:
         method = Runtime.get().load_program(str(file)).load_method("forward")
         found = [output for output in method.execute(tensors) if isinstance(output, Tensor)]
     except RuntimeError as error:
-        remedy = "nothing was written; look for an operator that it has no kernel for, such as a 3-d convolution"
-        rule = f"program must run in ExecuTorch's runtime, got {error}"
+        remedy = "nothing was written; look for an operator without a kernel there, such as a 3-d convolution"
+        rule = f"the program does not run in ExecuTorch's runtime: {error}"
         raise CompatibilityError("export_executorch", rule, remedy) from error
     with torch.no_grad():
         expected = [leaf for leaf in tree_leaves(plain(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
-    # Relative to the largest output of each: single outputs near 0 would make any change large.
+    # Relative to the largest value of each output: values near 0 would inflate any change.
     changes = [
         float((mine.double() - theirs.double()).abs().max() / (theirs.double().abs().max().clamp_min(1e-12)))
         for mine, theirs in zip(found, expected, strict=False)
         if theirs.numel()
     ]
     change = max(changes, default=0.0) if len(found) == len(expected) else math.inf
-    # `not <=`, so that a NaN is refused too.
+    # `not <=`, so that NaN fails too.
     if not change <= _LARGEST_CHANGE:
         got = f"a change of {change:.3g} in {len(found)} of {len(expected)}"
         rule = f"outputs of the program must equal the model's to {_LARGEST_CHANGE:.0%}, got {got}"
-        remedy = "nothing was written; give calibration with more batches, or leave it out"
+        remedy = "nothing was written; pass more calibration batches, or leave calibration out"
         raise CompatibilityError("export_executorch", rule, remedy)
     return change

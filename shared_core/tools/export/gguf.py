@@ -1,4 +1,4 @@
-"""A decoder of transformers as a GGUF file, which llama.cpp runs: architecture, tokenizer and codes in its words."""
+"""Write a transformers decoder as a GGUF file for llama.cpp: architecture, tokenizer and codes in its terms."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from shared_core.tools.measuring import difference, outputs
 
 @dataclass(frozen=True)
 class Architecture:
-    """llama.cpp's computation of a model of transformers.
+    """llama.cpp's implementation of a transformers model.
 
     Attributes:
-        name: Of ``gguf.MODEL_ARCH``.
-        activation: The only one that it has.
-        side_by_side: Whether pairs of queries and keys that are rotated lie side by side.
-        norm_offset: What is added to the weights of norms.
-        windows: Whether layers may have sliding windows; elsewhere a window limits the context.
-        normalizes_experts: Whether the weights of the chosen experts sum to 1; None: there are none, or no choice.
-        scale_layers: Layers of its one size whose attention is scaled by hidden size over heads; None: the width of a
-            head scales it in all.
-        loads: Whether transformers' loader of GGUF knows it (5.23).
+        name: Name in ``gguf.MODEL_ARCH``.
+        activation: The only supported one.
+        side_by_side: True if rotated pairs of queries and keys are adjacent.
+        norm_offset: Number added to the weights of norms.
+        windows: True if layers may have sliding windows; otherwise a window limits the context.
+        normalizes_experts: True if the weights of the chosen experts sum to 1; None: no experts, or no choice.
+        scale_layers: Number of layers of the one size whose attention is scaled by hidden size over heads; None: always
+            by the width of a head.
+        loads: True if transformers' GGUF loader supports it (5.23).
     """
 
     name: str
@@ -72,7 +72,7 @@ def _architecture_of(config: Any) -> Architecture:
 
 
 def _file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str, Tensor]:
-    """Return a parameter, or its packed bytes, under its names in the file: experts' gates and what they gate apart."""
+    """Return a parameter, or its packed bytes, under its names in the file. Experts' gate and up weights are split."""
     base, _, leaf = name.rpartition(".")
     parts = {name: value}
     if leaf == "gate_up_proj":
@@ -90,7 +90,7 @@ def _file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str
 
 
 def _ordered(name: str, value: Tensor, config: Any) -> Tensor:
-    """Return rows in llama.cpp's order: where pairs that are rotated lie side by side, queries and keys in that one."""
+    """Return rows in llama.cpp's order: queries and keys with adjacent rotated pairs, if the architecture has them."""
     if name.endswith("shared_expert_gate.weight"):
         return value[0]
     if not _architecture_of(config).side_by_side or (".q_proj." not in name and ".k_proj." not in name):
@@ -100,7 +100,7 @@ def _ordered(name: str, value: Tensor, config: Any) -> Tensor:
 
 
 def _float_tensor(name: str, value: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """Return a parameter without codes as the file has it: vectors, tables of positions and routers in float32."""
+    """Return a parameter without codes as stored: vectors, position tables and routers in float32."""
     if name.endswith("norm.weight"):
         return value.float() + _architecture_of(config).norm_offset
     router = name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight", ".wpe.weight"))
@@ -108,7 +108,7 @@ def _float_tensor(name: str, value: Tensor, config: Any, dtype: torch.dtype) -> 
 
 
 def _add_shape(writer: Any, config: Any) -> Tensor | None:
-    """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing."""
+    """Write a configuration. Return the divisors of Llama 3's frequencies, None if there are none."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     _check_settings(config, width)
@@ -150,7 +150,7 @@ def _add_shape(writer: Any, config: Any) -> Tensor | None:
 
 
 def _check_settings(config: Any, width: int) -> None:
-    """Refuse settings that llama.cpp's architecture has not."""
+    """Raise an error for settings that llama.cpp's architecture does not support."""
     own = _architecture_of(config)
     activation = next(
         value
@@ -215,7 +215,7 @@ SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _
 
 
 def add_tokenizer(writer: Any, folder: Path | None, size: int) -> None:
-    """Write a folder's ``tokenizer.json`` for a model of `size` tokens, or that there is none."""
+    """Write a folder's ``tokenizer.json`` for a model of `size` tokens, or record that there is none."""
     import gguf
 
     if folder is None:
@@ -232,7 +232,7 @@ def add_tokenizer(writer: Any, folder: Path | None, size: int) -> None:
         writer.add_add_space_prefix(_adds_space(described))
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=kind == "gpt2", n_vocab=size)
-    for name in ("bos", "eos"):  # else llama.cpp has a default of its own
+    for name in ("bos", "eos"):  # otherwise llama.cpp uses its own default
         special.add_special_token.setdefault(name, False)
     special.add_to_gguf(writer, quiet=True)
 
@@ -243,7 +243,7 @@ def _parts(described: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _kind(described: dict[str, Any]) -> tuple[str, str]:
-    """Return llama.cpp's names of a tokenizer and of how it splits text first."""
+    """Return llama.cpp's names of a tokenizer and of its pre-tokenizer."""
     model, parts = described.get("model", {}), _parts(described, "pre_tokenizer")
     split = next((part.get("pattern", {}).get("Regex", "?") for part in parts if part.get("type") == "Split"), None)
     levels = [part for part in parts if part.get("type") == "ByteLevel"]
@@ -282,7 +282,7 @@ def _tokens(described: dict[str, Any], size: int, kind: str) -> tuple[list[str],
 
 
 def _scores(described: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Return a score for each token that makes llama.cpp merge in the order of the merges."""
+    """Return a score per token that makes llama.cpp merge in the right order."""
     scores: dict[str, float] = {}
     for rank, merge in enumerate(described["model"]["merges"]):
         scores.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), -float(rank))
@@ -311,25 +311,24 @@ def export_gguf(
     example_inputs: Any = None,
     verify: bool = True,
 ) -> ServedReport:
-    """Write a quantised decoder to a GGUF file that llama.cpp runs; return what was written.
+    """Write a quantised decoder to a GGUF file that llama.cpp runs; return a report.
 
-    The codes are those that training saw, of linear layers and embeddings; their scales are float16, as the format
-    has them: `ServedReport.scale_error` says what that changes. llama.cpp rounds inputs in blocks of 32 by itself.
+    The codes of linear layers and embeddings are those of training. The format stores their scales in float16:
+    `ServedReport.scale_error` is the resulting error. llama.cpp itself rounds inputs in blocks of 32.
 
     Args:
-        model: A decoder of transformers (`ARCHITECTURES`) in or after quantization-aware training, or one on which
-            `apply_ranges` was called; float32. Its configuration tells the type of weights without codes. It is not
-            changed.
+        model: A float32 transformers decoder (`ARCHITECTURES`) in or after quantization-aware training, or with
+            `apply_ranges` called. Its config gives the dtype of weights without codes. It is not changed.
         path: The file.
-        tokenizer: A folder with ``tokenizer.json``, which goes into the file; None: the file has no tokenizer, and
-            llama.cpp takes tokens by number.
-        example_inputs: What the model and the file, loaded by transformers, are compared on.
-        verify: Compare the codes of the file with the model's and, with `example_inputs`, the outputs.
+        tokenizer: A folder with ``tokenizer.json``, which goes into the file. None: the file has no tokenizer, and
+            llama.cpp takes token ids.
+        example_inputs: Inputs on which the model and the file, loaded by transformers, are compared.
+        verify: Compare the file's codes with the model's and, with `example_inputs`, the outputs.
 
     Raises:
         MissingExtraError: If gguf is not installed.
-        CompatibilityError: If the format or llama.cpp has no place for a layer, a setting or the tokenizer, or the file
-            is not the model; nothing is written.
+        CompatibilityError: If the format or llama.cpp does not support a layer, a setting or the tokenizer, or the file
+            differs from the model; nothing is written.
         ConfigError: If an argument breaks its rule.
 
     Source: gguf 0.19; llama.cpp's convert_hf_to_gguf.py.
@@ -366,7 +365,7 @@ def export_gguf(
 
 
 def _check_layer(name: str, module: Any, where: str) -> None:
-    """Refuse a layer that no type of the format holds."""
+    """Raise an error for a layer that no type of the format supports."""
     scheme: LayerScheme = module.quantizer.scheme
     widths = {scheme.group_size or weight.shape[-1] for weight in weights_of(module).values()}
     odd = [width for width in sorted(widths) if width % _BLOCK]
@@ -391,7 +390,7 @@ def _blocks(
     off = (half.float() - scale).abs() > 1e-2 * scale
     if bool(off.any()) or not bool(torch.isfinite(half).all() & torch.isfinite(values).all()):
         got = f"{float(scale[off | half.isinf()].max()):.3g}"
-        rule = f"{name} must have scales that float16 holds to 1 %, got {got}"
+        rule = f"{name} must have scales that float16 represents within 1 %, got {got}"
         raise CompatibilityError(_WHERE, rule, "skip the layer in qat")
     whole = codes - low.unsqueeze(1) if scheme.affine else codes
     shape = (*weight.shape[:-1], weight.shape[-1] // _BLOCK)
@@ -421,14 +420,14 @@ def _packed(block: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def _values(block: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return the weight that a block stands for."""
+    """Return the weight that a block represents."""
     codes, scale, low = block
     values = codes.float() * scale.float().unsqueeze(-1)
     return (values + low.float().unsqueeze(-1) if low.numel() else values).flatten(-2)
 
 
 def _tensors(exported: Any) -> dict[str, Tensor]:
-    """Return name → parameter, a tied head left out."""
+    """Return name → parameter, without a tied head."""
     state = {id(value): (name, value) for name, value in reversed(exported.state_dict(keep_vars=True).items())}
     return {name: value for name, value in reversed(state.values())}
 
@@ -440,7 +439,7 @@ def _write(
     path: Path,
     tokenizer: Path | None,
 ) -> tuple[str, ...]:
-    """Write the file; return the types of its weights with codes, the commonest first."""
+    """Write the file; return the types of its quantised weights, the most common first."""
     import gguf
 
     config = exported.config
@@ -472,7 +471,7 @@ def _write(
 
 
 def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Dequantise the file with the format's own package; return what float16 scales change, of the largest weight."""
+    """Dequantise the file with the format's package; return float16's error relative to the largest weight."""
     import gguf
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -486,7 +485,7 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
         for other, rows in _file_tensors(name, expected, config, of_file).items():
             weight = torch.from_numpy(gguf.dequantize(found[other].data, found[other].tensor_type).copy())
             if not torch.equal(weight.view_as(rows), rows):
-                rule = f"{name} must have the codes of the model in the file, got others"
+                rule = f"{name} must have the model's codes in the file, got others"
                 raise CompatibilityError(_WHERE, rule, "nothing was written")
         peak = float(value.detach().abs().max())
         worst = max(worst, float((expected - value.detach()).abs().max()) / peak if peak else 0.0)
@@ -494,7 +493,7 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
 
 
 def _check_outputs(path: Path, exported: Any, expected: Any, inputs: Any, tolerance: float) -> float:
-    """Return what the outputs of the file, loaded by transformers in float, differ by."""
+    """Return the difference of the outputs when transformers loads the file in float."""
     with quiet():
         loaded = type(exported).from_pretrained(
             path.parent, gguf_file=path.name, config=copy.deepcopy(exported.config), dtype=torch.float32

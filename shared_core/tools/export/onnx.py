@@ -1,6 +1,6 @@
-"""Write a model as an ONNX file; quantised layers have explicit QuantizeLinear and DequantizeLinear nodes.
+"""Write a model as an ONNX file. Quantised layers have explicit QuantizeLinear and DequantizeLinear nodes.
 
-Which axes of the inputs stay open, and what torch.onnx is kept from doing twice.
+Also chooses the inputs' dynamic axes, and keeps torch.onnx from repeating work.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from shared_core.tools.export.source import (
     quiet,
 )
 
-_SHORTEST = 3  # torch.export takes a length of 1 for a constant, and the file is run with one less, too
+_SHORTEST = 3  # torch.export treats a length of 1 as a constant, and the file is also run with one less
 
 
 def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
-    """Return for `torch.export` which axes of the inputs stay open, None for none.
+    """Return the dynamic axes of the inputs for `torch.export`, None if there are none.
 
-    Inputs whose names begin with ``decoder_`` have a length of their own.
+    Inputs whose names begin with ``decoder_`` have a separate length.
     """
     if not (batch or length):
         return None
-    # Axes of the batch's size are taken for the batch, and second axes of one length for lengths, which share a name.
+    # Axes of the batch's size count as batch axes, and second axes of equal length as lengths, which share a name.
     examples, lengths = _batch(inputs) if batch else None, _lengths(inputs) if length else {}
     open_axes = {name: torch.export.Dim(name) for name in ("batch", *lengths)}
 
@@ -87,7 +87,7 @@ def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
 
 
 def one_shorter(inputs: Any) -> Any:
-    """Return inputs that are shorter by one along the axes that `dynamic_shapes` leaves open as lengths."""
+    """Return inputs that are one shorter along the dynamic length axes."""
     lengths = _lengths(inputs)
     return tree_map_with_path(lambda path, x: x[:, :-1] if _has_length(path, x, lengths) else x, inputs)
 
@@ -98,7 +98,7 @@ def _batch(inputs: Any) -> int | None:
 
 
 def _lengths(inputs: Any) -> dict[str, int]:
-    # Encoder and decoder may have different lengths: each has an axis of its own, found by the argument's name.
+    # Encoder and decoder may differ in length: each has its own axis, found by the argument's name.
     found: dict[str, int] = {}
     for path, value in tree_flatten_with_path(inputs)[0]:
         if isinstance(value, Tensor) and value.dim() > 1:
@@ -131,18 +131,18 @@ class ExportReport:
         bytes: Its size.
         quantized: Layers with codes.
         float_layers: Layers of the same types that stay in float.
-        integer_nodes: Operator → how many onnxruntime runs on integers after its optimisation on this machine; empty
+        integer_nodes: Operator → number of integer nodes after onnxruntime's optimization on this machine; empty
             if it is not installed.
-        largest_difference: Between onnxruntime without optimisation and the model on the example inputs; None if it
-            was not compared.
-        moved_codes: Share of activation codes that float rounding put on the other side of a tie in that comparison.
-        quantized_activations: Tensors between layers that got codes of their own from `calibration`, and these.
-        float_activations: Those without `calibration`: a convolution before one of them is computed in float.
-        relative_change: What those codes, and biases on the grid of the sums, change in the outputs for the example
+        largest_difference: Between unoptimized onnxruntime and the model on the example inputs; None if not
+            compared.
+        moved_codes: Share of activation codes that differ by one because of rounding ties in that comparison.
+        quantized_activations: Tensors between layers with codes from `calibration`, and these codes.
+        float_activations: Such tensors without `calibration`: a convolution before one is computed in float.
+        relative_change: Change of the outputs by those codes, and by biases on the grid of the sums, for the example
             inputs, relative to the largest output; None without `calibration`.
-        inputs: Name → shape of what the file takes; an open axis has a name.
-        unsigned_weights: Whether weights were written as unsigned codes.
-        cache_scales_left_out: Attention layers with scales of their cache (`calibrate_kv_cache`), which the file lacks.
+        inputs: Name → shape of the file's inputs; a dynamic axis has a name.
+        unsigned_weights: True if weights were written as unsigned codes.
+        cache_scales_left_out: Attention layers with cache scales (`calibrate_kv_cache`), which the file lacks.
     """
 
     path: Path
@@ -172,44 +172,44 @@ def export_onnx(
     calibration: Iterable[Any] | Codes | None = None,
     weight_codes: WeightCodes = "auto",
 ) -> ExportReport:
-    """Write `model` to an ONNX file that computes what it computes in evaluation; return what was written.
+    """Write `model` to an ONNX file with the same outputs as in evaluation; return a report.
 
-    Weights are int8 with a DequantizeLinear, codes of fewer bits too. Static inputs are QuantizeLinear and
-    DequantizeLinear in uint8, the model's signed codes moved by 2^(b−1): the values are the same. Biases are int32, so
-    that a runtime can sum integers. Weights with a scale for each group are dequantised block by block; inputs with a
-    range for each token go through MatMulInteger in Linear layers. A batch norm that alone reads a quantised layer is
-    folded into its scales, which leaves the codes as they are. Everything else stays in float; a model without
-    quantised layers does as a whole.
+    Weights are int8 with a DequantizeLinear, also codes of fewer bits. Static inputs are QuantizeLinear and
+    DequantizeLinear in uint8, the model's signed codes shifted by 2^(b−1): the values are the same. Biases are int32,
+    so that a runtime can sum integers. Weights with a scale per group are dequantised block by block. Inputs with a
+    range per token go through MatMulInteger in Linear layers. A batch norm that is the only reader of a quantised layer
+    is folded into its scales, so codes do not change. Everything else stays in float, also a whole model without
+    quantised layers.
 
-    onnxruntime runs a convolution on integers only where its output is quantised: what a residual sum, a concatenation
-    or an average pool reads comes out of a convolution in float, for training has no quantiser there. With
-    `calibration` it gets one, which is several times faster and no longer exactly what the model computes.
+    onnxruntime runs a convolution on integers only if its output is quantised. For residual sums, concatenations
+    and average pools training has no quantiser, so their convolutions stay in float. `calibration` adds these
+    quantisers, which is several times faster but no longer exactly what the model computes.
 
     Args:
-        model: In or after quantization-aware training, a plain model on which `apply_ranges` was called, or a float
-            model, pruned or factorised or as it is; float32. It is not changed.
+        model: A float32 model: in or after quantization-aware training, with `apply_ranges` called, or in float,
+            also pruned or factorised. It is not changed.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments.
         path: The file to write; replaced atomically.
         opset: 21 to 23.
-        dynamic_batch: Leave the first axis of the inputs open: of all whose first axis is as long as that of the first.
-        dynamic_length: Leave the second axis open as well: of all inputs whose second axis is as long as that of the
-            first, and, with a length of its own, of those whose names begin with ``decoder_``.
-        verify: Run the file in onnxruntime, without optimisation, and compare. Codes that float rounding moves to
-            the next step are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
-            1e-2 of it where inputs have a range for each token. With `dynamic_length` the same for inputs that are
-            shorter by one. Without onnxruntime nothing is compared.
-        calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers, or the codes
-            that these gave before (the report's `quantized_activations`), which are left out if they are of another
-            graph. What is compared is the file before it gets them; how far it moves then is in the report.
+        dynamic_batch: Make the first axis dynamic, in all inputs whose first axis is as long as that of the first.
+        dynamic_length: Make the second axis dynamic as well, in all inputs whose second axis is as long as that of the
+            first. Inputs whose names begin with ``decoder_`` have a separate length.
+        verify: Run the file in unoptimized onnxruntime and compare. Codes that differ by one because of rounding
+            are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
+            1e-2 of it if inputs have a range per token. With `dynamic_length` the same for inputs one
+            shorter. Without onnxruntime nothing is compared.
+        calibration: Batches like `example_inputs` for ranges of activations between layers, or the codes
+            from an earlier calibration (the report's `quantized_activations`), which are ignored if they belong to
+            another graph. The comparison uses the file without them; the report has the change that they make.
         weight_codes: ``signed`` is fastest on processors with VNNI or AMX. Without them onnxruntime's products of
-            unsigned inputs and signed 8-bit weights saturate, far off on some; ``unsigned`` weights are exact there.
-            ``auto``: what is right for the processor that exports. Weights of 7 bits are exact either way.
+            unsigned inputs and signed 8-bit weights saturate, with large errors on some; ``unsigned`` weights are exact
+            there. ``auto``: the right choice for this processor. Weights of 7 bits are exact either way.
 
     Raises:
         MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
-        MatchError: If there is `calibration` and no layer is quantised.
-        CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file computes
-            something else; nothing is written.
+        MatchError: If `calibration` is given and no layer is quantised.
+        CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file's outputs
+            differ; nothing is written.
         ConfigError: If an argument breaks its rule.
 
     Source: the ONNX operators QuantizeLinear and DequantizeLinear, opset 21.
@@ -237,15 +237,15 @@ def export_onnx(
     difference = moved = written = None
     with scratch_folder() as folder:
         file = folder / "model.onnx"
-        # What is repeated is traced once, if a check follows; where that finds a difference, all of it is. A bias
-        # within tolerance on s_x s_w runs on integers. If the file then still differs from the model too much, write
-        # it again with a bias that is exact, and in float.
+        # Repeated blocks are traced once if a check follows. If it finds a difference, everything is traced. A bias
+        # within tolerance of s_x s_w runs on integers. If the file still differs too much, write it again with an exact
+        # bias, in float.
         once, exact_bias = runs and verify, False
         while True:
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
             groups = repeated_blocks(exported, plain(example_inputs)) if once else []
             shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length, groups)
-            # The second round asks only if the first found something to change.
+            # The second round runs only if the first found something to change.
             unsigned = unsigned and make_unsigned(file)
             if not (runs and verify):
                 break
@@ -261,14 +261,14 @@ def export_onnx(
                     raise
                 once, exact_bias = False, not groups
         convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
-        asked = convolves or (calibration is not None and bool(names))  # else the file would be read for nothing
+        asked = convolves or (calibration is not None and bool(names))  # otherwise don't read the file
         found = quantize_activations(file, folder / "integer.onnx", calibration) if asked else ()
         if isinstance(found, dict):
             exact, file, activations, written = file, folder / "integer.onnx", found, None
             change = relative_change(file, exact, example_inputs)
         else:
             waiting = found
-        # Of the final file: what runs on integers depends on onnxruntime's fusions here.
+        # From the final file: the integer nodes depend on onnxruntime's fusions here.
         nodes = integer_nodes(written or file) if runs else {}
         with atomic_write(path) as temporary:
             shutil.copyfile(file, temporary)
@@ -281,7 +281,7 @@ def export_onnx(
 
 
 def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
-    """Return the codes that `export_onnx` with calibration gives tensors between layers; none without convolutions."""
+    """Return the codes of tensors between layers from `export_onnx` with calibration; none without convolutions."""
     if not any(isinstance(layer, nn.modules.conv._ConvNd) and is_quantized(layer) for layer in model.modules()):
         return {}
     with scratch_folder() as folder:
@@ -297,7 +297,7 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_
     shape = tuple(next(leaf for leaf in tree_leaves(plain(example_inputs)) if isinstance(leaf, Tensor)).shape)
     if dynamic_length and (len(shape) < 2 or shape[1] < _SHORTEST):
         rule = f"dynamic_length must come with example_inputs of (batch, length, ...), {_SHORTEST} long at least"
-        raise ConfigError("export_onnx", f"{rule}, got {shape}", "give longer ones or leave it out")
+        raise ConfigError("export_onnx", f"{rule}, got {shape}", "use longer ones or leave it out")
 
 
 def _exportable(
@@ -326,7 +326,7 @@ def _export(
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
     inputs = plain(inputs)
-    if dynamic_batch and _batch(inputs) == 1:  # which torch.export would take for a constant
+    if dynamic_batch and _batch(inputs) == 1:  # torch.export would treat it as a constant
         inputs = tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
     shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
     open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
@@ -343,24 +343,24 @@ def _export(
         value.name: tuple(size if isinstance(size, int) else str(size) for size in value.shape)
         for value in graph.inputs
     }
-    # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
-    # Axes that were to stay open must still have a name (a str) in some input.
+    # the exporter silently fixes an axis if the model needs it fixed (torch 2.13)
+    # Dynamic axes must still have a name (a str) in some input.
     asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
     for place, axis in enumerate(("batch", "length")):
         stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
         if axis in asked and not stays:
-            rule = f"model must take any {axis} to leave it open, and its forward fixes it"
+            rule = f"model must take any {axis} for it to be dynamic, but its forward fixes it"
             raise CompatibilityError("export_onnx", rule, f"make it depend on the inputs' shapes{hint}")
     program.save(file)
     return taken
 
 
 def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: str, groups: list[dict[str, Any]]) -> Any:
-    """Return what torch.onnx makes of a model."""
+    """Return torch.onnx's program of a model."""
     import onnxscript
 
     args, kwargs = arguments(inputs)
-    # Our operators stay whole through torch.export; here each becomes the ONNX nodes that onnxruntime fuses.
+    # Our operators stay whole in torch.export. Here each becomes the ONNX nodes that onnxruntime fuses.
     operators = getattr(onnxscript, f"opset{opset}")
     table = translations(operators) | recurrent_translations(operators)
 
@@ -385,7 +385,7 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
         try:
             with contextlib.suppress(Exception), _decomposing_if_needed(), _promoting_alone():
                 program = export()
-            if program is None:  # torch.onnx has some operation only once it is decomposed
+            if program is None:  # torch.onnx supports some operations only when decomposed
                 program = export()
         finally:
             seen.remove()
@@ -397,27 +397,27 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
         try:
             program = None
             if groups:
-                with contextlib.suppress(Exception):  # the model as a whole may work, or tells what is wrong with it
+                with contextlib.suppress(Exception):  # the whole model may work, or give the real error
                     program = export_around_blocks(exported, groups, traced_once)
             return export(_names(call_model(exported, inputs)), optimize=True) if program is None else program
-        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
+        except Exception as error:  # torch.export and the exporter raise any error of the model
             cause: BaseException = error
-            # The innermost cause tells what the model does; the outer ones repeat the exporter's advice.
+            # The innermost cause is the model's error. The outer ones repeat the exporter's advice.
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            rule = f"model must be one that torch.onnx can export, got {type(cause).__name__}: {str(cause)[:500]}"
+            rule = f"torch.onnx cannot export the model: {type(cause).__name__}: {str(cause)[:500]}"
             raise CompatibilityError("export_onnx", rule, f"simplify its forward{hint}") from error
 
 
 def _names(output: Any) -> list[str] | None:
-    """Return what the outputs are called: a mapping of tensors (a ModelOutput) names them, else the exporter does."""
+    """Return the outputs' names: from a mapping of tensors (a ModelOutput), else from the exporter."""
     named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
     return [str(key) for key in output] if named else None
 
 
 @contextlib.contextmanager
 def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an attribute of a class have another value."""
+    """Temporarily replace an attribute of a class."""
     kept = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -427,14 +427,14 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _decomposing_if_needed() -> contextlib.AbstractContextManager[None]:
-    """Keep torch.onnx from decomposing programs that hold nothing to decompose."""
-    # It does so with every program: a second trace, as long as the first, that leaves most operations as they are.
+    """Keep torch.onnx from decomposing programs with nothing to decompose."""
+    # It decomposes every program: a second trace, as long as the first, that changes few operations.
     decompose = torch.export.ExportedProgram.run_decompositions
 
     def run(program: torch.export.ExportedProgram, table: Any = None, **options: Any) -> Any:
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         targets = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
-        # what changes its inputs becomes a function there, what holds graphs of its own is looked into
+        # operations that change their inputs become functions there, and nested graphs are searched
         pure = not any(isinstance(target, OpOverload) and target._schema.is_mutable for target in targets)
         flat = not any(isinstance(target, HigherOrderOperator) for target in targets)
         whole = table is not None and pure and flat and targets.isdisjoint(table)
@@ -444,8 +444,8 @@ def _decomposing_if_needed() -> contextlib.AbstractContextManager[None]:
 
 
 def _promoting_alone() -> contextlib.AbstractContextManager[None]:
-    """Keep torch.onnx from running a program anew, on fake tensors, while it puts in casts for mixed types."""
-    # The trace has told what each node gives, and a cast of its inputs leaves that as it is.
+    """Keep torch.onnx from rerunning a program on fake tensors when it adds casts for mixed types."""
+    # The trace already has each node's result, and a cast of its inputs does not change it.
     from torch.onnx._internal.fx.passes import type_promotion
 
     promoting = type_promotion._TypePromotionInterpreter
@@ -464,7 +464,7 @@ def _promoting_alone() -> contextlib.AbstractContextManager[None]:
 
 
 def _parsing_if_needed() -> contextlib.AbstractContextManager[None]:
-    """Keep onnxscript from parsing the source of all 500 functions of its library for the name of their domain."""
+    """Keep onnxscript from parsing all 500 functions of its library to find the name of their domain."""
     from onnxscript.values import TracedOnnxFunction
 
     parse: Any = vars(TracedOnnxFunction)["function_ir"].fget
@@ -482,7 +482,7 @@ def _parsing_if_needed() -> contextlib.AbstractContextManager[None]:
 def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> float:
     try:
         return check(one_shorter(plain(inputs)))[0]
-    except Exception as error:  # the model's own, or onnxruntime's many
-        rule = "file must compute what the model does at every length, and with example_inputs that are shorter by one"
+    except Exception as error:  # the model's own, or one of onnxruntime's
+        rule = "the file must match the model at every length, and with example_inputs that are one shorter"
         told = f"{rule} it did not: {str(error)[:500]}"
         raise CompatibilityError("export_onnx", told, f"pass {_FIXED['dynamic_length']}") from error

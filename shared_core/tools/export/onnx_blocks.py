@@ -1,8 +1,8 @@
-"""Blocks that a model repeats, such as the layers of an encoder: traced once, written as often as they occur.
+"""Repeated blocks of a model, such as encoder layers: traced once, written for each occurrence.
 
-torch.export and the passes of torch.onnx take a time for each operation, and a deep model is mostly one block many
-times. In one trace the first block's operations are recorded from stand-ins of its inputs, and each call of a block is
-a node; then the operations are put in place of each node, with its block's parameters.
+torch.export and the passes of torch.onnx take time per operation, and a deep model is mostly one block repeated. In
+one trace the first block's operations are recorded from placeholders of its inputs, and each call of a block is one
+node. Then each node is replaced by the operations, with its block's parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared_core.modules.calls import call_model
 _DOMAIN, _BLOCK, _START = "efftrain", "Block", "Start"
 _OWN = ("_parameters", "_buffers", "_modules")
 _FEWEST = 3  # two traces, of the block and of the rest, take as long as two blocks
-# A block's own place among the others.
+# A block's own index among the others.
 _PLACES = frozenset({"layer_idx", "layer_id"})
 
 
@@ -35,22 +35,22 @@ class _Call:
     spec: Any
 
     def named(self) -> _Call:
-        """Return the same with the names of symbols, once all is traced: equal axes begin with a symbol each."""
+        """Return the same with final symbol names: while tracing, equal axes have separate symbols."""
         leaves = [(x[0], tuple(map(str, x[1]))) if isinstance(x, tuple) else x for x in self.leaves]
         return _Call(leaves, self.spec)
 
 
 def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-    """Return groups of blocks that differ in their parameters alone: name of each → the structure of its output.
+    """Return groups of blocks that differ only in their parameters: name of each → the structure of its output.
 
-    Blocks are children of a `ModuleList` or `Sequential`, called once, that return one tensor, shaped as their first.
-    There are none where a forward reads its block's place (``layer_idx``).
+    Blocks are children of a `ModuleList` or `Sequential`, called once, that return one tensor with the shape of their
+    first input. A forward that reads its block's index (``layer_idx``) excludes them.
     """
     likely: dict[str, list[str]] = defaultdict(list)
     for parent_name, parent in model.named_modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             for key, child in parent.named_children():
-                if "forward" in vars(child):  # somebody's own, and ours would take its place
+                if "forward" in vars(child):  # a user's own, which ours would replace
                     continue
                 likely[_signature(child)].append(f"{parent_name}.{key}".removeprefix("."))
     many = [names for names in likely.values() if len(names) >= _FEWEST]
@@ -60,13 +60,13 @@ def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         first: list[Any] = []
         for name in names:
             blocks[name].forward = _recorded(blocks[name].forward, outputs[name], first)
-    # Taken away meanwhile, for blocks that compute with their place are not alike.
+    # Hide the index meanwhile: blocks that compute with it are not equal.
     modules = {module for block in blocks.values() for module in block.modules()}
     places = [(module, key, vars(module).pop(key)) for module in modules for key in _PLACES & vars(module).keys()]
     try:
         with torch.no_grad():
             call_model(model, inputs)
-    except Exception:  # whatever the model raises without them; with them it is traced as a whole, and raises then
+    except Exception:  # the model fails without it; it is then traced as a whole
         return []
     finally:
         for module, key, place in places:
@@ -84,7 +84,7 @@ def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
 
 
 def _signature(block: nn.Module) -> Any:
-    """Return what two blocks must have in common to be one graph with other parameters."""
+    """Return what two blocks must share to be one graph with other parameters."""
     found: list[Any] = []
     for name, module in block.named_modules():
         attributes = {key: value for key, value in vars(module).items() if key not in _PLACES}
@@ -99,7 +99,7 @@ def _signature(block: nn.Module) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what tells values apart: themselves if they are plain, else the object's identity."""
+    """Return a key that tells values apart: plain values themselves, otherwise the object's identity."""
     if isinstance(value, dict):
         return [(_plain(key), _plain(one)) for key, one in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -110,8 +110,8 @@ def _plain(value: Any) -> Any:
 
 
 def _recorded(run: Callable[..., Any], seen: list[Any], first: list[Any]) -> Callable[..., Any]:
-    """Return a block's forward that records the structure of its outputs in `seen`, None where it is no such block."""
-    # `first`: how the group's first block was called, and the structure of its output. A block that is called alike
+    """Return a block's forward that records its outputs' structure in `seen`, None if the block does not qualify."""
+    # `first`: the arguments of the group's first block, and the structure of its output. A block with equal arguments
     # does not run: only structures matter.
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -139,8 +139,8 @@ def _like(output: tuple[list[Any], Any], value: Tensor) -> Any:
 
 
 def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str, _Call], inside: Any) -> Any:
-    """Return what a block's forward is while the model is traced: one node."""
-    # `inside`: the own forward of the block to trace, from stand-ins of what the node takes to its last input.
+    """Return a block's forward during tracing: one node."""
+    # `inside`: the forward of the block to trace, from placeholders of the node's inputs to its last input.
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -160,7 +160,7 @@ def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str
 
 
 def _symbolic(kind: str, tensors: list[Tensor], attributes: dict[str, Any]) -> Tensor:
-    """Return a node's output, which is as the first of its inputs."""
+    """Return a node's output, which has the shape of its first input."""
     like = tensors[0]
     y: Tensor = torch.onnx.ops.symbolic(
         f"{_DOMAIN}::{kind}", tensors, attributes, dtype=like.dtype, shape=like.shape, version=1
@@ -169,7 +169,7 @@ def _symbolic(kind: str, tensors: list[Tensor], attributes: dict[str, Any]) -> T
 
 
 def _alike(calls: list[_Call]) -> bool:
-    """Return True if all are called alike, with tensors and plain values."""
+    """Return True if all calls have equal tensors and plain values."""
     first = calls[0].named()
     plain = all(isinstance(leaf, tuple | None | bool | int | float | str) for leaf in first.leaves)
     return plain and all(call.named() == first for call in calls)
@@ -177,7 +177,7 @@ def _alike(calls: list[_Call]) -> bool:
 
 @contextlib.contextmanager
 def _one_of_each(model: nn.Module, groups: list[dict[str, Any]], calls: dict[str, _Call]) -> Iterator[None]:
-    """Let the first block of each group be traced, and the others be nodes without parameters."""
+    """Trace only the first block of each group; the others become nodes without parameters."""
     kept: list[tuple[nn.Module, dict[str, Any]]] = []
     blocks = [[model.get_submodule(name) for name in group] for group in groups]
     try:
@@ -198,7 +198,7 @@ def _one_of_each(model: nn.Module, groups: list[dict[str, Any]], calls: dict[str
 
 
 def export_around_blocks(model: nn.Module, groups: list[dict[str, Any]], export: Callable[..., Any]) -> Any | None:
-    """Return the ONNX program of a model whose repeated blocks are traced once; None if they are called otherwise."""
+    """Return the ONNX program with repeated blocks traced once; None if they are called differently."""
     from onnx_ir.passes.common import (
         CommonSubexpressionEliminationPass,
         InlinePass,
@@ -215,7 +215,7 @@ def export_around_blocks(model: nn.Module, groups: list[dict[str, Any]], export:
     functions = [_take_out(program.model, number, next(iter(group)), model) for number, group in enumerate(groups)]
     RemoveUnusedNodesPass()(program.model)
     program.optimize()
-    # After that: it would put them in, and all blocks be optimised where one is.
+    # After that: inlining first would optimize every block separately.
     for function in functions:
         program.model.functions[function.identifier()] = function
     InlinePass()(program.model)
@@ -226,7 +226,7 @@ def export_around_blocks(model: nn.Module, groups: list[dict[str, Any]], export:
 
 
 def _take_out(program: Any, number: int, first: str, model: nn.Module) -> Any:
-    """Return the nodes of the block that was traced as a function; each block's node takes its own parameters then."""
+    """Return the nodes of the block traced as a function. Each block's node then takes its own parameters."""
     import onnx_ir
     from onnxscript import optimizer
 
@@ -240,8 +240,8 @@ def _take_out(program: Any, number: int, first: str, model: nn.Module) -> Any:
     starts, around = _bounds(graph, first, end)
     outer = [*around, *(value for name, value in graph.initializers.items() if name in keys)]
     body = onnx_ir.convenience.extract(graph, [*starts.values(), *outer], [end])
-    # Parameters are inputs before the graph is optimised, or what one block has by chance (a bias of zeros) went into
-    # all.
+    # Parameters are inputs before the graph is optimized. Otherwise one block's constants (a bias of zeros) would
+    # end up in all.
     for value in body.inputs:
         body.initializers.pop(str(value.name), None)
         value.const_value = None
@@ -262,7 +262,7 @@ def _take_out(program: Any, number: int, first: str, model: nn.Module) -> Any:
 
 
 def _bounds(graph: Any, block: str, end: Any) -> tuple[dict[int, Any], list[Any]]:
-    """Return the stand-ins of a block's inputs by their place, and what it takes of the model: an axis' length, say."""
+    """Return the placeholders of a block's inputs by position, and its other inputs, such as an axis's length."""
     starts: dict[int, Any] = {}
     of_model, of_block = set(graph.inputs), set()
     for node in graph:

@@ -1,7 +1,7 @@
-"""What is done with an ONNX file that was written: run it, compare it with the model, rewrite its integers.
+"""Process a written ONNX file: run it, compare it with the model, rewrite its integers.
 
-Quantisers for activations between convolutions that no layer quantises; weights as unsigned codes for processors on
-which products with signed codes saturate.
+Also adds quantisers for activations between convolutions that no layer quantises, and unsigned weight codes for
+processors on which products with signed codes saturate.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
 
 TOLERANCE = 1e-5
-_TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so that one may have moved
+_TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so one may differ
 _FEW = 2**12  # codes
 _LARGE = 2**10  # bytes
-_SAME_LAYER = 0.5  # share of equal codes that tells a layer's codes from another's
+_SAME_LAYER = 0.5  # share of equal codes that identifies a layer's codes
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """An ONNX file that was read once: its graph, and its large constants, which all sessions of it share."""
+    """An ONNX file that was read once: its graph, and its large constants, shared by all its sessions."""
 
     graph: Any
     constants: dict[str, Any]
 
 
 def opened(file: Path) -> Opened:
-    """Return the file's content."""
+    """Read the file."""
     import onnx
     import onnxruntime
 
@@ -57,22 +57,24 @@ def opened(file: Path) -> Opened:
             constants[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(values)
             tensor.ClearField("raw_data")
             tensor.data_location = onnx.TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="constants")  # a session is handed them, and reads no file
+            tensor.external_data.add(
+                key="location", value="constants"
+            )  # passed to a session in memory, no file is read
     return Opened(model, constants)
 
 
 @contextlib.contextmanager
 def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tuple[float, float]]]:
-    """Yield a function of inputs that returns (largest difference of the outputs, share of codes that moved by one).
+    """Yield a function of inputs that returns (largest difference of the outputs, share of codes that differ by one).
 
-    Rounding cannot be compared by outputs alone: where two float sums differ in the last bit around a tie, a code moves
-    by one and with it, for a good reason, everything behind it. So the reference takes the file's codes wherever its
+    Outputs alone cannot show rounding errors: if two float sums differ in the last bit near a tie, a code changes
+    by one, and so does everything after it. So the reference takes the file's codes wherever its
     own differ by one, and then everything must agree.
 
     The function raises a CompatibilityError if an output differs by more than 1e-5 of the largest output (of 1, if that
-    is less); where inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
+    is less). If inputs have a range per token and the file lacks their codes, the limit is 1e-2 of it (of 1e-3).
     """
-    # Codes that are in the file are compared one by one; of other tokens only outputs can be.
+    # Codes in the file are compared one by one. For other tokens only outputs can be compared.
     layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
     unseen = any(
         layer.quantizer.scheme.input == "token" and not multiplies_token_codes(layer, layer.quantizer.scheme)
@@ -89,7 +91,7 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
         and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
     )
     num_outputs = len(model.graph.output)
-    # Without optimisation: onnxruntime's fusions may move codes by one. What is checked is the file, not a kernel.
+    # Unoptimized: onnxruntime's fusions may change codes by one. This checks the file, not a kernel.
     session = probing(file, wanted, "UINT8")
 
     def check(inputs: Any) -> tuple[float, float]:
@@ -105,7 +107,7 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
             # double: a float32 difference of near-equal outputs is rounding itself.
             exact = mine.double().numpy()
             difference = float(np.abs(exact - theirs).max(initial=0.0))
-            # Relative to the largest output, but not below `least`; `not <=` refuses NaN.
+            # Relative to the largest output, but not below `least`; `not <=` rejects NaN.
             if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
                 rule = f"output {number} of the file must equal the model's to {tolerance:g}"
                 remedy = "nothing was written; find the layer by exporting parts of the model"
@@ -114,8 +116,8 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
         return largest, forced.moved / max(forced.total, 1)
 
     forced = _Forced()
-    # A value on the border of two codes may fall to either side, by the last bit of a float sum, and layers behind it
-    # would see another input. With the file's codes put in, everything else must agree to float precision.
+    # The last bit of a float sum may put a value near a rounding tie on either side, and later layers would then
+    # see another input. With the file's codes put in, everything else must agree to float precision.
     quantizers = _force(reference, forced)
     try:
         yield check
@@ -135,66 +137,66 @@ def session_of(file: Path | str | Opened, optimise: bool, save: Path | None = No
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
-    options.log_severity_level = 4  # what goes wrong is raised
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # what runs once need not be waited for so
+    options.log_severity_level = 4  # errors are raised anyway
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # don't busy-wait for a single run
     if save is not None:
         options.optimized_model_filepath = str(save)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "constants")
         options.add_session_config_entry("session.disable_prepacking", "1")
     if isinstance(file, Opened):
         options.add_external_initializers(list(file.constants), list(file.constants.values()))
-        # the bytes of two messages of protobuf are one of both, their lists joined
+        # concatenated protobuf messages merge, with their lists joined
         model: Any = file.graph.SerializeToString() + further
     else:
         model = str(file)
     session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    session.opened = file  # it reads the memory of those constants, and holds them no other way
+    session.opened = file  # keeps those constants alive: the session reads their memory
     return session
 
 
 def feeds(session: Any, inputs: Any) -> dict[str, Any]:
-    """Return the inputs of a session by name; by position where the model names them otherwise."""
+    """Return the inputs of a session by name, or by position if the model names them differently."""
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
         return {name: inputs[name].detach().cpu().numpy() for name in names}
-    # By position too: the exporter may rename inputs (args_0) where they are nested.
+    # By position too: the exporter may rename nested inputs (args_0).
     tensors = [leaf for leaf in tree_leaves(_mapping(inputs)) if isinstance(leaf, Tensor)]
     return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
 
 
 def probing(file: Opened, names: Iterable[str], kind: str) -> Any:
-    """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs."""
+    """Return an unoptimized onnxruntime session with tensors of the graph as additional outputs."""
     import onnx
 
     element = onnx.TensorProto.DataType.Value(kind)
-    # Further outputs do not change what unoptimised nodes compute.
+    # Additional outputs do not change what unoptimized nodes compute.
     further = onnx.ModelProto()
     further.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
     return session_of(file, optimise=False, further=further.SerializeToString())
 
 
 class _Forced:
-    """Gives quantisers of a model the codes that a file found, where they are those of the same layer."""
+    """Gives a model's quantisers the codes from a file, if they belong to the same layer."""
 
     def __init__(self) -> None:
         self.begin([])
 
     def begin(self, codes: list[Any]) -> None:
-        """Take these from now on: uint8, of every quantised activation."""
+        """Use these codes from now on: uint8, of every quantised activation."""
         self.codes = codes
         self.total = self.moved = self.next = 0
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the file's codes if some are nowhere more than one away from the model's, else the model's."""
+        """Return the file's codes if some differ from the model's by at most one everywhere, else the model's."""
         mine = values.to(torch.uint8).contiguous().numpy()
-        # More than half of the codes equal, and none further than one away: those are the same layer's. Names would
-        # not do, as the exporter makes up its own.
+        # More than half of the codes equal, and none more than one apart: the same layer. Names don't help, since
+        # the exporter invents its own.
         best, fewest = mine, int((1 - _SAME_LAYER) * mine.size)
         few = mine.ravel()[:_FEW]
-        # Layers mostly come in the file's order: the next one's codes are tried first.
+        # Layers mostly come in the file's order, so try the next one's codes first.
         for place in (*range(self.next, len(self.codes)), *range(self.next)):
             codes = self.codes[place]
-            # Another layer's differ in more than is allowed long before their end.
+            # Another layer's codes exceed the limit early on.
             if codes.size != mine.size or np.count_nonzero(codes.ravel()[:_FEW] != few) > fewest:
                 continue
             codes = codes.reshape(mine.shape)
@@ -212,7 +214,7 @@ class _Forced:
 
 
 def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
-    """Let quantisers take the file's codes; return them."""
+    """Make quantisers use the file's codes; return the hooks."""
     changed: list[Any] = []
     for module in reference.modules():
         quantizer: Any = module.quantizer if type(module) in STOCK else None
@@ -239,7 +241,7 @@ def _forced_tokens(bits: int, forced: _Forced, module: nn.Module, x: Tensor) -> 
 
 
 def relative_change(file: Path, other: Path, inputs: Any) -> float:
-    """Return the largest difference of two files' outputs, without optimisation, relative to the largest output."""
+    """Return the largest output difference of two unoptimized files, relative to the largest output."""
     pairs: list[tuple[Any, Any]] = []
     for session in (session_of(file, optimise=False), session_of(other, optimise=False)):
         pairs.append(session.run(None, feeds(session, inputs)))
@@ -254,7 +256,7 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
 
 
 def integer_nodes(file: Path | Opened) -> dict[str, int]:
-    """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
+    """Return operator → number of integer nodes in onnxruntime's optimized graph."""
     import onnx
 
     with scratch_folder() as folder:
@@ -262,16 +264,16 @@ def integer_nodes(file: Path | Opened) -> dict[str, int]:
         session_of(file, optimise=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)
-    # Counted after optimisation: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
+    # Counted after optimization: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
     return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}
 
 
 def _sums_integers(kind: str) -> bool:
-    # DynamicQuantizeMatMul is not among them: its input has one range where ours has one for each token
+    # not DynamicQuantizeMatMul: its input has one range, but ours one per token
     return kind in ("QGemm", "QAttention") or kind.startswith(("QLinear", "MatMulInteger", "ConvInteger"))
 
 
-# A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
+# A quantiser after one of these moves before it or is fused: onnxruntime computes it on the codes.
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
 _JOINS = frozenset({"Add", "Concat"})
 
@@ -281,15 +283,15 @@ Codes = dict[str, tuple[float, int]]
 
 
 def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | Codes | None) -> Codes | tuple[str, ...]:
-    """Write an exported file anew so that convolutions hand codes on; return the codes of the tensors that got some.
+    """Rewrite an exported file so that convolutions pass on codes; return the codes of the newly quantised tensors.
 
-    Without `calibration`, or where it lacks a tensor, nothing is written; returned are the tensors that stay in float.
+    Without `calibration`, or if it lacks a tensor, nothing is written. The tensors that stay in float are returned.
 
-    onnxruntime sums a convolution in integers only where its output is quantised. Where a residual sum, a
-    concatenation or an average pool reads the output, training has put no quantiser: one is added, in uint8, with the
-    range of least squared error over the calibration batches. Readers of a tensor that is quantised for some layer
-    read those codes too, and so sums and concatenations of codes are computed on codes. Biases of convolutions take
-    the scale of the sums, s_x·s_w, whatever that rounds away. Outputs of the model stay in float.
+    onnxruntime sums a convolution in integers only if its output is quantised. Training has no quantiser for outputs
+    that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8, with the range of least
+    squared error over the calibration batches. Other readers of a quantised tensor read those codes too, so sums and
+    concatenations of codes are computed on codes. Biases of convolutions are rounded to the scale of the sums, s_x·s_w.
+    Outputs of the model stay in float.
 
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
     """
@@ -299,34 +301,34 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
     model = onnx_ir.load(exact)
     graph = model.graph
     new: list[Any] = []
-    # A copy of the nodes: some are added while the graph is walked.
+    # A copy of the nodes, since some are added during the loop.
     for node in tuple(graph):
         integer = _is_integer_convolution(node)
         if integer:
             _round_bias(graph, node)
         if integer or _joins_codes(node):
             _hand_on_codes(graph, _end_of(node.outputs[0]), new)
-    # Placed first, measured then: which tensors need a range is known only from the graph. The ranges are of the
-    # exact file, so quantisers before one do not shift it.
+    # Place first, then measure: only the graph shows which tensors need a range. Ranges come from the exact file, so
+    # earlier quantisers do not shift them.
     names = tuple(quantizer.inputs[0].name for quantizer in new)
     if calibration is None or (isinstance(calibration, dict) and not {*names} <= {*calibration}):
         return names
     codes = calibration if isinstance(calibration, dict) else _observed(exact, names, calibration)
     for quantizer, (scale, zero_point) in zip(new, map(codes.__getitem__, names), strict=True):
-        # A scale and a zero point of each tensor, unsigned: onnxruntime's fast kernels take uint8 inputs.
+        # An unsigned scale and zero point per tensor: onnxruntime's fast kernels take uint8 inputs.
         for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
             value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
             graph.register_initializer(value)
-    # Layers whose input is handed on as codes have a quantiser of their own that nothing reads now.
+    # Layers that now read passed-on codes have their own, unused quantiser.
     RemoveUnusedNodesPass()(model)
-    graph.sort()  # a reader may have come before the quantiser of another layer, whose codes it reads now
+    graph.sort()  # a reader may come before the quantiser whose codes it now reads
     onnx_ir.save(model, file)
     return {name: codes[name] for name in names}
 
 
 def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
     """Return the codes of the tensors, over all batches."""
-    # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
+    # The range with the least squared error, which clips rare outliers: 8 bits for all activations need it.
     bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
     session = probing(opened(file), names, "FLOAT")
@@ -341,7 +343,7 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
             bank.observe(row, torch.from_numpy(value))
     if not batches:
         raise ConfigError("export_onnx", "calibration must hold batches, got none")
-    bank.commit(bank.window)  # one process exports, whatever others there are
+    bank.commit(bank.window)  # only this process exports
     missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
     if missing:
         rule = f"calibration must give finite values, but {', '.join(missing[:5])} had none"
@@ -361,15 +363,15 @@ def _is_activation(value: Any) -> bool:
 
 
 def _is_integer_convolution(node: Any) -> bool:
-    """Return True if codes go in, of input and weight and of the bias if there is one."""
+    """Return True if input, weight and the bias, if any, are codes."""
     return node.op_type == "Conv" and _is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
 
 
 def _joins_codes(node: Any) -> bool:
-    """Return True if all that a sum or concatenation reads are codes, or can be: then it does."""
+    """Return True if all inputs of a sum or concatenation are codes, or can be made so."""
     if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
         return False
-    # All inputs must be codes, or onnxruntime leaves the sum in float and dequantises each.
+    # All inputs must be codes. Otherwise onnxruntime leaves the sum in float and dequantises each.
     others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
     if None in others.values():
         return False
@@ -379,7 +381,7 @@ def _joins_codes(node: Any) -> bool:
 
 
 def _constant(graph: Any, name: str, array: Any) -> Any:
-    """Return the graph's constant of this name, made of the array if there is none."""
+    """Return the graph's constant of this name, created from the array if missing."""
     import onnx_ir
 
     if name not in graph.initializers:
@@ -388,7 +390,7 @@ def _constant(graph: Any, name: str, array: Any) -> Any:
 
 
 def _round_bias(graph: Any, convolution: Any) -> None:
-    """Put the bias of an integer convolution on the grid of its sums, for no kernel takes another."""
+    """Round the bias of an integer convolution to the grid of its sums, as kernels require."""
     import onnx_ir
 
     if len(convolution.inputs) < 3:
@@ -397,7 +399,7 @@ def _round_bias(graph: Any, convolution: Any) -> None:
     # inputs[1] of a DequantizeLinear is its scale. float64, so that the quotient below rounds once.
     x_scale, w_scale, b_scale = (maker.inputs[1].const_value.numpy().astype(np.float64) for maker in makers)
     step = x_scale * w_scale
-    # QLinearConv adds an int32 bias to the sums of s_x s_w: it must lie on that very grid, b = s_x s_w q.
+    # QLinearConv adds an int32 bias to the sums of s_x s_w: it must be on exactly that grid, b = s_x s_w q.
     codes = np.rint(makers[2].inputs[0].const_value.numpy() * b_scale / step)
     # 2^30: a bias may not fill the 32 bits that the sums are added into.
     name, largest = f"{convolution.outputs[0].name}_bias", 2**30
@@ -413,9 +415,9 @@ def _round_bias(graph: Any, convolution: Any) -> None:
 
 
 def _end_of(value: Any) -> Any:
-    """Return the tensor behind the operations that a runtime computes on codes."""
+    """Return the tensor after the operations that a runtime computes on codes."""
     readers = value.consumers()
-    # With one reader only: another one needs the tensor as it is before the operation.
+    # Only with one reader: another one needs the tensor before the operation.
     while len(readers) == 1 and readers[0].op_type in _FOLLOWS and not value.is_graph_output():
         value = readers[0].outputs[0]
         readers = value.consumers()
@@ -423,7 +425,7 @@ def _end_of(value: Any) -> Any:
 
 
 def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
-    """Make all readers of a tensor read its codes; a quantiser that it gets for that is added to `new`."""
+    """Make all readers of a tensor read its codes. A quantiser added for this is appended to `new`."""
     import onnx_ir
 
     readers = value.consumers()
@@ -434,7 +436,7 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
     if quantizer is None:
         parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
         codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
-        # The constants have no values yet: `quantize_activations` measures them and fills them in.
+        # The constants have no values yet: `quantize_activations` measures and fills them in.
         quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
         graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
         new.append(quantizer)
@@ -444,8 +446,8 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
 def _quantizer_of(value: Any) -> Any | None:
     """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
     found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
-    # Layers that read one tensor each have a range for it. The widest holds all values; its steps are the coarser
-    # ones.
+    # Each layer that reads a tensor has a range for it. The widest one covers all values, with coarser
+    # steps.
     return max(found, key=lambda node: float(node.inputs[1].const_value.numpy()), default=None)
 
 
@@ -455,7 +457,7 @@ def _dequantized(quantizer: Any) -> Any | None:
 
 
 def _let_read(value: Any, quantizer: Any) -> None:
-    # tuple: the uses change while they are walked.
+    # tuple: the uses change during the loop.
     for reader, place in tuple(value.uses()):
         if reader is not quantizer:
             reader.replace_input_with(place, _dequantized(quantizer))
@@ -466,10 +468,10 @@ _EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
 
 
 def wants_unsigned(weight_codes: str) -> bool:
-    """Return True if weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
+    """Return True if weights should be written as unsigned codes; ``auto``: if signed ones saturate here.
 
-    Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
-    Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
+    Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 overflows.
+    Without onnxruntime the answer is True, since unsigned codes are exact everywhere.
 
     Example:
         >>> wants_unsigned("unsigned"), wants_unsigned("signed")
@@ -483,7 +485,7 @@ def wants_unsigned(weight_codes: str) -> bool:
 def onnxruntime_sums_exactly() -> bool:
     """Return True if onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
 
-    One saturating product shows it, when it is first asked in a process. Without onnxruntime nothing shows it: False.
+    Tested once per process with a product that may saturate. False if onnxruntime is not installed.
     """
     if find_spec("onnxruntime") is None:
         return False
@@ -501,22 +503,21 @@ def onnxruntime_sums_exactly() -> bool:
         [helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", outputs])],
         [weight],
     )
-    # of an IR and an opset that every onnxruntime of the extra reads
+    # an IR and opset that every supported onnxruntime reads
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
     with scratch_folder() as folder:
         file = folder / "saturation.onnx"
         onnx.save(model, file)
         session = session_of(file, optimise=True)
-        # One row and 17: onnxruntime may choose another kernel for a single row, and one saturate where the other
-        # does not.
+        # One row and 17 rows: onnxruntime may use different kernels, of which only one saturates.
         sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
     return all((found == 255 * 127 * inputs).all() for found in sums)
 
 
 def make_unsigned(file: Path) -> bool:
-    """Rewrite int8 weights as uint8, 128 more, with a zero point of 128: the same values; return whether there are any.
+    """Rewrite int8 weights as uint8, 128 more, with a zero point of 128: the same values. Return True if there are any.
 
-    Weights whose codes are too small to saturate stay, and so do embeddings, of which rows are taken.
+    Weights whose codes are too small to saturate stay, and so do embeddings, which are only gathered.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -524,7 +525,7 @@ def make_unsigned(file: Path) -> bool:
     model: Any = onnx_ir.load(file)
     graph, changed = model.graph, False
     for node in graph:
-        # Where the weight's codes stand in these operators' inputs.
+        # Position of the weight's codes in these operators' inputs.
         place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
         value = None if place is None else node.inputs[place]
         maker: Any = None if value is None else value.producer()
@@ -538,7 +539,7 @@ def make_unsigned(file: Path) -> bool:
             continue
         name = f"{value.name}_unsigned"
         codes = codes.T if turned else codes
-        # of a product the second zero point is that of the weights
+        # the second zero point of a product belongs to the weights
         zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
         node.resize_inputs(3 + place)
         # int16 in between: 127 + 128 does not fit int8.

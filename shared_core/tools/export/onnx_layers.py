@@ -1,7 +1,7 @@
-"""The ONNX form of quantised layers: their integers, and the operators that torch.export keeps whole.
+"""The ONNX form of quantised layers: their integers, and operators that torch.export keeps whole.
 
 torch.onnx writes each operator as nodes of our choice, with explicit QuantizeLinear and DequantizeLinear. The integers
-of weight and bias are found from their values.
+of weights and biases are recovered from their values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
 
 @torch.library.custom_op("efftrain::dequantize", mutates_args=())
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
-    """Return ``s·(q − z)``; the scale is one for all, one for each slice of an axis, or one for each block along it."""
+    """Return ``s·(q − z)``. The scale is one number, one per slice of an axis, or one per block along it."""
     values = codes.to(scale.dtype)
     if zero_point is not None:
         # In float, as ONNX defines it for integers of 8 bits: q - z overflows int8.
@@ -60,7 +60,7 @@ def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block:
 
 @torch.library.custom_op("efftrain::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x wᵀ + b`` of a matrix x; one Gemm, where the exporter would choose MatMul and Add, never fused."""
+    """Return ``x wᵀ + b`` of a matrix x, as one Gemm. The exporter would use MatMul and Add, which are never fused."""
     return F.linear(x, weight, bias)
 
 
@@ -71,7 +71,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("efftrain::quantize_rows", mutates_args=())
 def quantize_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """Return the codes of a matrix in uint8, 128 more than signed ones, with a scale for each row, (rows, 1)."""
+    """Return uint8 codes of a matrix, 128 more than signed ones, with a scale per row, (rows, 1)."""
     return ((x / scale).round() + 128).clamp(0, 255).to(torch.uint8)
 
 
@@ -83,7 +83,7 @@ def _(x: Tensor, scale: Tensor) -> Tensor:
 @torch.library.custom_op("efftrain::integer_linear", mutates_args=())
 def integer_linear(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
     """Return ``(q_x − z) q_wᵀ`` in int32; MatMulInteger."""
-    # double is exact: 255 * 127 * n stays below 2^53 for any layer, and torch has no int8 product on a CPU with all
+    # double is exact: 255 * 127 * n stays below 2^53 for any layer, and torch has no int8 product on a CPU for all
     # shapes.
     return F.linear(codes.double() - zero_point, weight_codes.double()).to(torch.int32)
 
@@ -94,7 +94,7 @@ def _(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
 
 
 def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
-    """Return what torch.onnx makes of the ops above."""
+    """Return torch.onnx's translations of the ops above."""
     from onnx import TensorProto, helper
     from onnxscript.function_libs.torch_lib.ops import core as torchlib
 
@@ -103,7 +103,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
 
     def to_quantize(x: Any, scale: Any, zero_point: Any, bits: int) -> Any:
         codes = opset.QuantizeLinear(x, scale, zero_point)
-        # uint8 saturates at 255 by itself; fewer bits need a Clip, which `_is_activation` knows as part of the codes.
+        # uint8 saturates at 255; fewer bits need a Clip, which `_is_activation` treats as part of the codes.
         return codes if bits == 8 else opset.Clip(codes, byte(0), byte(2**bits - 1))
 
     def to_dequantize(codes: Any, scale: Any, zero_point: Any = None, axis: int = 0, block: int = 0) -> Any:
@@ -114,11 +114,11 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         return opset.Gemm(*((x, weight) if bias is None else (x, weight, bias)), transB=1)
 
     def to_quantize_rows(x: Any, scale: Any) -> Any:
-        # rounds, moves and converts in one pass; scales for each row in it OpenVINO (2026.4) would take for columns'
+        # rounds, shifts and converts in one pass; OpenVINO (2026.4) would mistake row scales in it for column scales
         return opset.QuantizeLinear(opset.Div(x, scale), opset.Constant(value_float=1.0), byte(128))
 
     def to_integer_linear(codes: Any, weight_codes: Any, zero_point: int) -> Any:
-        # ONNX's product has the weight as (in, out); the constant is transposed when the file is optimised.
+        # ONNX's product needs the weight as (in, out); the constant is transposed when the file is optimized.
         return opset.MatMulInteger(codes, opset.Transpose(weight_codes, perm=[1, 0]), byte(zero_point))
 
     def to_dtype(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: Any = None) -> Any:
@@ -142,7 +142,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         ops.linear.default: to_linear,
         ops.integer_linear.default: to_integer_linear,
         ops.quantize_rows.default: to_quantize_rows,
-        # what transformers makes masks with: torch.onnx has these only once they are decomposed
+        # used in transformers' masks: torch.onnx supports these only when decomposed
         aten.__and__.Tensor: torchlib.aten_bitwise_and,
         aten.to.dtype: to_dtype,
         aten.to.device: to_device,
@@ -169,8 +169,8 @@ def _to_attention(opset: Any) -> Callable[..., Any]:
             return torchlib.aten_scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )
-        # As torch.onnx's, in the operators that onnxruntime takes into its products, and without a search of all
-        # weights for NaN: a row of which all is masked has finite scores, as the mask is the lowest number.
+        # Like torch.onnx's, but with operators that onnxruntime fuses, and without a search of all weights for NaN: a
+        # fully masked row has finite scores, since the mask is the lowest number.
         product = opset.MatMul(query, opset.Transpose(key, perm=[0, 1, 3, 2]))
         scores = opset.Mul(product, opset.Constant(value_float=size**-0.5 if scale is None else scale))
         if attn_mask is not None:
@@ -196,8 +196,8 @@ def _to_layer_norm(opset: Any) -> Callable[..., Any]:
     ) -> Any:
         maker = input.producer()
         if maker is not None and maker.op_type == "Add" and len(input.shape) > 1:
-            # onnxruntime would make one operator of sum and norm, several times slower on CPUs than the two (1.31):
-            # a Reshape that changes nothing stands between.
+            # onnxruntime would fuse sum and norm into an operator several times slower on CPUs (1.31): a Reshape that
+            # changes nothing prevents it.
             shape = opset.Constant(value_ints=[0] * (len(input.shape) - 1) + [-1])
             input = opset.Reshape(input, shape)
         return torchlib.aten_layer_norm(input, normalized_shape, weight, bias, eps)
@@ -209,12 +209,12 @@ _BIAS_TOLERANCE = 1e-6
 
 
 class Exported(nn.Module):
-    """A layer that holds codes: ``weight_codes``, ``weight_scale`` and, if they are quantised, input and bias."""
+    """A layer that holds codes: ``weight_codes``, ``weight_scale`` and, if quantised, input and bias."""
 
     scheme: LayerScheme
 
     def quantized_input(self: Any, x: Tensor) -> Tensor:
-        """Return the input as its codes can hold it."""
+        """Return the input rounded to its codes' values."""
         if self.scheme.input == "static":
             codes = quantize(x, self.input_scale, self.input_zero_point, self.scheme.activation_bits)
             x = dequantize(codes, self.input_scale, self.input_zero_point, 0, 0)
@@ -224,14 +224,14 @@ class Exported(nn.Module):
         return x
 
     def quantized_weight(self: Any) -> Tensor:
-        """Return the values that the codes stand for."""
+        """Return the values of the codes."""
         values: Tensor = dequantize(
             self.weight_codes, self.weight_scale, self.weight_zero_point, self.scale_axis, self.block
         )
         return values
 
     def quantized_bias(self: Any) -> Tensor | None:
-        """Return the bias, from its codes if it has some."""
+        """Return the bias, from its codes if it has any."""
         bias: Tensor | None = self.bias
         if hasattr(self, "bias_codes"):
             bias = dequantize(self.bias_codes, self.bias_scale, self.bias_zero_point, 0, 0)
@@ -239,8 +239,8 @@ class Exported(nn.Module):
 
 
 def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
-    """Return values as codes with a range for each token, the last axis, can hold them."""
-    # Symmetric: the zero point is a constant, which MatMulInteger takes for all rows.
+    """Return values rounded to codes with a range per token, along the last axis."""
+    # Symmetric: the zero point is a constant, which MatMulInteger uses for all rows.
     if not scheme.affine_input:
         scale = token_scale(x, scheme.activation_bits)
         return (x / scale).round() * scale
@@ -251,14 +251,14 @@ def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
 
 
 def token_scale(x: Tensor, bits: int) -> Tensor:
-    """Return the scale of each token, the last axis: ``max|x| / (2^(bits - 1) - 1)``, or the least normal number."""
-    # two reductions are faster in onnxruntime than the magnitudes of all values; a token of zeros has codes of 0
+    """Return the scale of each token (last axis): ``max|x| / (2^(bits - 1) - 1)``, or the least normal number."""
+    # two reductions are faster in onnxruntime than the absolute values of all elements; a token of zeros has codes of 0
     scale: Tensor = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) / (2 ** (bits - 1) - 1)
     return torch.clamp(scale, min=torch.finfo(torch.float32).tiny)
 
 
 def multiplies_token_codes(module: nn.Module, scheme: LayerScheme) -> bool:
-    """Return True if the file has codes of a layer's tokens, which MatMulInteger takes."""
+    """Return True if the file has per-token codes for the layer, for MatMulInteger."""
     symmetric = not scheme.affine_input and scheme.weight != "group"
     return isinstance(module, nn.Linear) and scheme.input == "token" and symmetric
 
@@ -268,7 +268,7 @@ class ExportLinear(Exported, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``x̂ ŵᵀ + b``."""
-        # Gemm takes matrices: the other axes become rows and come back.
+        # Gemm takes matrices: flatten the other axes into rows and restore them.
         rows = input if input.dim() == 2 else input.reshape(-1, self.in_features)
         of_tokens = multiplies_token_codes(self, self.scheme)
         if of_tokens:
@@ -282,8 +282,8 @@ class ExportLinear(Exported, nn.Linear):
         scale = token_scale(rows, self.scheme.activation_bits)
         # onnxruntime's kernels for unsigned inputs are the faster ones
         total = integer_linear(quantize_rows(rows, scale), self.weight_codes, 128)  # type: ignore[arg-type]
-        # The scales come after the integer sum: (q_x - z) q_w^T s_x s_w. onnxruntime's product takes in a product of
-        # two scales of which the first is one number, here the largest token's; what the tokens' differ by comes after.
+        # The scales come after the integer sum: (q_x - z) q_w^T s_x s_w. onnxruntime fuses a product of two scales of
+        # which the first is one number, here the largest token's. The other tokens' ratios to it follow.
         largest = scale.amax(0)
         y: Tensor = total.to(rows.dtype) * (largest * self.weight_scale) * (scale / largest)  # type: ignore[operator]
         return y
@@ -310,7 +310,7 @@ class ExportEmbedding(Exported, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of the indices."""
         indices = input.reshape(-1)
-        # Only what is asked for is dequantised; the table stays in codes.
+        # Only the requested rows are dequantised; the table stays in codes.
         codes: Tensor = self.weight_codes.index_select(0, indices)  # type: ignore[operator]
         scale: Tensor = self.weight_scale.index_select(0, indices)  # type: ignore[operator]
         found: Tensor = dequantize(codes, scale, None, self.scale_axis, self.block)
@@ -329,16 +329,16 @@ EXPORTED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ExportLinear, nn.
 def input_grid(scheme: LayerScheme, qparams: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Return the buffers of a static input, from its scale and signed zero point."""
     scale, zero_point = qparams
-    # moved to unsigned codes: 0 is then the smallest value of what a ReLU gives, and the ReLU folds
+    # shifted to unsigned codes: 0 is then the smallest value after a ReLU, and the ReLU folds
     return {"input_scale": scale, "input_zero_point": (zero_point - scheme.input_range[0]).to(torch.uint8)}
 
 
 def hold_codes_(
     module: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[type[nn.Module], type[nn.Module]]
 ) -> None:
-    """Give a layer its codes as buffers, and its class of `kinds`; its float weight and bias have been read."""
+    """Give a layer its codes as buffers, and its class from `kinds`. Float weight and bias are no longer needed."""
     restore(module)
-    vars(module).pop("quantized_range", None)  # the buffers say it now, and blocks that differ in them alone are alike
+    vars(module).pop("quantized_range", None)  # now in buffers, so that blocks that differ only there are equal
     for buffer, value in tensors.items():
         module.register_buffer(buffer, value)
     change_class(module, type(module), kinds[type(module)])
@@ -353,31 +353,30 @@ def to_export(
     shared: dict[int, Quantized],
     exact_bias: bool = True,
 ) -> None:
-    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes."""
+    """Turn a stock layer whose weight has quantised values into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
-        rule = f"{name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per output"
+        rule = f"{name} sums too many products for 32 bits: {grid.codes[0].numel()} per output"
         raise CompatibilityError("export_onnx", rule, "skip it in qat")
-    # onnxruntime has integer kernels for weights with a zero point alone
+    # onnxruntime has integer kernels only for weights with a zero point
     weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
     tensors = {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
     if qparams is not None:
         input_scale, _ = qparams
         tensors |= input_grid(scheme, qparams)
         if module.bias is not None and not grid.block:
-            # Absolute, on the layer's output: far below what the written file is checked with.
+            # Absolute, at the layer's output: far below the tolerance of the file's check.
             tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
             if isinstance(module, nn.modules.conv._ConvNd) and not exact_bias:
-                # onnxruntime's QLinearConv wants the very scale, and what it rounds away is far below the step of
-                # what reads it
-                # A scale for the output without data: input span times the norm of a channel's weights.
+                # onnxruntime's QLinearConv needs the exact scale, and its rounding is far below the next reader's step.
+                # The output's scale without data: input span times the norm of a channel's weights.
                 span = input_scale * (2**scheme.activation_bits - 1)
                 norm = grid.scale * grid.codes.float().movedim(grid.axis, 0).flatten(1).norm(dim=1)
                 tolerance = 1e-5 * (span * norm).clamp_min(1)
             found = None
-            # With a scale for each channel alone: a transposed layer with groups may have other numbers of both.
+            # Only with a scale per channel: a transposed layer with groups may have other numbers of both.
             if len(grid.scale) == len(module.bias):
                 found = bias_codes(module.bias, input_scale * grid.scale, tolerance)
             if found is not None:
@@ -387,7 +386,7 @@ def to_export(
     hold_codes_(module, tensors, EXPORTED)
 
 
-# The gates of a row of weights, as torch stacks them, in ONNX's order: input, output, forget, cell; update, reset, new.
+# The gates in a row of weights, as torch stacks them, in ONNX's order: input, output, forget, cell; update, reset, new.
 _GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
 
 
@@ -395,7 +394,7 @@ class _ExportRecurrent(Exported):
     """A recurrent layer that holds the codes of all its weights."""
 
     def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
-        """Return what the stock layer returns, of the values that the codes stand for."""
+        """Return the stock layer's result for the values of the codes."""
         alone, axis = input.dim() == 2, 0 if self.batch_first else 1
         x = self.quantized_input(input.unsqueeze(axis) if alone else input)
         directions, is_lstm = 2 if self.bidirectional else 1, isinstance(self, nn.LSTM)
@@ -437,7 +436,7 @@ RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU
 def to_export_recurrent(
     name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
-    """Turn a stock recurrent layer whose weights hold the values of their codes into one that holds the codes."""
+    """Turn a stock recurrent layer whose weights have quantised values into one that holds the codes."""
     tensors: dict[str, Tensor] = {}
     grids: dict[str, tuple[int, int]] = {}
     for key, weight in weights_of(module).items():
@@ -452,10 +451,10 @@ def to_export_recurrent(
 
 
 def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:
-    """Return what torch.onnx makes of torch's recurrent operators: its own, but for layers of codes.
+    """Return torch.onnx's translations of recurrent operators, adapted for layers of codes.
 
-    It takes weights apart into their gates, and would take apart values that an engine has to dequantise in each run.
-    Here the codes change places, and are dequantised as the operator wants them.
+    torch.onnx splits weights into gates, which would split values that an engine dequantises in each run.
+    Here the codes are reordered and then dequantised as the operator needs them.
     """
     from onnxscript.function_libs.torch_lib.ops import core as torchlib
 
@@ -525,6 +524,6 @@ def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Calla
 
 
 def _dequantised(value: Any) -> Any:
-    """Return the node that makes a value of codes, None if another makes it."""
+    """Return the node that dequantises a value, None if there is none."""
     maker = value.producer()
     return maker if maker is not None and maker.op_type == "DequantizeLinear" else None

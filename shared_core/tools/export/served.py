@@ -1,4 +1,4 @@
-"""Parts shared by exports for engines of language models: the first checks, codes of saved weights, the report."""
+"""Shared by exports for language model engines: the first checks, codes of saved weights, the report."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class ServedReport:
     """Report of a file or folder that was written for an engine.
 
     Attributes:
-        path: The folder.
-        bytes: Of its files of weights.
-        format: How codes lie in them, in the format's words.
-        quantized: Layers with codes in the file; of stacked experts each matrix, by its name there.
-        values: Embeddings and heads tied to one, with the values of their codes in float.
-        unrounded_inputs: Those of `values` whose input training rounded, and engines do not.
+        path: The file or folder.
+        bytes: Size of its weight files.
+        format: How they store codes, in the format's terms.
+        quantized: Layers with codes in the file; for stacked experts each matrix, by its name there.
+        values: Embeddings and tied heads, stored as float values of their codes.
+        unrounded_inputs: Layers of `values` whose input was rounded in training, but is not in engines.
         float_layers: Layers of the same types that stay in float.
-        equal_layers: Layers whose codes stand for exactly the weights of the model; None if they were not compared.
-        largest_difference: Of transformers' outputs to the model's, both with inputs of layers in float, relative to
-            the largest output; None if they were not compared: transformers loads neither float experts, nor those
-            in W8A8 or with zero points, nor zero points of other layers beside other schemes.
-        relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
+        equal_layers: Layers whose codes give exactly the model's weights; None if not compared.
+        largest_difference: Between the outputs in transformers and of the model, both with float layer inputs, relative
+            to the largest output. None if not compared: transformers loads neither float experts, nor experts
+            in W8A8 or with zero points, nor zero points of layers together with other schemes.
+        relative_change: The same with inputs rounded as transformers does, whose per-token ranges differ from the
             model's and vLLM's.
-        kv_cache: Attention layers whose cache of keys and values has scales: engines keep it in FP8.
-        cache_scales_left_out: Attention layers of the model with such scales, for which the format has no place.
-        scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
+        kv_cache: Attention layers with cache scales: engines keep their cache in FP8.
+        cache_scales_left_out: Attention layers with cache scales that the format does not support.
+        scale_error: Error from float16 scales (GGUF) and 16-bit weights, relative to the largest weight of a
             layer; None elsewhere.
     """
 
@@ -71,8 +71,8 @@ class ServedReport:
 class ServedModel:
     """A quantised model on its way to an engine.
 
-    `reference` fake-quantises, see `quantized_reference`; `exported` has stock `layers` that hold the values of their
-    codes, see `baked_copy`. `qparams` are scales and zero points of inputs, `cache` scales of attention layers.
+    `reference` fake-quantises (`quantized_reference`). `exported` has stock `layers` with quantised values
+    (`baked_copy`). `qparams` are scales and zero points of inputs, `cache` the scales of attention layers.
     """
 
     where: str
@@ -87,12 +87,12 @@ class ServedModel:
     cache: dict[str, dict[str, float]]
 
     def codes(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `codes_of` does of a layer's weight, or of one of its stacked experts'."""
+        """Return `codes_of` for a layer's weight, or for one of its stacked experts'."""
         entry = layer_entry(self.reference.get_submodule(name)) if name in self.names else None
         return codes_of(self.where, name, rows, self.schemes[name], entry or {}, self.dtype)
 
     def report(self, path: Path | str, bytes: int, format: str, **found: Any) -> ServedReport:
-        """Return the report of what was written; `found` are fields of it that are not those of every export."""
+        """Return the report. `found` has the fields that differ between exports."""
         written = found.get("kv_cache", ())
         return ServedReport(
             path=Path(path), bytes=bytes, format=format, float_layers=self.float_layers,
@@ -111,7 +111,7 @@ def served_model(
     experts: bool = False,
     conv1d: bool = False,
 ) -> ServedModel:
-    """Return the copies of a quantised model that an exporting function for an engine works on."""
+    """Return the copies of a quantised model that an engine export works on."""
     check_installed(where, package, package)
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(where, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
@@ -139,19 +139,19 @@ def served_model(
 
 
 def saved_type(model: Any) -> torch.dtype:
-    """Return the type that a model of transformers saves its weights in."""
+    """Return the dtype in which a transformers model saves its weights."""
     dtype = getattr(model.config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string after the model was saved
 
 
 def exact_grid(
     rows: Tensor, largest: Iterable[float], levels: torch.dtype, dtype: torch.dtype, span: float = torch.inf
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (codes, scales) whose products, rounded to a type, are exactly the values of each row; None if none are.
+    """Return (codes, scales) whose products, rounded to a dtype, are exactly each row's values; None if there are none.
 
-    A row's scale is ``max|w|/m`` for the first m of `largest` for which such codes exist, moved to the middle of the
-    numbers that give every value of the row. Rows are float32 with values of `dtype`; codes are rounded to `levels`,
-    and differ by at most `span`, 0 among them.
+    A row's scale is ``max|w|/m`` for the first m of `largest` with such codes, moved to the middle of the
+    numbers that give every value of the row. Rows are float32 with values of `dtype`. Codes are rounded to `levels`,
+    include 0, and differ by at most `span`.
 
     Example:
         >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)
@@ -196,7 +196,7 @@ def _neighbour(values: Tensor, way: float) -> Tensor:
 def codes_of(
     where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a weight that holds the values of its codes."""
+    """Return (codes, scales) of a weight with quantised values."""
     check_finite(where, name, rows)
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":
@@ -219,14 +219,14 @@ def codes_of(
 
 
 def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
-    """Return the error of a layer whose weight is not on the grid of its codes."""
+    """Return the error for a layer whose weight is not on the grid of its codes."""
     got = f"{scheme.weight} of {scheme.weight_bits} bits that are not"
     remedy = "export what qat or eff quantize saved, unchanged"
     return CompatibilityError(where, f"{name} must have weights on the grid of its codes, got {got}", remedy)
 
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:
-    """Return what each affine group adds to its codes: the smallest value, or 0, has the smallest, as in training."""
+    """Return the offset of each affine group's codes: its smallest value, or 0, gets the smallest code."""
     lowest: Tensor = codes.amin(1).clamp(max=0).neg().sub(2 ** (bits - 1))
     return lowest
 
@@ -239,7 +239,7 @@ def compare_outputs(
     inputs: Any,
     tolerance: float,
 ) -> tuple[float, float]:
-    """Return what a loaded model's outputs differ by with inputs of layers in float, and rounded."""
+    """Return a loaded model's output differences, with float layer inputs and with rounded ones."""
     found = []
     for rounds in (False, True):
         switch(rounds)
@@ -251,7 +251,7 @@ def compare_outputs(
 
 
 def check_difference(where: str, what: str, found: float, tolerance: float) -> None:
-    """Refuse a file or folder whose outputs are not the model's; a NaN is no small difference."""
+    """Raise an error if the file's outputs differ from the model's. NaN counts as a difference."""
     if not found <= tolerance:
         rule = f"outputs of the {what}, loaded by transformers, must equal the model's to {tolerance:g}"
         raise CompatibilityError(where, f"{rule}, got a difference of {found:.3g}", "nothing was written")

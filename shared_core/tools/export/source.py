@@ -1,6 +1,6 @@
-"""The model that is exported: a copy whose layers quantise as they did in training, and its baked twin.
+"""The model to export: a copy that quantises as in training, and its baked version.
 
-The integers of weights and biases are found from their values.
+The integers of weights and biases are recovered from their values.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from shared_core.quantization.schemes import LayerScheme
 
 
 def plain(inputs: Any) -> Any:
-    """Return inputs that torch.export takes for what they are.
+    """Return inputs in a form that torch.export handles correctly.
 
-    A mapping becomes a dict: a tokenizer's BatchEncoding is one that torch does not know. A tensor that stands in two
-    places is copied for the second: torch.export takes the two for one input, and reads one of them for both.
+    A mapping becomes a dict, since torch does not know a tokenizer's BatchEncoding. A tensor used twice is copied,
+    because torch.export would treat both as one input.
     """
     seen: set[int] = set()
 
@@ -54,13 +54,13 @@ def plain(inputs: Any) -> Any:
 
 
 def check_installed(where: str, library: str, extra: str) -> None:
-    """Refuse to go on without a library that an export needs."""
+    """Raise an error if a library that an export needs is missing."""
     if importlib.util.find_spec(library.replace("-", "_")) is None:
         raise MissingExtraError(where, library, extra)
 
 
 def check_inputs(inputs: Any, where: str) -> None:
-    """Refuse inputs to export with that hold no tensor."""
+    """Raise an error for example inputs without a tensor."""
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
         rule = f"example_inputs must hold a tensor, got {type(inputs).__name__}"
         raise ConfigError(where, rule, "pass what the model is called with")
@@ -69,31 +69,31 @@ def check_inputs(inputs: Any, where: str) -> None:
 def quantized_reference(
     model: nn.Module, where: str, check: Callable[[str, Any, str], None]
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any."""
+    """Return a copy of `model` in evaluation with all quantised layers fake-quantising, and their names."""
     # A copy: folding and baking change it. On the CPU, where the runtimes compute.
     reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module) and not module.quantizer.bank.quantizing:  # type: ignore[union-attr]
             rule = f"{name} must be quantised, got a layer before qat's begin"
             raise CompatibilityError(where, rule, "train past it, or let qat finish")
-    # Before the ranges are read: a merged batch norm scales the weight, and so changes its codes.
+    # Before the ranges are read: a merged batch norm scales the weight, which changes its codes.
     merge_folds_(reference)
     entries = {
         name: layer_entry(module)
         for name, module in reference.named_modules()
-        # stock layers that training left, and layers whose batch norm was just merged
+        # stock layers after training, and layers whose batch norm was just merged
         if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.baked)  # type: ignore[union-attr]
     }
     after = {name: entry for name, entry in entries.items() if entry is not None}
-    # Layers that training has baked (or a fold just has) are made to quantise again from what is kept for deployment:
-    # their grid is needed, and the baked weight alone does not tell it.
+    # Layers baked in training (or just folded) quantise again from their deployment data, because the baked weight
+    # alone does not determine the grid.
     if after:
         apply_ranges(reference, after)
     reference = cells_as_linear(reference)
     names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
     for name in names:
         check(name, reference.get_submodule(name), where)
-    half = (torch.float16, torch.bfloat16)  # the runtimes compute neither on a CPU as torch does
+    half = (torch.float16, torch.bfloat16)  # on a CPU the runtimes don't compute these as torch does
     odd = next((name for name, value in reference.named_parameters() if value.dtype in half), None)
     if odd is not None:
         rule = f"model must be float32, got {reference.get_parameter(odd).dtype} for {odd}"
@@ -104,8 +104,8 @@ def quantized_reference(
 def baked_copy(
     reference: nn.Module, names: tuple[str, ...], inputs: Any = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
-    """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges."""
-    # Values that nothing writes into, which baking and folding do, are not copied.
+    """Return a copy with stock layers and folded batch norms, its quantised layers, their schemes and input ranges."""
+    # Values that baking and folding never modify are not copied.
     folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reference.modules())
     unbaked = [layer for name in names if not (layer := reference.get_submodule(name)).quantizer.baked]  # type: ignore[union-attr]
     written = {id(weight) for layer in unbaked for weight in weights_of(layer).values()}
@@ -119,12 +119,12 @@ def baked_copy(
     # Before baking, which drops the quantiser's state.
     qparams = {name: layer.quantizer.qparams(layer) for name, layer in layers.items()}
     schemes = {}
-    # Tied layers have one weight: bake it once.
+    # Tied layers share a weight: bake it once.
     baked: set[int] = set()
     for name, layer in layers.items():
         quantizer = layer.quantizer
         scheme = quantizer.scheme
-        if scheme.has_range and qparams[name] is None:  # it saw no input: the model leaves that in float too
+        if scheme.has_range and qparams[name] is None:  # it saw no input, so the model keeps it in float too
             scheme = dataclasses.replace(scheme, input="none")
         schemes[name] = scheme
         if not quantizer.baked:
@@ -138,12 +138,12 @@ def baked_copy(
 
 
 def float_layers(exported: nn.Module) -> tuple[str, ...]:
-    """Return the layers that could be quantised and are not."""
+    """Return the layers that could be quantised but are not."""
     return tuple(name for name, module in exported.named_modules() if type(module) in FAKE_QUANT and weights_of(module))
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) that inputs stand for."""
+    """Return inputs as (args, kwargs)."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -152,7 +152,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence exporters while they run."""
-    # they warn of torchvision's operators and of their own registries
+    # they warn about torchvision's operators and their own registries
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
@@ -170,7 +170,7 @@ _INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
 
 
 def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.Module], Any]) -> None:
-    """Refuse a fake-quantising layer that no exported file can hold as it is."""
+    """Raise an error for a fake-quantising layer that no exported file can represent."""
     scheme: LayerScheme = module.quantizer.scheme
     kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
     odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
@@ -189,14 +189,14 @@ def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.
 
 _ON_GRID = 1e-3
 _IN_CACHE = 2**16  # values
-_SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float whose bias scale is 1 % off s_x·s_w
+_SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float if its bias scale is 1 % off s_x·s_w
 
 
 def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None:
-    """Return (codes, scales) of rows that hold whole multiples of a scale each; None if one does not.
+    """Return (codes, scales) of rows that are whole multiples of a scale each; None if one is not.
 
     The scale is ``max|w|/m`` for the first m of `qmax`, 1, 2, … `limit` that makes every value of the row whole. Two
-    different grids differ by at least 1/128 of a step somewhere, so none is taken for another.
+    different grids differ by at least 1/128 of a step somewhere, so they cannot be confused.
 
     Returns:
         int8 and float32; a row of zeros has the smallest scale of the others.
@@ -207,22 +207,22 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
         ([[1, -2, 3]], [0.5])
     """
     codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows))
-    # Some rows at a time: what is computed of them stays in the processor's cache.
+    # Some rows at a time, so that intermediate values fit the processor's cache.
     size = max(1, _IN_CACHE // max(1, rows.shape[1]))
     parts = zip(torch.split(rows, size), torch.split(codes, size), torch.split(scale, size), strict=True)
     if not all(_fill_grid(some, its_codes, its_scale, qmax, limit) for some, its_codes, its_scale in parts):
         return None
-    # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
+    # A row of zeros fits any scale. A neighbor's keeps the bias in the range of s_x s_w.
     known = scale[scale > 0]
     scale[scale == 0] = known.min() if len(known) else 1.0
     return codes, scale
 
 
 def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int) -> bool:
-    """Write codes and scales as `grid_of`, 0 as the scale of a row of zeros; return whether every row has a grid."""
-    # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
-    # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
-    # (two reductions: torch's aminmax along an axis takes ten times as long as both)
+    """Write codes and scales as `grid_of` does, 0 as the scale of a row of zeros. Return True if all rows fit."""
+    # A row's largest value is m times its scale, with m unknown. It is usually qmax (the range was fitted to the
+    # largest weight), so try that first, then every other m. Rows that fit leave the search.
+    # (two reductions: torch's aminmax along an axis is ten times slower)
     lowest, highest = rows.amin(1), rows.amax(1)
     largest = torch.maximum(highest, -lowest)
     left = largest.nonzero().squeeze(1)
@@ -237,7 +237,7 @@ def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int
         exact = (rows[left] if some else rows) / step.unsqueeze(1)
         rounded = exact.round()
         error = exact.sub_(rounded).abs_().amax(1)
-        # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
+        # +qmax is the top of the grid, but -(qmax + 1) may occur, so check only the upper side.
         fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
         if fits.all() and not some:
             codes.copy_(rounded)
@@ -251,9 +251,8 @@ def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int
 def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (codes, scales) of a bias, for integer kernels that add it to their sums; None if it does not fit.
 
-    The scale is ``s_x·s_w``. Where rounding would move a bias by more than the tolerance, scales are moved to
-    ``b/code``, which stands for it exactly: by 1 % at most, if that does. Kernels that sum integers take the codes
-    alone.
+    The scale is ``s_x·s_w``. If rounding would move a bias by more than the tolerance, its scale is changed to
+    ``b/code``, which is exact, if that changes it by at most 1 %. Kernels that sum integers use only the codes.
 
     Example:
         >>> bias_codes(torch.tensor([0.5, 0.26]), torch.tensor([0.1, 0.1]), torch.zeros(2))
@@ -261,10 +260,10 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
     """
     bias, step = bias.double(), step.double()
     codes = (bias / step).round()
-    # Room for the sums that the bias is added to, in int32.
+    # Leave room in int32 for the sums that the bias is added to.
     if not bool((codes.abs() < 2**30).all()):
         return None
-    # The scale for which this code is exactly the bias, kept within what onnxruntime takes as s_x s_w.
+    # The scale for which this code is exactly the bias, within what onnxruntime accepts as s_x s_w.
     near = (bias / torch.where(codes == 0, torch.ones_like(codes), codes)).clamp(
         step * (1 - _SAME_SCALE), step * (1 + _SAME_SCALE)
     )
@@ -272,14 +271,14 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
     for scale in (step, near):
         if bool(((codes * scale - bias).abs() <= tolerance).all()):
             return codes.to(torch.int32), scale.float()
-    # Else: one code with a scale of its own stands for any bias exactly, and onnxruntime leaves the layer in float.
+    # Otherwise a code with its own scale represents any bias exactly, and onnxruntime leaves the layer in float.
     codes = torch.where((codes == 0) & (bias != 0), bias.sign(), codes)
     return codes.to(torch.int32), torch.where(codes == 0, step, bias / codes).float()
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A layer's int8 codes and their scales along an axis, (channels,), or (channels, blocks) with a size of blocks."""
+    """A layer's int8 codes and their scales along an axis: (channels,), or (channels, blocks) with a block size."""
 
     codes: Tensor
     scale: Tensor
@@ -288,11 +287,11 @@ class Quantized:
 
 
 def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:
-    """Return the codes that a layer's quantised weight stands for."""
+    """Return the codes of a layer's quantised weight."""
     rows = as_rows(module, values).contiguous()
-    # Binary weights are -1 and 1: two bits hold them, as one bit in two's complement has no 1.
+    # Binary weights are -1 and 1: they need two bits, since one bit in two's complement has no 1.
     bits = max(scheme.weight_bits, 2)
-    # limit allows one more step than qmax: -2^(b-1) is a code too.
+    # limit allows one more step than qmax, since -2^(b-1) is a code too.
     qmax, limit = 2 ** (bits - 1) - 1, 2 ** (bits - 1)
     block = 0
     if scheme.weight == "group":
@@ -301,41 +300,41 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
             qmax = min(127, 2**bits - 1)
         limit = qmax
     found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
-    if found is None:  # no grid holds NaN or infinity
+    if found is None:  # NaN and infinity are on no grid
         check_finite("export_onnx", name, values)
         got = f"{scheme.weight} of {bits} bits {'with zero points ' if scheme.affine else ''}that are not"
         rule = f"{name} must have weights on a grid of int8 codes, got {got}"
-        raise CompatibilityError("export_onnx", rule, "bake them, or take fewer bits")
+        raise CompatibilityError("export_onnx", rule, "bake them, or use fewer bits")
     codes, scale = found
     if not block and bits < 7:
-        # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −64: with codes of 8 bits
-        # products saturate on processors without VNNI
+        # The same values on a finer grid, which the bias uses too; −2^(b−1) becomes −64: with 8-bit codes products
+        # saturate on processors without VNNI
         factor = 2 ** (7 - bits)
         codes, scale = codes * factor, scale / factor
     codes = codes.view(rows.shape)
     if block:
         if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
             return Quantized(codes, scale.view(len(rows), -1), 1, block)
-        rule = f"{name} must have a scale for each channel to be exported as a convolution, got groups"
+        rule = f"{name} must have a scale per channel to be exported as a convolution, got groups"
         raise CompatibilityError("export_onnx", rule, "skip it in qat, or override its scheme with int8_weight")
     if not isinstance(module, TRANSPOSED):
         return Quantized(codes.view(values.shape), scale, 0, 0)
     # (in, out / groups, ...): a channel is a pair (group, out), and DequantizeLinear scales along one axis. Rows are
-    # kept, and put into the weight's shape in the graph.
-    if module.groups > 1:  # its channels lie on two axes
+    # kept, and reshaped to the weight's shape in the graph.
+    if module.groups > 1:  # its channels are spread over two axes
         return Quantized(codes, scale, 0, 0)
     return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
 
 
 def check_finite(where: str, name: str, weight: Tensor) -> None:
-    """Refuse a weight of a run that diverged."""
+    """Raise an error for a weight that diverged."""
     if not bool(torch.isfinite(weight).all()):
         rule = f"weights of {name} must be finite, got NaN or infinity"
-        raise CompatibilityError(where, rule, "look for the diverged step")
+        raise CompatibilityError(where, rule, "look for the step at which training diverged")
 
 
 def shared_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
-    """Return the codes of a layer's weight: of tied layers the same tensors, by the weight's identity in `shared`."""
+    """Return the codes of a layer's weight. Tied layers share tensors, by the weight's identity in `shared`."""
     key = id(weight)
     if key not in shared:
         shared[key] = weight_grid(name, module, weight.detach(), scheme)

@@ -1,4 +1,4 @@
-"""A model of transformers as a folder with torchao's tensors, which `from_pretrained` loads."""
+"""Write a transformers model as a folder of torchao tensors, which `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _WHERE = "export_torchao"
 def export_torchao(
     model: nn.Module, folder: Path | str, *, example_inputs: Any = None, verify: bool = True
 ) -> ServedReport:
-    """Write a quantised model to a folder that `from_pretrained` loads with torchao's kernels; return what was written.
+    """Write a quantised model to a folder that `from_pretrained` loads with torchao's kernels; return a report.
 
-    The codes are those that training saw, of linear layers and embeddings: dequantised, the file gives the weights of
-    the model, to the bit. A head tied to an embedding gets codes of its own, as its input is rounded and the
-    embedding's is not. Weights lie in safetensors, nothing is pickled.
+    The codes of linear layers and embeddings are those of training: dequantised, the file gives the model's weights,
+    to the bit. A head tied to an embedding gets its own codes, because its input is rounded and the
+    embedding's is not. Weights are in safetensors; nothing is pickled.
 
     Args:
-        model: A model of transformers in or after quantization-aware training, or one on which `apply_ranges` was
-            called; float32. Its configuration tells the type that the folder computes in. It is not changed.
+        model: A float32 transformers model in or after quantization-aware training, or with `apply_ranges` called. Its
+            config gives the dtype in which the folder computes. It is not changed.
         folder: New or empty.
-        example_inputs: What the model and the folder, loaded by transformers, are compared on.
-        verify: Compare the weights of the folder with the model's and, with `example_inputs`, the outputs.
+        example_inputs: Inputs on which the model and the folder, loaded by transformers, are compared.
+        verify: Compare the folder's weights with the model's and, with `example_inputs`, the outputs.
 
     Raises:
         MissingExtraError: If torchao is not installed.
-        CompatibilityError: If torchao, or transformers' loader of its tensors, has no place for a layer, or the folder
-            is not the model; nothing is written.
+        CompatibilityError: If torchao, or transformers' loader for it, does not support a layer, or the folder
+            differs from the model; nothing is written.
         ConfigError: If an argument breaks its rule.
 
     Source: torchao 0.18; transformers 5.23.
@@ -75,20 +75,18 @@ def export_torchao(
 
 
 def _check_layer(name: str, module: Any, where: str) -> None:
-    """Refuse a layer that torchao's tensors cannot hold."""
+    """Raise an error for a layer that torchao's tensors cannot represent."""
     scheme: LayerScheme = module.quantizer.scheme
     fits = scheme.input in ("none", "fp8") or (scheme.weight == "channel" and scheme.activation_bits == 8)
     if scheme.input == "static" or scheme.weight not in ("channel", "group", "fp8") or not fits:
-        rule = (
-            f"{name} must have codes that transformers' loader of torchao has a place for, got weight {scheme.weight}"
-        )
+        rule = f"{name} must have codes that transformers' torchao loader supports, got weight {scheme.weight}"
         got = f"of {scheme.weight_bits} bits and input {scheme.input} of {scheme.activation_bits} bits"
         remedy = "choose scheme int8_dynamic, int8_weight, int4_weight or fp8, or --format compressed-tensors"
         raise CompatibilityError(where, f"{rule} {got}", remedy)
 
 
 def _tensor(scheme: LayerScheme, codes: Tensor, scale: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return torchao's tensor of the codes and scales of a layer."""
+    """Return the torchao tensor with a layer's codes and scales."""
     from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, PerRow
     from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
 
@@ -116,7 +114,7 @@ def _write(exported: Any, left: tuple[str, ...], dtype: torch.dtype, folder: Pat
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import Int8WeightOnlyConfig
 
-    # which tensor a layer has stands in the file of weights; the type named here is not read for those
+    # each layer's tensor type is in the weights file; the type named here is not used for those
     kind = {"default": config_to_dict(Int8WeightOnlyConfig(set_inductor_config=False))}
     exported.config.quantization_config = {
         "quant_method": "torchao", "quant_type": kind, "modules_to_not_convert": list(left),
@@ -139,14 +137,14 @@ def _check_folder(
     inputs: Any,
     dtype: torch.dtype,
 ) -> tuple[float | None, float | None]:
-    """Load the folder as users do; compare each layer's weight and the outputs, return what these differ by."""
+    """Load the folder as users do, compare each layer's weight and the outputs, and return the differences."""
     with quiet():
         loaded = type(model).from_pretrained(folder, dtype=dtype)
     made = {name: loaded.get_submodule(name).weight for name in weights}
     for name, weight in weights.items():
         found = made[name].dequantize().float() if hasattr(made[name], "qdata") else None
         if found is None or not torch.equal(found, weight.to(dtype).float()):
-            rule = f"{name} must have the weights of the model in the folder, got others"
+            rule = f"{name} must have the model's weights in the folder, got others"
             raise CompatibilityError(_WHERE, rule, "nothing was written")
     if expected is None:
         return None, None

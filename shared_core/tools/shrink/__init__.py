@@ -1,4 +1,4 @@
-"""Masks become smaller tensors: which positions of which tensors belong together, and cutting them out."""
+"""Turn masks into smaller tensors: find positions that belong together, and cut them out."""
 
 from shared_core.tools.shrink.shrink import ShrinkResult as ShrinkResult
 from shared_core.tools.shrink.shrink import shrink as shrink

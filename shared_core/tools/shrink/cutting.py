@@ -1,7 +1,7 @@
-"""Tensors without the units that can go, and layers that hold them.
+"""Select units that can be removed, and cut them from tensors and layers.
 
-A unit goes without a trace if what arrives wherever it is summed up does not depend on the input. Narrowing what a norm
-divides by is exact for root-mean-square norms, an approximation for layer norms.
+A unit can be removed exactly if its contribution to every sum is independent of the input. Narrowing a norm's input
+is exact for root-mean-square norms, and an approximation for layer norms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Mask = NDArray[np.bool_]
 class Selection:
     """The units to remove, by group, and why the others stay.
 
-    `removable` says which units could be removed, `costly` which of those leave a constant to fold into biases.
+    `removable`: units that could be removed. `costly`: those of them whose constant must be folded into biases.
     """
 
     groups: dict[str, ChannelGroup]
@@ -40,9 +40,9 @@ class Selection:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def choose(self, name: str, count: int) -> Mask:
-        """Return `count` of a group's removable units: first those that leave nothing to fold, then by position."""
+        """Return `count` of a group's removable units: first those with nothing to fold, then by position."""
         removable = np.flatnonzero(self.removable[name])
-        # Stable, and units with nothing to fold first: those leave every bias as it is, so rounding changes nothing.
+        # Stable, with units that have nothing to fold first: they change no bias, so there is no rounding.
         order = np.argsort(self.costly[name][removable], kind="stable")
         chosen = np.zeros(len(self.removable[name]), dtype=bool)
         chosen[removable[order[:count]]] = True
@@ -52,8 +52,8 @@ class Selection:
 def select(traced: Traced, biases: Mapping[str, str | None], *, create_biases: bool) -> Selection:
     """Return which units of a traced model can be removed exactly.
 
-    A unit goes if, wherever a weight sums over it, a value arrives that is known from the weights alone: mostly zero,
-    because its rows are zero; otherwise its contribution is added to the bias of the layer that sums.
+    A unit can go if its value in every sum is known from the weights alone. Usually it is zero,
+    because its rows are zero. Otherwise its contribution is added to the bias of the layer that sums.
     """
     found = Selection({}, {}, {})
     for group in traced.groups:
@@ -63,7 +63,7 @@ def select(traced: Traced, biases: Mapping[str, str | None], *, create_biases: b
             reason = group.reason_kept if removable.any() else None
             removable[:] = False
         elif removable.all():
-            # A layer without units has no shape that a model could be built with.
+            # A model cannot be built with a layer without units.
             removable[0] = False
             reason = "every unit of it is zero: one is kept"
         if reason:
@@ -76,12 +76,11 @@ def _of_group(
     traced: Traced, group: ChannelGroup, biases: Mapping[str, str | None], create_biases: bool
 ) -> tuple[Mask, Mask, str | None]:
     tracer = traced.tracer
-    # By unit. blocked: it reaches a sum with a value that depends on the input. costly: a constant other than 0
-    # reaches one.
+    # By unit. blocked: its value in a sum depends on the input. costly: a constant other than 0 reaches a sum.
     blocked, costly, summed = (np.zeros(group.units, dtype=bool) for _ in range(3))
     no_bias = np.zeros(group.units, dtype=bool)
     for part in group.slices:
-        # Each position has a number in the tracer; (units, positions of a unit) of this slice's axis.
+        # Positions are numbered in the tracer; (units, positions of a unit) of this slice's axis.
         ids = tracer.positions.axes[part.tensor, part.axis].start + part.positions
         is_summed, constant = tracer.is_summed[ids], tracer.constant_of[ids]
         summed |= is_summed.any(1)
@@ -89,11 +88,11 @@ def _of_group(
         blocked |= (is_summed & np.isnan(constant)).any(1)
         left = (is_summed & (constant != 0) & ~np.isnan(constant)).any(1)
         costly |= left
-        # A constant may go only if the layer that sums it up has, or can get, a bias to add it to.
+        # A constant may go only if the layer that sums it has, or can get, a bias for it.
         if part.tensor not in biases or (biases[part.tensor] is None and not create_biases):
             no_bias |= left
-    # Dead: everywhere that it is summed up, a known constant arrives. What is never summed (a normalised width, say)
-    # is not known to go.
+    # Dead: a known constant in every sum. A unit that is never summed (such as a normalised width) is not known to be
+    # removable.
     dead = summed & ~blocked
     reason = None
     if (dead & no_bias).any():
@@ -102,9 +101,9 @@ def _of_group(
 
 
 def why_uncalled_layers_need(model: nn.Module, traced: Traced) -> dict[str, str]:
-    """Return, by group, the layer that the example does not call and that may read the group's units elsewhere.
+    """Return, by group, a layer that the example does not call and that may read the group's units.
 
-    What such a layer reads is not known. So a group stays if one takes as many inputs as an axis has that would be cut.
+    It is unknown what such a layer reads. So a group stays if such a layer has as many inputs as an axis to cut.
     """
     modules = {f"{name}.weight".removeprefix("."): module for name, module in model.named_modules()}
     readers: dict[int, str] = {}
@@ -121,18 +120,18 @@ def why_uncalled_layers_need(model: nn.Module, traced: Traced) -> dict[str, str]
         axes = [traced.tracer.positions.axes[part.tensor, part.axis].size for part in group.slices]
         if group.reason_kept is None and (reader := next((readers[size] for size in axes if size in readers), None)):
             found[group.name] = (
-                f"{reader}, which the example does not call, may read it: give an example that calls its layer, or "
-                "take the layer out of the model"
+                f"{reader}, which the example does not call, may read it: use an example that calls its layer, or "
+                "remove the layer from the model"
             )
     return found
 
 
 def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that change when the units that are not kept are set to zero.
+    """Return the tensors that change when units that are not kept become zero.
 
     Args:
-        model: Untouched.
-        groups: Of the model, by name.
+        model: The model. It is not changed.
+        groups: Its groups, by name.
         keep: By group name, bool of shape (units,), True = keep.
     """
     state = model.state_dict()
@@ -147,8 +146,8 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
             raise ConfigError("shrink", f"{rule}, got {mask.dtype} {tuple(mask.shape)} with {int(mask.sum())}")
         gone = ~mask.cpu().numpy()
         for part in group.slices:
-            # Outputs and norms only: a unit whose outgoing weights are zero as well would not be cheaper, and the
-            # readers' weights go with it when it is cut.
+            # Only outputs and norms: zero outgoing weights would save nothing, and the readers' weights go with the
+            # unit when it is cut.
             if part.role in ("out", "norm"):
                 tensor = changed.setdefault(part.tensor, state[part.tensor].clone())
                 places = torch.from_numpy(part.positions[gone].reshape(-1))
@@ -157,19 +156,19 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
 
 
 Plan = dict[str, Mask]
-"""By group name the units to remove."""
+"""The units to remove, by group name."""
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return by every name in the state dict the first name of the same tensor."""
-    # By identity: tied names lead to the first one, under which a tensor is cut once.
+    """Return for every name in the state dict the first name of the same tensor."""
+    # By identity: tied names map to the first one, under which a tensor is cut once.
     first: dict[Tensor, str] = {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(tensor, name) for name, tensor in tensors}
 
 
 def bias_names(model: nn.Module) -> dict[str, str | None]:
-    """Return by the name of each layer's weight the name of its bias, None where it has none but could."""
+    """Return the bias name for each layer's weight, None if it has none but could."""
     found: dict[str, str | None] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -186,14 +185,14 @@ def cut_state(
     plan: Plan,
     biases: Mapping[str, str | None],
 ) -> dict[str, Tensor]:
-    """Return new tensors for all that change, by first name: constants folded into biases, then positions removed."""
+    """Return new tensors for all changes, by first name: constants folded into biases, then positions removed."""
     changed: dict[str, Tensor] = {}
     gone: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for name, units in plan.items():
         for part in groups[name].slices:
             positions = part.positions[units].reshape(-1)
             gone[part.tensor, part.axis].append(positions)
-    # All constants first, over uncut weights: cutting moves positions.
+    # All constants first, with uncut weights, because cutting moves positions.
     for (tensor, axis), found in gone.items():
         # A position may be in several groups' plans.
         positions = np.unique(np.concatenate(found))
@@ -219,10 +218,10 @@ def _fold(
     constant = np.where(tracer.is_summed[ids], tracer.constant_of[ids], 0.0)
     if not constant.any() or tensor not in biases:
         return
-    # sum over removed inputs j of constant_j * W[:, j] is what they added to every output; it goes into the bias.
+    # sum over removed inputs j of constant_j * W[:, j] is their contribution to each output; it goes into the bias.
     weight = state[tensor].double().movedim(axis, 0)[torch.from_numpy(positions).to(state[tensor].device)]
     added = torch.tensordot(torch.from_numpy(constant).to(weight), weight, dims=1)
-    if weight.ndim > 2:  # a kernel's places all see the constant
+    if weight.ndim > 2:  # the constant reaches every position of a kernel
         added = added.flatten(1).sum(1)
     name = biases[tensor] or tensor.removesuffix("weight") + "bias"
     old = changed.get(name, state.get(name))
@@ -231,7 +230,7 @@ def _fold(
 
 
 def replaced(model: nn.Module, changed: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model with these tensors, its layers' attributes told of their new sizes."""
+    """Return a copy of a model with these tensors and its layers' attributes set to the new sizes."""
     ties = tied_names(model)
     new = copy.deepcopy(model)
     made: dict[str, nn.Parameter] = {}
@@ -245,7 +244,7 @@ def replaced(model: nn.Module, changed: Mapping[str, Tensor]) -> nn.Module:
                 continue
             if first not in made:
                 grad = parameter.requires_grad if parameter is not None else True
-                # One new Parameter for all names of a tied tensor, so that ties stay.
+                # One new Parameter for all names of a tied tensor, so that they stay tied.
                 made[first] = nn.Parameter(changed[first].clone(), requires_grad=grad)
             module._parameters[name] = made[first]
             touched = True
@@ -262,7 +261,7 @@ def _set_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
     if isinstance(module, nn.RNNBase):
         module.input_size = int(module._parameters["weight_ih_l0"].shape[1])  # type: ignore[union-attr]
         module.hidden_size = int(module._parameters["weight_hh_l0"].shape[1])  # type: ignore[union-attr]
-        # torch reads sizes from attributes and weights from this list, both made in __init__.
+        # torch reads sizes from attributes and weights from this list, both set in __init__.
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         return
     weight = module._parameters.get("weight")
@@ -275,7 +274,7 @@ def _set_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
     if isinstance(module, nn.Linear):
         target.out_features, target.in_features = shape
     elif isinstance(module, nn.modules.conv._ConvTransposeNd):
-        # (in, out / groups, ...) of a transposed convolution, (out, in / groups, ...) of another one.
+        # (in, out / groups, ...) of a transposed convolution, (out, in / groups, ...) of other ones.
         target.in_channels, target.out_channels = shape[0], shape[1] * module.groups
     elif isinstance(module, nn.modules.conv._ConvNd):
         if module.groups > 1:
@@ -299,7 +298,7 @@ def _set_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
 
 
 def set_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan) -> None:
-    """Correct, in place, the numbers of heads and their widths that attention modules hold as attributes."""
+    """Update, in place, the numbers and widths of heads that attention modules store as attributes."""
     for name, units in plan.items():
         group = groups[name]
         if group.kind != "head":
@@ -307,7 +306,7 @@ def set_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan) 
         outer = [part for part in group.slices if part.role in ("out", "in")]
         widths = {part.positions.shape[1] * group.units for part in outer}
         left = group.units - int(units.sum())
-        # An attention module is what its projections have in common, or what holds one of them.
+        # An attention module is the common parent of its projections, or the parent of a single one.
         names = ["/".join(part.tensor.split(".")[:-2]) for part in outer]
         owners = [
             os.path.commonpath(names or [""]),
@@ -373,23 +372,23 @@ def why_not_narrow(model: nn.Module, traced: Traced, allow_inexact: bool) -> dic
             if not np.isin(norm.label.reshape(-1).numpy(), own).any():
                 continue
             module = model.get_submodule(norm.module)
-            # A layer norm subtracts a mean, which removed positions belong to, even as zeros: only that of all
-            # positions is right.
+            # A layer norm subtracts the mean, which includes removed positions even if they are zero: only the mean of
+            # all positions is right.
             if norm.kind == "layer" or isinstance(module, nn.LayerNorm):
                 if not allow_inexact:
                     reasons[group.name] = (
-                        f"{norm.module} is a layer norm: narrowing what it normalises is not exact; allow_inexact=True "
-                        "does it all the same"
+                        f"{norm.module} is a layer norm: narrowing its input is not exact; allow_inexact=True "
+                        "does it anyway"
                     )
                     break
             elif _offset(module) is None:
-                reasons[group.name] = f"{norm.module or 'the model'} takes a mean over it and is no known norm"
+                reasons[group.name] = f"{norm.module or 'the model'} takes a mean over it and is not a known norm"
                 break
     return reasons
 
 
 def rescales(model: nn.Module, traced: Traced, plan: Plan) -> list[Rescale]:
-    """Return what happens to the norms whose width a plan narrows."""
+    """Return the changes of norms whose width a plan narrows."""
     gone = [traced.unit_ids[name][unit] for name, units in plan.items() for unit in np.flatnonzero(units)]
     if not gone:
         return []
@@ -417,7 +416,7 @@ def rescales(model: nn.Module, traced: Traced, plan: Plan) -> list[Rescale]:
 
 
 def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
-    """Refuse a model in which an epsilon is not what it must be."""
+    """Raise an error if a norm of the smaller model has a wrong epsilon."""
     wanted = {item.module: item.new_eps for item in found}
     for name, module in new.named_modules():
         for attribute in _EPS:
@@ -432,7 +431,7 @@ def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
 
 @torch.no_grad()
 def _offset(module: nn.Module) -> float | None:
-    """Return what is added to γ of a root-mean-square norm, found by running it; None if it is not one."""
+    """Return the number added to γ of a root-mean-square norm, found by running it; None if it is not one."""
     weight = module._parameters.get("weight")
     eps = next((getattr(module, name) for name in _EPS if getattr(module, name, None) is not None), None)
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
@@ -460,14 +459,14 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, t
 
 
 def tolerance_of(model: nn.Module) -> float:
-    """Return by how much outputs may differ, relative to the largest, for all that rounding does."""
+    """Return the rounding tolerance of outputs, relative to the largest."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return _TOLERANCE.get(dtype, 1e-5)
 
 
 @dataclass
 class Change:
-    """A part of a plan that is made whole or not at all."""
+    """A part of a plan that is applied completely or not at all."""
 
     name: str
     plan: Plan
@@ -475,7 +474,7 @@ class Change:
 
 
 def joined(changes: list[Change]) -> Plan:
-    """Return the plan of several changes."""
+    """Merge several changes into one plan."""
     plan: Plan = {}
     for change in changes:
         for name, units in change.plan.items():
@@ -484,7 +483,7 @@ def joined(changes: list[Change]) -> Plan:
 
 
 class Work:
-    """The known facts about the model that is shrunk."""
+    """The known facts about the model to shrink."""
 
     def __init__(
         self,
@@ -498,16 +497,16 @@ class Work:
         self.model, self.example_inputs, self.traced, self.selection = model, example_inputs, traced, selection
         self.biases, self.multiple_of = biases, multiple_of
         self.ties = tied_names(model)
-        # Tied tensors once: both names would be cut.
+        # Tied tensors once: otherwise both names would be cut.
         self.state = {name: tensor for name, tensor in model.state_dict().items() if self.ties.get(name, name) == name}
         self.tolerance = tolerance_of(model)
 
     def is_exact(self, changes: list[Change]) -> bool:
-        """Return True if changes leave the outputs as they are: they narrow no layer norm."""
+        """Return True if changes keep the outputs: they narrow no layer norm."""
         return all(norm.exact for norm in rescales(self.model, self.traced, joined(changes)))
 
     def allowed(self, name: str) -> int:
-        """Return how many units of a group may go, with a multiple of `multiple_of` left."""
+        """Return how many units of a group may go, leaving a multiple of `multiple_of`."""
         removable, group = self.selection.removable[name], self.selection.groups[name]
         count = int(removable.sum())
         # Widths that kernels like: units that could go stay, so that a multiple is left. Heads are counted, not
@@ -518,12 +517,12 @@ class Work:
         return count
 
     def changes(self) -> list[Change]:
-        """Return one change a group."""
+        """Return one change per group."""
         counts = {name: self.allowed(name) for name in self.selection.groups}
         return [Change(name, {name: self.selection.choose(name, count)}) for name, count in counts.items() if count]
 
     def cut(self, plan: Plan) -> tuple[dict[str, Tensor], list[Rescale]]:
-        """Return the changed tensors of a plan, and what becomes of norms."""
+        """Return the changed tensors of a plan, and the changes of norms."""
         changed = cut_state(self.state, self.traced, self.selection.groups, plan, self.biases)
         found = rescales(self.model, self.traced, plan)
         for item in found:

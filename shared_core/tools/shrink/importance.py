@@ -1,4 +1,4 @@
-"""Units and layers of a trained model scored by what they do on calibration batches."""
+"""Score units and layers of a trained model by their activity on calibration batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of a group's units pass: outputs of a norm or inputs of a layer, (units, k) of the last axis."""
+    """Where a group's units can be observed: outputs of a norm or inputs of a layer, (units, k) of the last axis."""
 
     module: str
     is_output: bool
@@ -30,13 +30,13 @@ class Place:
 
 
 def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Place]:
-    """Return where the values of a group's units pass: all norms over a residual width, or the layer that reads."""
+    """Return where a group's units can be observed: all norms over a residual width, or the layer that reads them."""
     if norms := [Place(name, True, places) for name, places in norms_over(traced, group)]:
         return norms
     for part in group.slices:
         name = part.tensor.rpartition(".")[0]
         module = model.get_submodule(name)
-        # every reader of a unit gets the same values, so one of them is enough
+        # all readers of a unit get the same values, so one is enough
         if part.role == "in" and has_rows(module) and part.axis == (1 if isinstance(module, nn.Linear) else 0):
             return [Place(name, False, part.positions)]
     rule = f"units of {group.name} must be read by a linear layer, whose inputs are their activations, got none"
@@ -44,7 +44,7 @@ def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Pla
 
 
 def norms_over(traced: Traced, group: ChannelGroup) -> list[tuple[str, Ids]]:
-    """Return the modules that normalise over a group's units, and where in what each normalises the units are."""
+    """Return the modules that normalise over a group's units, and the units' positions in each input."""
     roots = np.array([traced.components[ids[0]] for ids in traced.unit_ids.get(group.name, [])])
     found = []
     for norm in traced.tracer.norms:
@@ -57,10 +57,10 @@ def norms_over(traced: Traced, group: ChannelGroup) -> list[tuple[str, Ids]]:
 
 
 class UnitActivations:
-    r"""Gathers what units do: :math:`s_u = \sqrt{\sum_b (\frac{1}{S} \sum_s \lVert a_{b,s,u} \rVert_2)^2}`.
+    r"""Scores units by :math:`s_u = \sqrt{\sum_b (\frac{1}{S} \sum_s \lVert a_{b,s,u} \rVert_2)^2}`.
 
-    ``a`` are the k values of a unit for token s of example b: one of a neuron or of a channel that a norm gives, a
-    head's output. Of several places the s are added. Tokens that ``attention_mask`` of a batch excludes do not count.
+    ``a`` are the k values of a unit for token s of example b: one for a neuron or for a channel after a norm, a
+    head's output. Several places add up their s. Tokens that a batch's ``attention_mask`` excludes do not count.
 
     Source: Muralidharan et al. 2024, *Minitron*, arXiv:2407.14679, section 2.2: mean over the sequence, L2 over the
     batch.
@@ -72,7 +72,7 @@ class UnitActivations:
         self._mask: Tensor | None = None
 
     def run(self, batches: Sequence[Any], run: Run) -> None:
-        """Look at all batches."""
+        """Run all batches and record activations."""
         with contextlib.ExitStack() as hooks:
             for group, places in self._places.items():
                 for place in places:
@@ -81,7 +81,7 @@ class UnitActivations:
                 self._mask = mask_of(batch)
 
     def scores(self, group: str) -> Tensor:
-        """Return (units,) in float64; the lowest go first."""
+        """Return (units,) in float64. The lowest are removed first."""
         total = torch.zeros((), dtype=torch.float64)
         for place in self._places[group]:
             _check_reached(place.module, (group, place.module) in self._squares)
@@ -99,7 +99,7 @@ class UnitActivations:
         index = torch.from_numpy(place.positions.reshape(-1)).to(values.device)
         picked = values.detach().index_select(-1, index).reshape(*values.shape[:-1], units, size)
         norms = torch.linalg.vector_norm(picked.float() if picked.dtype != torch.float64 else picked, dim=-1)
-        # (examples, tokens, units); what comes without examples is one
+        # (examples, tokens, units); values without examples count as one
         norms = norms.reshape(len(norms), -1, units) if norms.ndim > 2 else norms.reshape(1, -1, units)
         weights = token_weights(self._mask, norms.shape[:2], norms.device)
         means = torch.einsum("bsu,bs->bu", norms.double(), weights) / weights.sum(1, keepdim=True).clamp(min=1)
@@ -123,13 +123,13 @@ def _check_reached(module: str, reached: bool) -> None:
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """Return which tokens of a batch count, where it says so."""
+    """Return which tokens of a batch count, None if unknown."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def token_weights(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return 1 for tokens that count, 0 for the others; all count where the mask is not of that shape.
+    """Return 1 for tokens that count, 0 for others. All count if the mask has another shape.
 
     Example:
         >>> token_weights(torch.tensor([[1, 0]]), (1, 2), torch.device("cpu"))
@@ -142,12 +142,12 @@ def token_weights(mask: Tensor | None, shape: Sequence[int], device: torch.devic
 
 def _check(found: Tensor, module: str) -> None:
     if not bool(torch.isfinite(found).all()):
-        remedy = "look for the batch, or for the step at which training diverged"
+        remedy = "check the batch, or find the step at which training diverged"
         raise TrainingError("shrink", f"activations of {module} must be finite, got NaN or infinity", remedy)
 
 
 def block_influence(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any], run: Run) -> list[float]:
-    r"""Return the Block Influence of each block, :math:`1 - E[\cos(x, f(x))]` over tokens: its lowest change least.
+    r"""Return the Block Influence of each block, :math:`1 - E[\cos(x, f(x))]` over tokens. Lower means less change.
 
     Raises:
         TrainingError: If a hidden state is NaN or infinite, or a block is not reached.
@@ -185,18 +185,18 @@ def block_influence(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequ
 
 
 def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the hidden states that a block is called with."""
+    """Return the input hidden states of a block."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
 def leaving(output: Any) -> Any:
-    """Return the hidden states that a block returns."""
+    """Return the output hidden states of a block."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @contextlib.contextmanager
 def bypassed(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Have blocks return the hidden states that they are called with."""
+    """Make blocks return their input hidden states."""
 
     def pass_on(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         hidden = entering(args, kwargs)

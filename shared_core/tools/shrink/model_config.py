@@ -1,6 +1,6 @@
-"""Rewrite a model's configuration so that it describes the smaller model.
+"""Rewrite a model's config to describe the smaller model.
 
-Which numbers describe which widths is found by building the model on the meta device with one number changed at a time.
+To find which number sets which width, the model is built on the meta device with one number changed at a time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shared_core.errors import CompatibilityError
 from shared_core.tools.shrink.cutting import Change, Rescale, Work, check_eps, joined
 
 Path = tuple[str | int, ...]
-"""Attributes and indices that lead to a number of a configuration."""
+"""Attributes and indices that lead to a number in a config."""
 _WIDTHS_BY_DEFAULT = ("n_inner", "intermediate_size", "ffn_dim", "ffn_hidden_size", "d_inner")
 """Names that may hold None for a multiple of the hidden size."""
 
 
 def is_configured(model: nn.Module) -> bool:
-    """Return True if a model is built from a configuration object alone, as those of transformers are."""
+    """Return True if a model is built from a config object alone, as transformers models are."""
     config = getattr(model, "config", None)
     return hasattr(config, "to_dict") and hasattr(model, "save_pretrained") and hasattr(type(model), "from_pretrained")
 
 
 def read(config: Any, path: Path) -> Any:
-    """Return the value at a path of attributes and indices, None where there is none."""
+    """Return the value at a path of attributes and indices, None if there is none."""
     for part in path:
         config = config[part] if isinstance(part, int) else getattr(config, part, None)
     return config
@@ -64,10 +64,10 @@ def _fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def numbers(config: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and value of every whole number above 1, of lists' too, and of widths that are left to default."""
+    """Yield path and value of every whole number above 1, also in lists, and of widths left at their default."""
     for path, value in _fields(config):
         name = str(path[-1])
-        # Token ids and indices are whole numbers too, and no widths; a bool is an int.
+        # Token ids and indices are whole numbers too, but not widths; a bool is an int.
         if name.endswith(("_id", "_ids", "_index")) or isinstance(value, bool):
             # bool is an int.
             continue
@@ -78,7 +78,7 @@ def numbers(config: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def ratios(config: Any) -> Iterator[tuple[Path, float]]:
-    """Yield the path and value of every ratio of widths."""
+    """Yield path and value of every ratio of widths."""
     for path, value in _fields(config):
         name = str(path[-1])
         if name.endswith("ratio") and isinstance(value, int | float) and value > 0 and not isinstance(value, bool):
@@ -88,9 +88,9 @@ def ratios(config: Any) -> Iterator[tuple[Path, float]]:
 
 
 def explicit_head_sizes(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
-    """Yield a head size for every configuration that would otherwise divide the width by the number of heads."""
-    # A config without head_dim divides the width by the number of heads: fewer heads would make each wider. Told
-    # explicitly, heads can go one by one.
+    """Yield a head size for every config that would otherwise divide the width by the number of heads."""
+    # Without head_dim a config divides the width by the number of heads, so fewer heads would be wider. With
+    # an explicit size, heads can be removed one by one.
     if hasattr(config, "head_dim") and config.head_dim is None and (size := head_size(config)):
         yield (*prefix, "head_dim"), size
     for name, value in vars(config).items():
@@ -99,7 +99,7 @@ def explicit_head_sizes(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, 
 
 
 def head_size(config: Any) -> int | None:
-    """Return the width of a head that follows from a configuration's width and number of heads, None if it has none."""
+    """Return the head width implied by a config's width and number of heads, None if it has none."""
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
@@ -110,10 +110,10 @@ _HEAD_SIZES = ("head_dim", "d_kv", "kv_channels", "head_size")
 
 @dataclass(frozen=True)
 class Knob:
-    """Numbers of a configuration that change together, and what one step down removes.
+    """Numbers of a config that change together, and what one step down removes.
 
-    `steps` holds for each its path, its value now and how much it falls in a step; `removes` by group how many units
-    go.
+    `steps` has for each its path, current value and decrease per step; `removes` has the number of units per
+    group.
     """
 
     steps: tuple[tuple[Path, int, int], ...]
@@ -121,16 +121,16 @@ class Knob:
 
 
 def built_shapes(model: nn.Module, config: Any) -> Shapes:
-    """Return the shapes of a model of the same class and another configuration, built on no device."""
-    # On meta: shapes without memory. Forked: initialisation draws numbers also there.
+    """Return the shapes of a model of the same class with another config, without allocating memory."""
+    # On meta: shapes without memory. Forked: initialization draws random numbers also there.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a number that is tried may make an empty tensor
+        warnings.simplefilter("ignore")  # a tried number may create an empty tensor
         made: Any = type(model)(config)
     return {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
 
 
 def explained(old: Shapes, new: Shapes | None, groups: Mapping[str, ChannelGroup]) -> dict[str, int] | None:
-    """Return how many units of each group a change of shapes removes; None if it is no such change.
+    """Return how many units of each group a change of shapes removes; None if it is not such a change.
 
     Example:
         >>> import numpy as np
@@ -153,12 +153,11 @@ def explained(old: Shapes, new: Shapes | None, groups: Mapping[str, ChannelGroup
         for part in group.slices:
             holders.setdefault((part.tensor, part.axis), []).append((group.name, part.positions.shape[1]))
     counts: dict[str, int] = {}
-    # A place that one group holds alone tells how many units of that group are gone.
+    # An axis with only one group tells how many of its units are gone.
     for place, difference in differing.items():
         if len(held := holders.get(place, [])) == 1:
             counts.setdefault(held[0][0], difference // held[0][1])
-    # Then every place, also those of several groups, must have changed by exactly what these counts say; and no place
-    # else.
+    # Then every axis, also those of several groups, must have changed by exactly these counts, and no other axis.
     for place in set(differing) | {place for place, held in holders.items() if any(name in counts for name, _ in held)}:
         if differing.get(place, 0) != sum(counts.get(name, 0) * size for name, size in holders.get(place, [])):
             return None
@@ -166,7 +165,7 @@ def explained(old: Shapes, new: Shapes | None, groups: Mapping[str, ChannelGroup
 
 
 class KnobSearch:
-    """Finds the numbers of a model's configuration that narrow a group."""
+    """Finds the numbers in a model's config that narrow a group."""
 
     def __init__(self, model: nn.Module, groups: Mapping[str, ChannelGroup], ties: Mapping[str, str]) -> None:
         self._model, self._groups = model, groups
@@ -174,8 +173,8 @@ class KnobSearch:
         self._names = {name for name in model.state_dict() if ties.get(name, name) == name}
         self.base: dict[Path, Any] = dict(explicit_head_sizes(model.config))
         self.refusals: dict[str, str] = {}
-        """By group what the configuration said when numbers of heads or widths were tried."""
-        self.error, self._needs_extra = "", False  # the error: what the last numbers that were tried led to
+        """By group, the config's error when numbers of heads or widths were tried."""
+        self.error, self._needs_extra = "", False  # error: the result of the last numbers that were tried
         self._probed: dict[tuple[tuple[Path, int, int], ...], tuple[dict[str, int] | None, bool, str]] = {}
         self._extra: dict[tuple[tuple[Path, int, int], ...], dict[Path, int]] = {}
         self.shapes = self._shapes({}) or {}
@@ -187,7 +186,7 @@ class KnobSearch:
             if hasattr(config, "from_dict"):  # as saving and loading will
                 config = type(config).from_dict(config.to_dict())
             shapes = built_shapes(self._model, config)
-        except Exception as error:  # whatever a configuration's checks or a model's own code raise
+        except Exception as error:  # a config's checks and a model's code may raise anything
             self.error = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
             return None
         return {name: shape for name, shape in shapes.items() if name in self._names}
@@ -203,23 +202,23 @@ class KnobSearch:
         return self.base | self._extra.get(knob.steps, {}) | values
 
     def removes(self, values: Mapping[Path, Any]) -> dict[str, int] | None:
-        """Return how many units of each group a configuration with these values removes."""
+        """Return how many units of each group a config with these values removes."""
         return explained(self.shapes, self._shapes(values), self._groups)
 
     def knobs(self, group: ChannelGroup) -> Iterator[Knob]:
-        """Yield what narrows a group: single numbers, then pairs of numbers of heads, then pairs of equal widths."""
+        """Yield knobs that narrow a group: single numbers, then pairs of head counts, then pairs of equal widths."""
         for paths in self._combinations(group):
             extra = self._head_size(paths) if group.kind in ("head", "width") else {}
-            # A width of n * units falls by n for each unit: 4h for an intermediate size, 1 for a number of heads.
+            # A width of n * units falls by n per unit: 4h for an intermediate size, 1 for a number of heads.
             steps = tuple((path, value, value // group.units or 1) for path, value in paths)
             for factor in self._factors(group, paths):
                 found = self._probe(tuple((path, value, step * factor) for path, value, step in steps), extra)
                 if found is not None and group.name in found:
-                    # Several units at a time were needed, and the model loses a number that is no multiple: no whole
+                    # It took several units at a time, and the model loses a number that is not a multiple: not a whole
                     # step.
                     if any(count % factor for count in found.values()):
                         break
-                    # Whether a head size had to be given as well.
+                    # True if a head size had to be given as well.
                     self._extra[steps] = extra if self._needs_extra else {}
                     yield Knob(steps, {name: count // factor for name, count in found.items()})
                     break
@@ -231,13 +230,13 @@ class KnobSearch:
         of_heads = all("head" in str(path[-1]) for path, _ in paths)
         if group.kind not in ("head", "width") or of_heads != (group.kind == "head"):
             return [1]
-        # Divisors that models ask for: hidden sizes by heads, heads by groups of key-value heads.
+        # Divisors that models require: hidden sizes by heads, heads by groups of key-value heads.
         return sorted(
             {factor for factor in (1, 2, 3, 4, 8, group.units // 4, group.units // 2) if 0 < factor < group.units}
         )
 
     def _probe(self, steps: tuple[tuple[Path, int, int], ...], extra: dict[Path, int]) -> dict[str, int] | None:
-        # Building a model takes long, and groups share numbers.
+        # Building a model is slow, and groups share numbers.
         if steps not in self._probed:
             self.error = ""
             values = {path: value - step for path, value, step in steps}
@@ -253,7 +252,7 @@ class KnobSearch:
             (path, group.units if value is None else value)
             for path, value in numbers(self._model.config)
             if (value is None or value % group.units == 0 or value in sizes)
-            # other numbers than heads can have the same effect on shapes, not on the outputs
+            # numbers other than heads can have the same effect on shapes, but not on the outputs
             and not (group.kind == "head" and str(path[-1]).endswith(_HEAD_SIZES))
         ]
         # Numbers of query and key-value heads often have to fall together.
@@ -262,11 +261,11 @@ class KnobSearch:
         yield from itertools.combinations(heads, 2)
         if group.kind != "head":
             equal = [(path, value) for path, value in singles if value == group.units]
-            # Bounded: pairs of equal widths grow with the square.
+            # Bounded: the number of pairs of equal widths grows quadratically.
             yield from itertools.combinations(equal[:8], 2)
 
     def _head_size(self, paths: tuple[tuple[Path, int], ...]) -> dict[Path, int]:
-        """Return the head size for a configuration that has none, but whose model may read it."""
+        """Return the head size for a config without one, if its model may read it."""
         owner = paths[0][0][:-1]
         config = read(self._model.config, owner)
         size = None if hasattr(config, "head_dim") else head_size(config)
@@ -276,22 +275,22 @@ class KnobSearch:
         return {self.shapes[part.tensor][part.axis] for part in group.slices if part.tensor in self.shapes}
 
     def ratio(self, group: ChannelGroup, share: float) -> tuple[Path, float, dict[str, int]] | None:
-        """Return (path, value, units removed by group) of a ratio of widths that leaves at least `share` of a group."""
+        """Return (path, value, units removed by group) of a ratio of widths that keeps at least `share` of a group."""
         for path, value in ratios(self._model.config):
-            # From the share that must stay upwards: the first that works removes the most.
+            # From the required share upwards: the first that works removes the most.
             tries: list[float] = [value * (share + (1 - share) * part / 16) for part in range(16)]
             if isinstance(value, int):
-                # A whole ratio may have to stay one.
+                # A whole ratio may have to stay whole.
                 tries += [whole for whole in range(math.ceil(value * share - 1e-6), value)]
             for wanted in tries:
                 found = self.removes({path: wanted})
                 # 1e-6: a share that is exact in the config may not be in floating point.
                 if found and group.name in found and found[group.name] <= group.units * (1 - share) + 1e-6:
                     return path, wanted, found
-                # This ratio is of other layers.
+                # This ratio belongs to other layers.
                 if found is not None and group.name not in found:
                     break
-                # Fractions are refused altogether, as the first one was.
+                # Like the first one, all fractions are rejected.
                 if found is None and wanted == tries[0] and not isinstance(value, int):
                     break
         return None
@@ -301,10 +300,10 @@ NOT_DESCRIBED = "the configuration has no number that describes it alone"
 
 
 def changes(work: Work) -> list[Change]:
-    """Return one change for every number, or numbers together, of the configuration."""
+    """Return one change per number, or per set of numbers, in the config."""
     groups = work.selection.groups
     search = KnobSearch(work.model, groups, work.ties)
-    # A config that does not even describe the model as it is cannot describe a smaller one.
+    # A config that does not describe the current model cannot describe a smaller one.
     if not search.describes_itself():
         rule = f"{type(work.model).__name__} must have the shapes that its config describes, but has others"
         raise CompatibilityError("shrink", rule, "from_config=False cuts it as it is")
@@ -316,7 +315,7 @@ def changes(work: Work) -> list[Change]:
         change = _change(work, search, group)
         if change is None:
             continue
-        # One number may narrow several groups: they are handled with it.
+        # One number may narrow several groups: handle them together.
         handled |= set(change.plan)
         found.append(change)
         for other, units in change.plan.items():
@@ -352,7 +351,7 @@ def _limit(work: Work, search: KnobSearch, knob: Knob) -> str:
 def _by_knob(work: Work, search: KnobSearch, knob: Knob) -> Change | None:
     # As many steps as the group with the fewest removable units allows.
     most = min(work.allowed(name) // count for name, count in knob.removes.items())
-    # Down from the most: not every number is possible (heads must divide widths). 64 tries bound the time of it.
+    # Down from the most: not every number is possible (heads must divide widths). 64 attempts bound the time.
     for steps in range(most, max(0, most - 64), -1):
         values = search.values(knob, steps)
         found = search.removes(values)
@@ -377,7 +376,7 @@ def _by_ratio(work: Work, search: KnobSearch, name: str) -> Change | None:
         if all(work.allowed(other) >= count for other, count in counts.items()):
             plan = {other: work.selection.choose(other, count) for other, count in counts.items()}
             return Change(_dotted(path), plan, {path: value})
-        # Others lose more than they have: the ratio must stay larger, and the search starts over.
+        # Others would lose too many: keep the ratio larger, and restart the search.
         share = max(1 - work.allowed(other) / work.selection.groups[other].units for other in counts)
         if share >= 1:
             return None
@@ -385,7 +384,7 @@ def _by_ratio(work: Work, search: KnobSearch, name: str) -> Change | None:
 
 
 def builder(work: Work) -> Callable[[list[Change]], nn.Module]:
-    """Return a function that builds the model from the configuration with the values of changes."""
+    """Return a function that builds the model from the config with the values of changes."""
 
     def build(changes: list[Change]) -> nn.Module:
         values = {path: value for change in changes for path, value in change.values.items()}
@@ -402,12 +401,12 @@ def builder(work: Work) -> Callable[[list[Change]], nn.Module]:
 
 
 def built(model: nn.Module, config: Any, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a model of the same class and another configuration with these weights, on the device of the old one."""
-    # Initialised and then overwritten: numbers that it draws must not shift the caller's generator.
+    """Return a model of the same class with another config and these weights, on the old one's device."""
+    # Initialized and then overwritten: its random draws must not affect the caller's generator.
     with torch.random.fork_rng(devices=[]):
         smaller: Any = type(model)(config)
     places = dict(smaller.named_parameters()) | dict(smaller.named_buffers())
-    # Of the state's dtypes before loading: load_state_dict would cast values to those of the fresh model.
+    # Set the state's dtypes before loading: load_state_dict would cast values to those of the new model.
     for name, tensor in places.items():
         if name in state:
             tensor.data = tensor.data.to(state[name].dtype)
@@ -432,8 +431,8 @@ def _like(new: nn.Module, old: nn.Module) -> None:
 
 
 def epsilons(config: Any, norms: list[Rescale]) -> Iterator[tuple[Path, float]]:
-    """Yield the configuration's epsilons that are those of narrowed norms."""
-    # By value: configs call epsilons by many names.
+    """Yield the config's epsilons that belong to narrowed norms."""
+    # By value: configs have many names for epsilons.
     wanted = {norm.eps: norm.new_eps for norm in norms}
     for path, value in _fields(config):
         if isinstance(value, float) and "eps" in str(path[-1]) and value in wanted:
@@ -441,7 +440,7 @@ def epsilons(config: Any, norms: list[Rescale]) -> Iterator[tuple[Path, float]]:
 
 
 def changed_numbers(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Return by dotted name the numbers in which two configurations differ: (before, after).
+    """Return by dotted name the numbers in which two configs differ: (before, after).
 
     Example:
         >>> from types import SimpleNamespace as Config

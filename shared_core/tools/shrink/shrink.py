@@ -1,4 +1,4 @@
-"""A smaller model that computes what the masked one does."""
+"""Build a smaller model that computes the same as the masked one."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from shared_core.tools.shrink.model_config import is_configured
 
 @dataclass
 class ShrinkResult:
-    """A smaller model and what was done.
+    """A smaller model and a report.
 
     Attributes:
         model: The smaller model, in the modes of the original.
-        removed: By group how many units went.
-        kept: By group why units that could be thought removable stayed.
-        units: By group how many there were.
-        tensors: By name the shapes before and after.
-        config: By dotted name the values before and after, for a model built from a configuration.
-        bytes: Of parameters and buffers, before and after.
-        flops: Of one forward of the example, before and after.
-        milliseconds: Of one forward of the example, before and after; None where it was not measured.
-        largest_difference: Of the outputs to those of the masked model, over the largest output.
-        notes: What else should be known.
+        removed: Number of removed units, by group.
+        kept: Why seemingly removable units stayed, by group.
+        units: Original number of units, by group.
+        tensors: Shapes before and after, by name.
+        config: Values before and after by dotted name, for a model built from a config.
+        bytes: Bytes of parameters and buffers, before and after.
+        flops: FLOPs of a forward pass of the example, before and after.
+        milliseconds: Time of a forward pass of the example, before and after; None if not measured.
+        largest_difference: Of the outputs from those of the masked model, relative to the largest output.
+        notes: Further remarks.
     """
 
     model: nn.Module
@@ -85,28 +85,28 @@ def shrink(
     from_config: bool | None = None,
     latency_repeats: int = 5,
 ) -> ShrinkResult:
-    """Return a smaller model with the outputs of this one: the units that are zero are gone from every tensor.
+    """Return a smaller model with the same outputs: units that are zero are removed from every tensor.
 
-    Units (channels, neurons, attention heads, positions of the residual width) and all that depends on them are
-    found by following one forward, see `find_groups`. A unit goes if what arrives wherever it is summed up is known
+    Tracing one forward pass (`find_groups`) finds units (channels, neurons, attention heads, positions of the residual
+    width) and everything that depends on them. A unit can go if its value in every sum is known
     from the weights alone: zero, because its rows are, or a constant f(0), which is added to the next bias. The
-    result is compared with the original on the example; what does not hold is taken back and told.
+    result is compared with the original on the example. Changes that fail the comparison are undone and reported.
 
-    A model of transformers is built anew from its configuration with the new widths, so that ``save_pretrained`` and
-    ``from_pretrained`` work. Where the configuration has one number for all layers, each loses as many units as the
-    one with the fewest to lose; where it has none, the units stay and `kept` says so.
+    A transformers model is rebuilt from its config with the new widths, so that ``save_pretrained`` and
+    ``from_pretrained`` work. If the config has one number for all layers, each loses as many units as the
+    one with the fewest to lose. If it has none, the units stay and `kept` says so.
 
     Narrowing a normalised width d → d′ is exact for root-mean-square norms: γ·√(d/d′), ε·d/d′.
 
     Args:
-        model: Left as it is. Masks must be baked: zeros in the weights.
+        model: The model. It is not changed. Masks must be baked: zeros in the weights.
         example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; a small batch is enough.
-        keep: By group name (see `find_groups`), bool of shape (units,): units to set to zero and remove now,
-            True = keep. Outputs are then those of the model with these units zero.
-        allow_inexact: Also narrow what layer norms normalise, scaled in the same way.
+        keep: By group name (see `find_groups`), bool of shape (units,): False sets a unit to zero and removes it.
+            Outputs are then those of the model with these units zero.
+        allow_inexact: Also narrow the inputs of layer norms, scaled in the same way.
         multiple_of: Leave a multiple of this many units in every group of neurons and channels.
-        from_config: Whether the result must be described by ``model.config``; None: if the model has one.
-        latency_repeats: Rounds in which both models are timed; 0: not at all.
+        from_config: True if ``model.config`` must describe the result; None: if the model has one.
+        latency_repeats: Rounds of timing both models; 0: not timed.
 
     Raises:
         ConfigError: If an argument breaks its rule.
@@ -127,25 +127,25 @@ def shrink(
     latency_repeats = checked(latency_repeats, int, "shrink", "latency_repeats", low=0)
     if callable(example_inputs):
         raise ConfigError("shrink", "example_inputs must be a tensor, a tuple or a mapping, got a function")
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     try:
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         told = f"{type(example_inputs).__name__} ({_first_line(error)})"
         rule = f"example_inputs must be what the model takes, got {told}"
-        raise ConfigError("shrink", rule, "give a tensor, a tuple or a mapping of keyword arguments") from error
+        raise ConfigError("shrink", rule, "pass a tensor, a tuple or a mapping of keyword arguments") from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
         rule = f"from_config needs a model built from its config, got {type(model).__name__}"
         raise CompatibilityError("shrink", rule, "leave it out")
-    # A mask that is given is put into the weights as zeros first: from there on both ways are one.
+    # First apply a given mask to the weights as zeros: from there on both cases are the same.
     if keep is not None:
         groups = {group.name: group for group in trace(model, example_inputs, constants=False).groups}
         model = replaced(model, masked_state(model, groups, keep))
     traced = trace(model, example_inputs, constants=True)
     biases = bias_names(model)
     selection = select(traced, biases, create_biases=not described)
-    # Constants are known, but norms over a width are not sums: these need their own answer.
+    # Constants are known, but norms over a width are not sums and need a separate check.
     kept = why_not_narrow(model, traced, allow_inexact) | why_uncalled_layers_need(model, traced)
     for name, reason in kept.items():
         if selection.removable[name].any():
@@ -165,12 +165,12 @@ def _first_line(error: Exception) -> str:
 def _accepted(
     work: Work, changes: list[Change], build: Callable[[list[Change]], nn.Module]
 ) -> tuple[list[Change], nn.Module, float]:
-    """Return the changes that leave the outputs as they are: all, or else those that do one after the other."""
+    """Return the changes that keep the outputs: all, or else those that do, one after the other."""
     if not changes:
         return [], copy.deepcopy(work.model), 0.0
     expected = measuring.outputs(work.model, work.example_inputs)
 
-    # What cannot be built, run or compared is a reason, not an error: other changes may still be possible.
+    # Failure to build, run or compare is a reason, not an error: other changes may still work.
     def attempt(tried: list[Change]) -> tuple[nn.Module, float] | str:
         try:
             smaller = build(tried)
@@ -178,12 +178,13 @@ def _accepted(
         except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
             told = _first_line(error)
             return told if isinstance(error, EffError) else f"the model's code does not run without them: {told}"
-        # `not <=` catches NaN. Inexact changes were asked for, and are told in the notes.
+        # `not <=` catches NaN. Inexact changes were requested, and are reported in the notes.
         if not gap <= work.tolerance and work.is_exact(tried):
             return f"without them the outputs differ by {gap:.1e}"
         return smaller, gap
 
-    # All together first, which nearly always holds. Else one by one, so that one bad change does not cost the others.
+    # All together first, which nearly always works. Otherwise one by one, so that one bad change does not block the
+    # others.
     whole = attempt(changes)
     if not isinstance(whole, str):
         return changes, *whole
@@ -200,14 +201,14 @@ def _accepted(
 
 
 def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, repeats: int) -> ShrinkResult:
-    """Return the result with what was measured."""
+    """Return the result with its measurements."""
     plan = joined(accepted)
     notes = []
     if not plan:
         found = any(mask.any() for mask in work.selection.removable.values()) or work.selection.reasons
         notes.append("none of the units that are zero can be removed, see kept" if found else "no unit is zero")
     if not work.is_exact(accepted):
-        notes.append("layer norms were narrowed: the outputs are not those of the masked model")
+        notes.append("layer norms were narrowed: the outputs differ from those of the masked model")
     return ShrinkResult(
         model=smaller, removed={name: int(units.sum()) for name, units in plan.items()},
         kept=dict(work.selection.reasons), units={group.name: group.units for group in work.traced.groups},
@@ -216,7 +217,7 @@ def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, 
 
 
 def compared(old: nn.Module, new: nn.Module, example: Any, repeats: int) -> dict[str, Any]:
-    """Return what a result tells of two models: shapes, numbers of the configuration, bytes, operations, time."""
+    """Compare two models: shapes, config numbers, bytes, operations, time."""
     before, after, models = old.state_dict(), new.state_dict(), (old, new)
     return {
         "tensors": {

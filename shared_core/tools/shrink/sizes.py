@@ -1,4 +1,4 @@
-"""A trained model cut to the sizes that its configuration is to have, the units that do least gone (Minitron)."""
+"""Cut a trained model to given config sizes, removing the least important layers and units (Minitron)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "attention_heads": ("num_attention_heads",),
     "key_value_heads": ("num_key_value_heads", "num_kv_heads"),
 }
-"""By the name of a size what configurations call it; further names come from their `attribute_map`."""
+"""Names of a size in configs; models add more through their `attribute_map`."""
 
 
 @dataclass
@@ -55,8 +55,8 @@ class CutResult(ShrinkResult):
 
     Attributes:
         chosen: By group, and for ``layers``, the numbers of the units that stayed.
-        parameters: Before and after; those of a tied tensor once.
-        loss: On the calibration batches, before and after; None where they have none.
+        parameters: Before and after; tied tensors count once.
+        loss: On the calibration batches, before and after; None if they have no loss.
     """
 
     chosen: dict[str, list[int]] = field(default_factory=dict)
@@ -82,35 +82,35 @@ def shrink_to(
     seed: int = 0,
     latency_repeats: int = 5,
 ) -> CutResult:
-    """Return a smaller model of the same class: the layers and units that do least on calibration batches are gone.
+    """Return a smaller model of the same class, without the layers and units that matter least on the batches.
 
-    First layers, then, of the model without them, channels of the residual stream, neurons and heads. Every layer
-    loses as many, so that the configuration says it and ``from_pretrained`` loads it. What is cut together is found by
-    following one forward (`find_groups`); the result is compared with the masked model on the example. Train it
-    afterwards, best by distillation from the model that it comes from.
+    First layers are removed, then, without them, channels of the residual stream, neurons and heads. Every layer
+    loses as many, so that the config can describe it and ``from_pretrained`` loads it. Tracing one forward pass
+    (`find_groups`) shows what must be cut together. The result is compared with the masked model on the example. Train
+    it afterwards, best by distillation from the original model.
 
-    ``activations``: `UnitActivations`, of a channel those that the norms over the residual stream give, of a neuron
-    and a head those that the next layer reads. A norm over d channels of which d′ stay gets γ·√(d/d′) and ε·d/d′,
-    which for a root-mean-square norm gives what the masked model gives.
+    ``activations``: `UnitActivations`, for a channel after the norms of the residual stream, for a neuron
+    or head at the input of the next layer. A norm over d channels of which d′ stay gets γ·√(d/d′) and ε·d/d′,
+    which gives the masked model's output for a root-mean-square norm.
 
     Args:
-        model: Built from its ``config``, as those of transformers are; left as it is.
-        sizes: What the configuration is to say: ``layers``, ``hidden_size``, ``intermediate_size``,
-            ``attention_heads`` (query heads) and ``key_value_heads``; what is left out stays. Without
-            ``key_value_heads`` each of them keeps some of its query heads; where every query head has its own, both
-            fall together.
+        model: Built from its ``config``, as transformers models are. It is not changed.
+        sizes: New config values: ``layers``, ``hidden_size``, ``intermediate_size``,
+            ``attention_heads`` (query heads) and ``key_value_heads``; others stay. Without
+            ``key_value_heads`` each of them keeps some of its query heads. If every query head has its own, both
+            decrease together.
         calibration: Batches: tensors, tuples of arguments, mappings of keyword arguments, or what `loss` takes.
-        example_inputs: A small batch to follow and to compare on.
-        criterion: Of units: ``activations``, ``magnitude`` (L2 norm of all weights of a unit) or ``random``.
-        layer_criterion: ``block_influence``, ``loss`` (that of the model without the layer) or ``random``.
+        example_inputs: A small batch for tracing and comparing.
+        criterion: Score of units: ``activations``, ``magnitude`` (L2 norm of all weights of a unit) or ``random``.
+        layer_criterion: ``block_influence``, ``loss`` (of the model without the layer) or ``random``.
         loss: ``loss(model, batch)`` returns the mean loss of a batch; by default the output's ``loss``, if there is
             one.
-        seed: Of random choices.
-        latency_repeats: Rounds in which both models are timed on the example; 0: not at all.
+        seed: Seed of random choices.
+        latency_repeats: Rounds of timing both models on the example; 0: not timed.
 
     Raises:
-        ConfigError: If a size or a criterion breaks its rule, or the configuration refuses it.
-        CompatibilityError: If the model's channels cannot be followed to that size.
+        ConfigError: If a size or a criterion breaks its rule, or the config rejects it.
+        CompatibilityError: If the model cannot be traced to that size.
         TrainingError: If activations are not finite.
 
     Sources: Muralidharan et al. 2024, arXiv:2407.14679; Sreenivas et al. 2024, arXiv:2408.11796 (Minitron).
@@ -118,7 +118,7 @@ def shrink_to(
     coerce(criterion, Criterion, "shrink", "criterion")
     coerce(layer_criterion, LayerCriterion, "shrink", "layer_criterion")
     check_model(model, "shrink")
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     batches = list(calibration)
     if not batches:
         raise ConfigError("shrink", "calibration must hold batches, got none")
@@ -138,14 +138,14 @@ def shrink_to(
 
 
 def path_of(config: Any, name: str) -> Path | None:
-    """Return where a configuration holds a size; None where it holds none."""
+    """Return the path of a size in a config; None if it has none."""
     mapped = getattr(config, "attribute_map", {})
     found = [mapped.get(one, one) for one in _NAMES[name]]
     return next(((one,) for one in found if one in vars(config)), None)
 
 
 def values_of(config: Any, sizes: Mapping[str, int]) -> dict[Path, int]:
-    """Return what the configuration's numbers become; those that stay are left out."""
+    """Return the config's new numbers, without unchanged ones."""
     values: dict[Path, int] = {}
     for name, value in sizes.items():
         path = path_of(config, name) if name in _NAMES else None
@@ -157,7 +157,7 @@ def values_of(config: Any, sizes: Mapping[str, int]) -> dict[Path, int]:
         if value != now:
             values[path] = value
     heads, of_keys = path_of(config, "attention_heads"), path_of(config, "key_value_heads")
-    # where every query head has its own keys and values they go together
+    # if every query head has its own keys and values, they go together
     if (
         heads in values
         and of_keys
@@ -170,7 +170,7 @@ def values_of(config: Any, sizes: Mapping[str, int]) -> dict[Path, int]:
 
 @dataclass
 class _Cut:
-    """A model that becomes smaller step by step, and what is told of it."""
+    """A model that becomes smaller step by step, with its report."""
 
     original: nn.Module
     batches: list[Any]
@@ -191,7 +191,7 @@ class _Cut:
         return call_on_batch(self.model, batch, self.loss, "shrink: calibration")
 
     def mean_loss(self, model: nn.Module) -> float | None:
-        """Return the mean over batches, None where they have no loss."""
+        """Return the mean over batches, None if they have no loss."""
         total = 0.0
         with evaluated(model):
             for batch in self.batches:
@@ -203,7 +203,7 @@ class _Cut:
         return total / len(self.batches)
 
     def drop_layers(self, path: Path, left: int) -> None:
-        """Leave out the blocks that do least."""
+        """Remove the least important blocks."""
         model: Any = self.model
         name, blocks = _stack(model, path, left)
         scores = torch.tensor(self._layer_scores(list(blocks)), dtype=torch.float64)
@@ -237,7 +237,7 @@ class _Cut:
                 loss = self.mean_loss(self.model)
             if loss is None:
                 rule = "layer_criterion loss must have batches with a loss, got none"
-                raise ConfigError("shrink", rule, "give labels, or loss")
+                raise ConfigError("shrink", rule, "add labels to the batches, or pass loss")
             found.append(loss)
         return found
 
@@ -258,7 +258,9 @@ class _Cut:
         state = {name: state[work.ties.get(name, name)] for name in model.state_dict()}
         smaller = self._built(values, state, norms)
         if not all(norm.exact for norm in norms):
-            self.notes.append("layer norms take mean and variance of what is left: not the masked model's outputs")
+            self.notes.append(
+                "layer norms use mean and variance of the remaining channels: outputs differ from the masked model"
+            )
         self._accept(smaller, self._masked_outputs(smaller, groups, plan, norms))
         for name, units in plan.items():
             self.chosen[name], self.units[name] = np.flatnonzero(~units).tolist(), len(units)
@@ -281,7 +283,7 @@ class _Cut:
                 kind = "l2_norm" if self.criterion == "magnitude" else "random"
                 scores = group_scores(kind, weights, generator=self.generator).cpu()
             keys = len(traced.unit_ids[name])
-            # query heads: as many of each key-value head
+            # query heads: equally many for each key-value head
             rows = scores.reshape(1 if group.units == keys else keys, -1)
             left = np.zeros(rows.shape, dtype=bool)
             for row, kept in zip(rows, left, strict=True):
@@ -296,14 +298,14 @@ class _Cut:
         try:
             check_eps(self.model, smaller, norms)
         except CompatibilityError:
-            self.notes.append("norms keep their epsilon: the configuration has none that is theirs alone")
+            self.notes.append("norms keep their epsilon: the config has no separate one for them")
             smaller = configured.built(self.model, configured.changed_config(config, values), state)
         return smaller
 
     def _masked_outputs(
         self, smaller: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan, norms: list[Rescale]
     ) -> Any:
-        """Return what the model makes of the example if what is cut is zero, and norms are over what is left."""
+        """Return the model's outputs on the example with removed units zero, and norms over the others."""
         masked = copy.deepcopy(self.model)
         state = masked.state_dict()
         for name, units in plan.items():
@@ -327,7 +329,7 @@ class _Cut:
         self.gap, self.model = max(self.gap, gap), smaller
 
     def result(self, loss: float | None, repeats: int) -> CutResult:
-        """Return the smaller model with what was done and measured."""
+        """Return the smaller model and its report."""
         old, new = self.original, self.model
         after = None if loss is None else self.mean_loss(new)
         return CutResult(
@@ -344,12 +346,12 @@ def _num_parameters(model: nn.Module) -> int:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Return the numbers of the highest scores, in their order; of equal ones the first."""
+    """Return the indices of the highest scores, in order; of equal ones the first."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _stack(model: nn.Module, path: Path, left: int) -> tuple[str, nn.ModuleList]:
-    """Return the list of blocks whose length the number at a path of the configuration is."""
+    """Return the list of blocks whose length a config path sets."""
     now = configured.read(model.config, path)
     shapes = _shapes(
         model, configured.changed_config(model.config, {path: left, **_of_layers(model.config, now, range(left))})
@@ -369,7 +371,7 @@ def _stack(model: nn.Module, path: Path, left: int) -> tuple[str, nn.ModuleList]
 
 
 def _of_layers(config: Any, count: int, chosen: Sequence[int]) -> dict[Path, Any]:
-    """Return what a configuration's lists with an entry a layer become: `layer_types`, `no_rope_layers`."""
+    """Return the new values of config lists with one entry per layer: `layer_types`, `no_rope_layers`."""
     return {
         (name,): [value[number] for number in chosen]
         for name, value in vars(config).items()
@@ -380,7 +382,7 @@ def _of_layers(config: Any, count: int, chosen: Sequence[int]) -> dict[Path, Any
 def _shapes(model: nn.Module, config: Any) -> configured.Shapes:
     try:
         return configured.built_shapes(model, type(config).from_dict(config.to_dict()))
-    except Exception as error:  # whatever a configuration's checks or a model's own code raise
+    except Exception as error:  # a config's checks and a model's code may raise anything
         told = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
         raise ConfigError("shrink", f"sizes must be what {type(config).__name__} allows, it says: {told}") from error
 
@@ -388,13 +390,13 @@ def _shapes(model: nn.Module, config: Any) -> configured.Shapes:
 def _described(
     model: nn.Module, traced: Traced, values: Mapping[Path, int]
 ) -> tuple[dict[Path, Any], dict[str, int], dict[str, ChannelGroup]]:
-    """Return all numbers that change, how many units of each group go, and the groups, of query heads where they go."""
+    """Return all numbers that change, how many units of each group go, and the groups, also of query heads."""
     config: Any = model.config
     alone = _query_heads_alone(config, values)
     base = dict(configured.explicit_head_sizes(config))
     extras: list[dict[Path, Any]] = [{}]
     if not hasattr(config, "head_dim") and (size := configured.head_size(config)):
-        extras.append({("head_dim",): size})  # of models that read one where there is one
+        extras.append({("head_dim",): size})  # for models that read it if it exists
     hidden = path_of(config, "hidden_size")
     if hidden is not None and hidden in values:
         # another number may have to equal the hidden size, as OPT's word_embed_proj_dim
@@ -419,7 +421,7 @@ def _described(
 
 
 def _query_heads_alone(config: Any, values: Mapping[Path, int]) -> tuple[int, int, int] | None:
-    """Return how many query and key-value heads there are and how many query heads stay, if these alone go."""
+    """Return the numbers of query heads, key-value heads and remaining query heads, if only query heads go."""
     of_heads, of_keys = path_of(config, "attention_heads"), path_of(config, "key_value_heads")
     if of_heads is None or of_keys is None or not configured.read(config, of_keys):
         return None
@@ -441,7 +443,7 @@ def _query_heads(
     num_keys: int,
     left: int,
 ) -> dict[str, ChannelGroup]:
-    """Return by the name of each group of key-value heads the group of its query heads."""
+    """Return for each group of key-value heads, by name, the group of its query heads."""
     found = {}
     for name, group in groups.items():
         if group.units != num_keys or group.kind not in ("head", "width"):
@@ -450,7 +452,7 @@ def _query_heads(
         for part in group.slices:
             size, rest = divmod(old[part.tensor][part.axis] - new[part.tensor][part.axis], num_heads - left)
             if size > 0 and not rest:
-                # fused projections have the queries of a key-value head before its keys and values
+                # fused projections store a key-value head's queries before its keys and values
                 queries = part.positions[:, : num_heads // num_keys * size]
                 slices.append(dataclasses.replace(part, positions=queries.reshape(num_heads, size)))
         if slices:

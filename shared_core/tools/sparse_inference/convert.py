@@ -1,6 +1,6 @@
-"""From which density on a sparse product is slower than the dense one, measured on this machine.
+"""Convert pruned layers to sparse kernels: CSR and BSR on CPU if they are faster, 2:4 on GPUs that support it.
 
-Pruned layers on sparse kernels: CSR and BSR on CPU where they are faster, 2:4 on GPUs that multiply it.
+The break-even density of sparse and dense products is measured on this machine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SparseSpeed:
     Attributes:
         densities: Rising; the last is 0.5, or the first at which the sparse layer is slower.
         speedups: At each density, the median of paired ratios: dense seconds over sparse seconds.
-        dense_seconds: Median of one call of the dense layer.
-        num_threads: With which it was measured.
+        dense_seconds: Median time of one call of the dense layer.
+        num_threads: Number of threads in the measurement.
 
     Example:
         >>> speed = SparseSpeed((0.01, 0.1), (4.0, 0.25), 1e-3, 1)
@@ -55,7 +55,7 @@ class SparseSpeed:
 
     @property
     def break_even(self) -> float:
-        """The density at which both are equally fast; 0 where sparse is never faster, at most the last measured."""
+        """The density at which both are equally fast; 0 if sparse is never faster, at most the last measured."""
         # Densities rise, speed-ups fall. Not faster at the lowest density: never.
         if self.speedups[0] <= 1:
             return 0.0
@@ -94,20 +94,20 @@ def measure_sparse_speed(
     densities: tuple[float, ...] = DENSITIES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SparseSpeed:
-    """Return how fast a sparse linear layer of this shape is beside the dense one, with the threads torch uses now.
+    """Return the speed of a sparse linear layer of this shape relative to dense, with torch's current threads.
 
     Random weights of rising density are measured, dense and sparse in turn, until sparse is slower: at least three
-    calls each, for about 0.1 seconds. Asked again, the answer is remembered.
+    calls each, for about 0.1 seconds. Results are cached.
 
     Args:
         num_outputs: Rows of the weight.
-        num_inputs: Its columns.
+        num_inputs: Columns of the weight.
         batch: Rows of the input: sequences times positions.
         layout: ``csr`` or ``bsr``.
-        block: Of ``bsr``: side of a square block; it divides the shape.
+        block: Side of a square ``bsr`` block, which divides the shape.
         dtype: Of weight and input.
-        densities: To measure, rising; of ``bsr`` the share of blocks.
-        clock: ``time.process_time`` leaves other programs out, but adds the threads up.
+        densities: Densities to measure, rising; for ``bsr`` the share of blocks.
+        clock: ``time.process_time`` excludes other programs, but adds up threads.
 
     Raises:
         ConfigError: If `batch` is less than 1, or a block does not divide the shape.
@@ -126,7 +126,7 @@ def _measured(
     num_outputs: int, num_inputs: int, batch: int, layout: Layout, block: int | None, dtype: torch.dtype,
     densities: tuple[float, ...], clock: Callable[[], float], num_threads: int,
 ) -> SparseSpeed:  # fmt: skip
-    # Kept by shape, threads and dtype: a model has many layers of one shape, and a measurement takes a second.
+    # Cached by shape, threads and dtype: a model has many layers of one shape, and a measurement takes a second.
     generator = torch.Generator().manual_seed(0)
     dense = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device="cpu")
     weight = torch.randn(num_outputs, num_inputs, generator=generator)
@@ -140,7 +140,7 @@ def _measured(
     seconds: list[float] = []
     with torch.inference_mode():
         for density in densities:
-            # Whole blocks live or die, as a pattern of blocks has it.
+            # Keep or drop whole blocks, as block pruning does.
             keep = (tiles < density).repeat_interleave(side, 0).repeat_interleave(side, 1)
             sparse = SparseLinear((weight * keep).to(dtype), bias, layout, block)
             dense_seconds, sparse_seconds = _in_turn(dense, sparse, x, clock)
@@ -172,7 +172,7 @@ def _in_turn(
 
 
 BLOCKS = (32, 16, 8, 4)
-"""Sides of square blocks that are tried where none is given, largest first."""
+"""Sides of square blocks that are tried by default, largest first."""
 _PADDING = 1.25
 
 
@@ -181,12 +181,12 @@ class LayerChoice:
     """The result for one linear layer.
 
     Attributes:
-        name: Of the module.
+        name: Name of the module.
         shape: Outputs and inputs.
         density: Share of the weights that are not zero.
-        layout: ``csr``, ``bsr``, ``2:4``, or ``dense`` if it was left.
-        why: Of a layer that was left dense, the reason.
-        stored_density: Of ``bsr``: share of the weights that are stored, zeros in kept blocks included.
+        layout: ``csr``, ``bsr``, ``2:4``, or ``dense`` if it was not converted.
+        why: Why a layer stayed dense.
+        stored_density: For ``bsr``: share of the weights that are stored, including zeros in kept blocks.
         break_even: Stored density below which the layout is faster: measured, or `max_density`.
         speedup: Measured at this density, dense time over sparse time.
     """
@@ -211,20 +211,20 @@ def sparse_layers(
     include: Iterable[str] = (),
     skip: Iterable[str] = (),
 ) -> list[LayerChoice]:
-    """Replace the linear layers that are faster as sparse ones, for inference on CPU, and return what became of each.
+    """Make the linear layers sparse that are faster so, for inference on CPU, and return the choice for each.
 
-    Whether a sparse product pays depends on density, shape, batch and machine. It is measured here, once a shape
-    (`measure_sparse_speed`), with the threads that torch uses now; a layer at or above the density of break-even stays
-    dense. The model is changed in place; its state dict stays that of the dense model, and loads from it.
+    Whether a sparse product is faster depends on density, shape, batch and machine. It is measured here, once per shape
+    (`measure_sparse_speed`), with torch's current threads. A layer at or above the break-even density stays
+    dense. The model is changed in place. It saves and loads the dense model's state dict.
 
     Args:
         model: On CPU, holding other modules; for inference.
         layout: ``csr``; ``bsr`` for weights pruned in blocks; ``auto`` for the faster.
         batch: Rows of a layer's input at inference: sequences times positions.
         max_density: Convert below this density without measuring, in (0, 1].
-        block: Side of BSR's square blocks; by default the largest of 4 to 32 that hold few zeros.
+        block: Side of BSR's square blocks; by default the largest of 4 to 32 that contain few zeros.
         include: Only layers of these names (globs), or ``first``, ``last``.
-        skip: No layers of these names.
+        skip: Leave out layers of these names.
 
     Raises:
         ConfigError: If an option breaks its rule, or `model` is itself a linear layer.
@@ -247,7 +247,7 @@ def sparse_layers(
     made: dict[nn.Module, nn.Module] = {}
     for name, module, why in found:
         weight = module.weight.detach()
-        # Weights that are zero, whatever mask made them.
+        # Weights that are zero, however they were masked.
         density = int(weight.count_nonzero()) / weight.numel()
         shape = (module.out_features, module.in_features)
         if why:
@@ -270,7 +270,7 @@ def _candidate(
     name: str, weight: Tensor, layout: Layout, density: float, batch: int, max_density: float | None,
     block: int | None,
 ) -> LayerChoice:  # fmt: skip
-    """Return the choice of this layout, or of leaving the layer dense and why."""
+    """Return this layout's choice, or dense and the reason."""
     shape = (weight.shape[0], weight.shape[1])
     stored, size = density, None
     if layout == "bsr":
@@ -291,7 +291,7 @@ def _candidate(
     limit = speed.break_even if speed else cast("float", max_density)
     speedup = speed.at(stored) if speed else None
     why = ""
-    # not <, so that NaN leaves the layer dense.
+    # not <, so that NaN keeps the layer dense.
     if not stored < limit:
         why = f"density {stored:.3g} is not below {limit:.3g}" + (f", where {layout} breaks even" if speed else "")
     return LayerChoice(name, shape, density, "dense" if why else layout, why, stored, limit, speedup)
@@ -303,7 +303,7 @@ def _tiles(weight: Tensor, block: int) -> Tensor:
 
 
 def _block(weight: Tensor, block: int | None) -> int | None:
-    """Return the block asked for, or the largest that stores few zeros; None if there is none."""
+    """Return the requested block, or the largest that stores few zeros; None if there is none."""
     if block is not None:
         return block
     num_live = int(weight.count_nonzero())
@@ -317,16 +317,16 @@ def _block(weight: Tensor, block: int | None) -> int | None:
 
 
 def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: Iterable[str] = ()) -> list[LayerChoice]:
-    """Put the linear layers that hold a 2:4 pattern on sparse tensor cores, and return what became of each.
+    """Run linear layers with a 2:4 pattern on sparse tensor cores, and return the choice for each.
 
-    Half of the products are left out: at most twice as fast, where products are large (Mishra et al. 2021,
+    Half of the products are skipped: at most twice as fast, for large products (Mishra et al. 2021,
     arXiv:2104.08378). Train the pattern with ``prune: {granularity: n_m, sparsity: 0.5, n_m: "2:4"}``. The model is
-    changed in place; its state dict stays that of the dense model, and loads from it.
+    changed in place. It saves and loads the dense model's state dict.
 
     Args:
         model: In float16 or bfloat16 on an NVIDIA GPU of compute capability 8.0 or newer; for inference.
         include: Only layers of these names (globs), or ``first``, ``last``.
-        skip: No layers of these names.
+        skip: Leave out layers of these names.
 
     Raises:
         CompatibilityError: If the device has no 2:4 products.
@@ -354,7 +354,7 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
 
 @torch.no_grad()
 def _checked(module: nn.Linear, compress: Callable[[Tensor], Tensor]) -> SemiStructuredLinear:
-    """Return the layer on the GPU's kernel after one product that equals the dense one."""
+    """Return the layer on the GPU's kernel, after checking one product against the dense one."""
     layer = SemiStructuredLinear(module.weight, module.bias, compress)
     generator = torch.Generator(device=module.weight.device).manual_seed(0)
     # Drawn in float32 and rounded: the same probe for both 16-bit formats.
@@ -378,11 +378,11 @@ _DEVICES = {
 def _linears(
     model: nn.Module, where: str, include: Iterable[str], skip: Iterable[str], able: Callable[[torch.device], bool]
 ) -> list[tuple[str, nn.Linear, str]]:
-    """Return name, layer, and why it must stay as it is."""
+    """Return name, layer, and the reason why it must stay as it is, if any."""
     if isinstance(model, nn.Linear):
         raise ConfigError(where, "model must hold its layers, got a linear layer itself", "wrap it in nn.Sequential")
     holders: dict[Tensor, int] = {}
-    # A weight that two modules hold would be stored twice as sparse.
+    # A weight shared by two modules would be stored twice as sparse.
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -1,6 +1,6 @@
-"""Linear layers whose weight is stored sparse, for inference; what they save is the dense weight.
+"""Linear layers with sparse storage for inference. They save and load dense weights.
 
-Which weights and devices have 2:4 products in torch.
+Also which weights and devices torch supports for 2:4 products.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_two_four_kernels(device: torch.device) -> bool:
 
 
 def two_four_here(device: torch.device) -> str:
-    """Return in words if 2:4 weights are multiplied as such on a device."""
+    """Return a description of 2:4 support on a device."""
     if has_two_four_kernels(device):
         return f"2:4 weights are multiplied by {compressor()[1]}"
     return "masks train everywhere; 2:4 products need a GPU of compute capability 8.0 or later"
@@ -48,7 +48,7 @@ def two_four_obstacle(weight: Tensor, backend: Backend) -> str:
 
 
 def compressor() -> tuple[Callable[[Tensor], Tensor], Backend]:
-    """Return what compresses a 2:4 weight on this machine's GPU, and the library that multiplies it."""
+    """Return the function that compresses 2:4 weights on this machine's GPU, and the library that multiplies them."""
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
     if torch.backends.cusparselt.is_available():
@@ -62,7 +62,7 @@ _COMPUTED = (torch.float32, torch.float64)  # MKL has no sparse product of 16-bi
 
 
 class DenseStateDict(nn.Module):
-    """A layer that holds its weight in another form, and saves and loads it as a dense one under ``weight``."""
+    """A layer that stores its weight in another form, but saves and loads it as a dense ``weight``."""
 
     in_features: int
     out_features: int
@@ -72,7 +72,7 @@ class DenseStateDict(nn.Module):
         raise NotImplementedError
 
     def set_weight(self, weight: Tensor) -> None:
-        """Take a dense weight."""
+        """Set the weight from a dense one."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -88,7 +88,7 @@ class DenseStateDict(nn.Module):
         key = f"{prefix}weight"
         others = {name: tensor for name, tensor in state_dict.items() if name != key}
         weight = state_dict.get(key)
-        # Without the weight, which torch would look for among parameters.
+        # Without the weight, which torch would look for among the parameters.
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [name for name in missing_keys if name != key]
         shape = (self.out_features, self.in_features)
@@ -103,14 +103,14 @@ class DenseStateDict(nn.Module):
 class SparseLinear(DenseStateDict):
     """A linear layer whose weight is a CSR or BSR matrix, for inference on CPU.
 
-    Weights in 16-bit floats are multiplied in float32, and the output rounded to the input's type: torch has no sparse
-    product of them on CPU. Unlike in a dense layer, a NaN in the input reaches only outputs that have a weight for it.
+    Weights in 16-bit floats are multiplied in float32, and the output is rounded to the input's dtype, since torch has
+    no such sparse product on CPU. Unlike in a dense layer, NaN in the input reaches only outputs with a weight for it.
 
     Args:
         weight: Dense, ``(outputs, inputs)``, floating point, on CPU.
         bias: ``(outputs,)``, or None.
         layout: ``csr``, or ``bsr`` for blocks.
-        block: Of ``bsr``: side of a block, which divides the shape. MKL knows square blocks alone.
+        block: Side of a ``bsr`` block, which divides the shape. MKL supports only square blocks.
 
     Example:
         >>> weight = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
@@ -125,34 +125,34 @@ class SparseLinear(DenseStateDict):
         self.crow_indices: Tensor
         self.col_indices: Tensor
         self.values: Tensor
-        # Buffers that follow the model to a device; not persistent, as the state dict holds the dense weight.
+        # Buffers that follow the model to a device; not persistent, since the state dict holds the dense weight.
         for name in ("crow_indices", "col_indices", "values"):
             self.register_buffer(name, torch.empty(0), persistent=False)
-        # its type is the dense weight's, and follows model.half() and the like
+        # has the dense weight's dtype, and follows model.half() and the like
         self.register_buffer("_like", weight.new_empty(0), persistent=False)
         self.bias = bias
         self.set_weight(weight.detach())
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, put together whenever it is read."""
+        """The dense weight, rebuilt on each access."""
         return self.dense_weight()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the dense weight."""
+        """The dense weight's dtype."""
         like: Tensor = self._buffers["_like"]  # type: ignore[assignment]
         return like.dtype
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
-        """Take a dense weight; what of it is not zero is stored."""
+        """Set the weight from a dense one. Only nonzero values are stored."""
         weight = weight.to(self.dtype)
         # MKL has no 16-bit product: values are held in float32, and outputs rounded to the layer's dtype.
         if self.dtype not in _COMPUTED:
             weight = weight.float()
         sparse = weight.to_sparse_bsr((self.block, self.block)) if self.block else weight.to_sparse_csr()
-        # MKL's own index type: int64 is converted again at every product
+        # MKL's own index type: int64 would be converted at every product
         self.crow_indices = sparse.crow_indices().to(torch.int32)
         self.col_indices = sparse.col_indices().to(torch.int32)
         self.values = sparse.values().contiguous()
@@ -172,12 +172,12 @@ class SparseLinear(DenseStateDict):
         shape = (self.out_features, self.in_features)
         return torch.sparse_compressed_tensor(
             self.crow_indices, self.col_indices, self.values, shape, layout=_LAYOUTS[self.layout],
-            # They were checked when the weight was taken; a check at each product costs as much as the product.
+            # Checked when the weight was set: a check per product costs as much as the product.
             check_invariants=False,
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output, in the type that a dense layer's would have."""
+        """Return the layer's output, in the dtype of a dense layer's."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             # The product must not run under autocast: it would cast the values. A dense layer would take the input in
@@ -195,7 +195,7 @@ class SparseLinear(DenseStateDict):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # model.half() also reaches the buffers: values go back to what MKL computes in.
+        # model.half() also converts the buffers: convert values back to MKL's dtype.
         if self.values.is_floating_point() and self.values.dtype not in _COMPUTED:
             self.values = self.values.float()
         return self
@@ -211,7 +211,7 @@ class SparseLinear(DenseStateDict):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo cannot trace compressed tensors (torch 2.13)
 def _product(layer: SparseLinear, x: Tensor) -> Tensor:
-    """Return the product of rows with the transposed weight, contiguous: downstream code views outputs."""
+    """Return rows times the transposed weight, contiguous: later code views outputs."""
     matrix = layer.matrix()
     if len(x) == 1:
         return (matrix @ x[0]).unsqueeze(0)  # with a vector MKL is several times faster than with one column
@@ -229,8 +229,8 @@ class SemiStructuredLinear(DenseStateDict):
         self.set_weight(weight.detach())
 
     def set_weight(self, weight: Tensor) -> None:
-        """Take a dense weight of a 2:4 pattern."""
-        # What is loaded follows the parameter that is here, device and dtype.
+        """Set the weight from a dense one with a 2:4 pattern."""
+        # The loaded weight takes the current parameter's device and dtype.
         held = self._parameters.get("weight")
         if held is not None:
             weight = weight.to(device=held.device, dtype=held.dtype)

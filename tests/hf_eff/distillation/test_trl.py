@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_at_start(make, tmp_path):
         attach(sft(make, tmp_path, **settings), {"distill": {"teacher": make.language_model(seed=5), **options}})
 
     for options in ({"teacher": "mutual"}, {"student": "model"}):
-        with pytest.raises(CompatibilityError, match=r"mutual, and student be left out, with TRL's SFTTrainer.* got m"):
+        with pytest.raises(CompatibilityError, match=r"mutual.*SFTTrainer.* got m"):
             build(options)
     with pytest.raises(CompatibilityError, match=r"torch_compile must be False .* TRL's SFTTrainer, got True"):
         build({}, torch_compile=True)

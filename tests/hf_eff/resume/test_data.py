@@ -260,7 +260,7 @@ def test_somebody_else_may_iterate_the_loader(run, tmp_path):
     [
         ({"data": rows(28)}, "length was 6, now 7"),
         ({"gradient_accumulation_steps": 2}, "accumulate was 1, now 2"),
-        ({"data": rows(24)[::-1]}, "read ahead is another one now"),
+        ({"data": rows(24)[::-1]}, "read ahead"),
         ({"ignore_data_skip": True}, None),
         ({}, None),
     ],

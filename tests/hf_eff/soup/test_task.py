@@ -244,9 +244,9 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         FolderEvaluator("loss", bert, tmp_path / "empty.jsonl")
     # transformers 5 makes up a tokenizer to which all words are unknown
     make_classifier(0).save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="bare must hold the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer .*bare"):
         FolderEvaluator("loss", tmp_path / "bare", room / "data.jsonl")
-    with pytest.raises(ConfigError, match="must be what BertForSequenceClassification takes, got"):
+    with pytest.raises(ConfigError, match="BertForSequenceClassification, got"):
         FolderEvaluator("loss", bert, long_rows(tmp_path), max_length=17)(weights_of(make_classifier(0)))
     evaluate = FolderEvaluator("loss", bert, room / "data.jsonl")
     with pytest.raises(CheckpointError, match="tensor names of BertForSequenceClassification"):

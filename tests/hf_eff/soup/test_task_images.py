@@ -168,8 +168,8 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         ("loss", classes, tmp_path / "gone.csv", {}, CheckpointError, "must be readable, got .*nowhere.png"),
         ("loss", classes, tmp_path / "text.csv", {}, ConfigError, "a column of images"),
         ("loss", classes, tmp_path / "bare.csv", {}, ConfigError, "a column label or labels"),
-        ("loss", bare, room / "digits.npz", {}, CheckpointError, "must hold the image processor"),
-        ("loss", classes, room / "digits.npz", {"max_length": 3}, ConfigError, "must stand without images"),
+        ("loss", bare, room / "digits.npz", {}, CheckpointError, "image processor"),
+        ("loss", classes, room / "digits.npz", {"max_length": 3}, ConfigError, "--max-length"),
         ("loss", classes, room / "gone.npz", {}, CheckpointError, "must exist"),
     ]  # fmt: skip
     for task, folder, data, options, kind, match in cases:

@@ -115,7 +115,7 @@ def test_a_run_ends_with_the_soup_of_its_checkpoints(tmp_path):
 def test_checkpoints_are_counted_again_for_the_receipt(tmp_path):
     trained(tmp_path, {"prune": {"sparsity": 0.5, "begin": 0, "end": 3}})
     notes = json.loads((tmp_path / "eff_receipt.json").read_text())["notes"]
-    assert not [note for note in notes if "not counted again" in note]
+    assert not [note for note in notes if "not checked against the receipt" in note]
 
 
 def test_what_no_soup_could_read_is_told_after_the_first_checkpoint(tmp_path):

@@ -202,7 +202,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*PLANNED, "--plan", "plan.yaml"], ConfigError, "--largest-loss must stand without --plan"),
     ([*PLANNED, "--set", "overrides=0:weight_bits=4"], ConfigError, "without overrides"),
     ([*PLANNED, "--scheme", "fp8"], ConfigError, "must come with an int scheme"),
-    (PLANNED, ConfigError, "but all 2 are of those kept in float.*set all_layers"),
+    (PLANNED, ConfigError, "but all 2 are kept in float.*set all_layers"),
     ([*PLANNED, "--all-layers", "--set", "weight_bits=2"], TrainingError, "but each one loses more; raise it"),
     ([*ATTACKED, "--attack-eps", "2/0"], ConfigError, "--attack-eps must be numbers above 0"),
     ([*ATTACKED, "--attack-eps", "0"], ConfigError, "--attack-eps must be numbers above 0"),

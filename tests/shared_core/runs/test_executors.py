@@ -107,7 +107,7 @@ def test_a_job_that_a_killed_search_left_in_the_queue_is_waited_for(tmp_path, sl
     pytest.importorskip("submitit")
     executor = executor_of("submitit", ["timeout_min=90"], tmp_path, "eff chain")
     write_object(tmp_path / "run.job.json", {"cluster": "slurm", "job": "42"})
-    with pytest.raises(TrainingError, match=r"job 42 of a search that was stopped must have ended.*scancel 42"):
+    with pytest.raises(TrainingError, match=r"job 42 of .* must have ended.*scancel 42"):
         executor.start(["true"], {}, tmp_path / "run.log")
     (slurm / "42.done").touch()
     assert executor.start(["true"], {}, tmp_path / "run.log").wait() == 0
@@ -162,7 +162,7 @@ def test_a_search_that_is_interrupted_stops_what_it_started(tmp_path):
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
         time.sleep(0.05)
     run.kill()
-    with pytest.raises(TrainingError, match=r"job .* must come to its end"):
+    with pytest.raises(TrainingError, match=r"job .* must finish"):
         run.wait()
     with pytest.raises(ProcessLookupError):
         for _ in range(1200):
@@ -186,7 +186,7 @@ def test_controls_that_run_are_stopped_when_a_round_fails(tmp_path):
         "from shared_core import Recipe\ntrain(Recipe.from_yaml(os.environ['EFF_RECIPE']))\n"
     )
     search = LotterySearch(rounds=2, rate=0.5, rewind_to=2, controls=["random_mask"])
-    with pytest.raises(TrainingError, match="round-02 must end well"):
+    with pytest.raises(TrainingError, match="round-02 failed"):
         search.run_command([sys.executable, "-c", script], tmp_path / "s", executor=Elsewhere())
     assert stopped == ["round-01-random_mask"]
 
@@ -195,8 +195,8 @@ def test_controls_that_run_are_stopped_when_a_round_fails(tmp_path):
     ("slrum", [], "--executor must be one of local, submitit, ray, got 'slrum'"),
     ("local", ["timeout_min=5"], "--executor-set must come with submitit or ray, got timeout_min=5 with local"),
     ("submitit", ["timeout_min"], "--executor-set must be NAME=VALUE, got 'timeout_min'"),
-    ("submitit", [], "must name a time limit, as submitit stops a job after 5 minutes without"),
-    ("submitit", ["timeout_min=5", "partitoin=gpu"], "--executor-set must be what submitit takes, got"),
+    ("submitit", [], "must name a time limit"),
+    ("submitit", ["timeout_min=5", "partitoin=gpu"], "--executor-set .*submitit"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(tmp_path, name, options, says):
     with pytest.raises(ConfigError, match=says):

@@ -48,7 +48,7 @@ def test_the_curve_tells_when_a_ticket_is_as_good_as_the_dense_run():
 
 def test_the_metric_must_be_one_that_there_is():
     dense = [(0, "none", Path("a"), result([(1, {"acc": 0.5, "f1": 0.2})]))]
-    with pytest.raises(ConfigError, match=r"metric must be chosen, got none; it may be acc, f1"):
+    with pytest.raises(ConfigError, match=r"metric must be chosen, got none; .*acc, f1"):
         curve_of(dense)
     with pytest.raises(ConfigError, match=r"got 'ac'; did you mean 'acc'\?"):
         curve_of(dense, metric="ac")
@@ -122,9 +122,7 @@ def test_a_wrong_metric_costs_one_run_and_no_second_one(tmp_path):
 
 
 def test_training_without_the_recipe_is_told(tmp_path):
-    with pytest.raises(
-        TrainingError, match=r"round-00 must train with the recipe it was given, but left no round\.json"
-    ):
+    with pytest.raises(TrainingError, match=r"round-00 must train with the given recipe, but left no round\.json"):
         LotterySearch(rounds=1).run(lambda recipe: None, tmp_path)
 
 

@@ -61,7 +61,7 @@ def started(script):
 def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, script):
     (tmp_path / "die").touch()
     command = [sys.executable, str(script), "{round}", "--recipe={recipe}"]
-    with pytest.raises(TrainingError, match=r"round-01 must end well, but .* ended with exit code -9"):
+    with pytest.raises(TrainingError, match=r"round-01 failed: .* ended with exit code -9"):
         LotterySearch(**OPTIONS).run_command(command, tmp_path / "out")
     again = LotterySearch(**OPTIONS).run_command(command, tmp_path / "out")
     assert started(script) == ["round-00", "round-01", "round-01"]

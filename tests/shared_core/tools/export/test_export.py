@@ -247,9 +247,7 @@ def test_a_wrong_file_is_found_and_nothing_is_written(tmp_path, monkeypatch):
 
 def test_a_file_that_is_right_at_one_length_alone_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "dynamic_shapes", lambda *_, **__: None)
-    with pytest.raises(
-        CompatibilityError, match="every length, and with example_inputs that are shorter by one it did"
-    ):
+    with pytest.raises(CompatibilityError, match=r"every length, and with example_inputs .* one shorter it did"):
         export_onnx(nn.ReLU(), torch.randn(2, 5, 4), tmp_path / "model.onnx", dynamic_length=True)
     assert not (tmp_path / "model.onnx").exists()
 
@@ -276,14 +274,12 @@ def test_refusals(tmp_path, monkeypatch):
     for few in (torch.ones(3), torch.ones(3, 2)):
         with pytest.raises(ConfigError, match=r"\(batch, length, ...\), 3 long at least, got \(3"):
             export_onnx(model, few, path, dynamic_length=True)
-    with pytest.raises(CompatibilityError, match=r"every length, .* shorter by one it did not: .*pass dynamic_length"):
+    with pytest.raises(CompatibilityError, match=r"every length, .* one shorter it did not: .*pass dynamic_length"):
         export_onnx(model, examples(mlp), path, dynamic_length=True)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    with pytest.raises(CompatibilityError, match=r"take any length to leave it open, .*, or pass dynamic_length=False"):
+    with pytest.raises(CompatibilityError, match=r"take any length, .*, or pass dynamic_length=False"):
         export_onnx(plain, torch.ones(2, 4, 3), path, dynamic_length=True)
-    with pytest.raises(
-        CompatibilityError, match=r"take any batch to leave it open, and its forward fixes it; .*batch="
-    ):
+    with pytest.raises(CompatibilityError, match=r"take any batch; .*batch="):
         export_onnx(nn.Unflatten(0, (2, 2)), torch.ones(4, 3), path)
     for scheme in ("fp8", "mxfp4", "nvfp4"):
         other = apply_ranges(mlp(), {"0": {"weight": scheme, "input": scheme}})
@@ -319,7 +315,7 @@ def test_a_model_that_torch_cannot_export_is_named(tmp_path):
 
     model = apply_ranges(Looks(), {"layer": {"input": "none"}})
     model.layer.weight.data.fill_(0.5)
-    with pytest.raises(CompatibilityError, match=r"model must be one that torch\.onnx can export"):
+    with pytest.raises(CompatibilityError, match=r"torch\.onnx cannot export"):
         export_onnx(model, torch.ones(2, 24), tmp_path / "model.onnx")
 
 
