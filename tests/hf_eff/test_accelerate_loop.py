@@ -219,7 +219,7 @@ def refused(make, **given):
             ConfigError,
             "training DataLoader",
         ),
-        ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "within the 3 steps"),
+        (
             {"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}},
             ConfigError,
             "must be within the 3 steps",
