@@ -120,4 +120,4 @@ def test_calibration_on_a_stream_that_it_may_use_up_is_noted(make, tmp_path, onc
     options = {"rank": 4, "decomposition": "whitened", "calibration_batches": 3, "min_size": 0}
     session = attach(trainer, {"low_rank": options})
     trainer.train()
-    assert any("takes up to 3 batches" in note for note in session.notes) is once
+    assert any("uses up to 3 batches" in note for note in session.notes) is once

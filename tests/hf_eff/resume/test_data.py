@@ -94,7 +94,7 @@ def entries(trainer):
 
 
 def told(trainer):
-    words = ("drawn at random", "draw at random", "read ahead")
+    words = ("random draws", "random states", "read ahead")
     return [note for note in trainer.eff.receipt()["notes"] if any(word in note for word in words)]
 
 

@@ -171,7 +171,7 @@ def test_what_workers_draw_is_resumed_or_a_note_says_that_it_is_not(lives_on, tm
     _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=noisy, max_epochs=2)
     for point in (2, 5, 8):  # within the first epoch, at its end, within the second
         again, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=noisy, max_epochs=2)
-        noted = [note for note in again.session.notes if "workers that live on from epoch to epoch" in note]
+        noted = [note for note in again.session.notes if "persistent workers" in note]
         assert bool(noted) is (lives_on and point > 2)
         assert noted or difference(whole, resumed) == [], point
 

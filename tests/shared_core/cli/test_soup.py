@@ -169,7 +169,7 @@ def test_merges(room):
 def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
     save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
     result = eff("run", "--kind", "uniform", "--out", "mean")
-    assert "run/checkpoint-1 is left out: 'w' holds a NaN" in result.stderr
+    assert "run/checkpoint-1 is left out: 'w' contains NaN" in result.stderr
     assert "2 checkpoints (uniform)" in result.stdout
     path = json.loads((room / "mean" / "soup_path.json").read_text())
     assert path["ingredients"] == ["run/checkpoint-2", "run/checkpoint-3"]

@@ -390,5 +390,5 @@ def test_layers_that_are_looked_at_are_adapted_and_those_whose_weights_are_used_
     layers, _, _ = select_layers(Looked(), LoraConfig(rank=2, base="none", include=("first", "third")))
     assert [*layers] == ["first", "third"]
     _, _, left_out = select_layers(Looked(), LoraConfig(rank=2, base="none"))
-    assert left_out["second"] == "Looked computes with its weight itself, past any adapter"
+    assert left_out["second"] == "Looked computes with its weight itself, bypassing any adapter"
     assert "first" not in left_out

@@ -167,7 +167,7 @@ def test_a_plan_by_quality_quantises_what_it_says(run, tmp_path, evaluate, mode)
     assert values["quality"]["quantized"] == pytest.approx(found if mode == "max" else 1.2 - found)
     assert set(QatConfig.from_dict(plan.qat_options()).skip) == plan.bits.keys() - set(plan.quantized)
     text = part((tmp_path / "page.md").read_text(), "Sensitivity")
-    assert f"The plan quantises {codes} of 3 layers" in text
+    assert f"The plan quantizes {codes} of 3 layers" in text
     for point in curve:
         assert f"| {point['quantized']} | {point['average_bits']:.6g} | {point['quality']:.6g} |" in text
 
