@@ -145,7 +145,7 @@ def test_a_file_of_other_layers_or_without_the_state_is_refused():
     ("train", "message"),
     [
         (lambda loop: loop.optimizer.step(), "must follow fabric.backward"),
-        (lambda loop: loop.gradients().gradients(), "at most 1 backward with distill, got 2"),
+        (lambda loop: loop.gradients().gradients(), "2 backward calls, but distill expects at most 1"),
         (lambda loop: loop.optimizer.step(lambda: None), "got a closure"),
     ],
 )
@@ -206,5 +206,5 @@ def test_what_cannot_run_is_refused_and_leaves_the_model_alone(monkeypatch):
     with pytest.raises(CompatibilityError, match=r"lightning\.setup"):
         Loop({}, callbacks=[Pruning(sparsity=0.5)])
     monkeypatch.setattr(Fabric, "strategy", FSDPStrategy())  # Fabric itself makes it on GPUs alone
-    with pytest.raises(CompatibilityError, match=r"strategy must be of .*, got FSDPStrategy"):
+    with pytest.raises(CompatibilityError, match=r"strategy must be one of .*, got FSDPStrategy"):
         Loop(PRUNE)

@@ -69,7 +69,7 @@ def test_what_would_train_otherwise_than_told_is_stopped():
     with pytest.raises(TrainingError, match=r"must follow loop\.backward"), begun(PRUNE) as loop:
         loop.step()
     with (
-        pytest.raises(TrainingError, match="at most 1 backward with distill, got 2"),
+        pytest.raises(TrainingError, match="2 backward calls, but distill expects at most 1"),
         begun({"distill": {"teacher": net()}}) as loop,
     ):
         with loop.forward():
