@@ -136,8 +136,8 @@ def _checked_teacher(name: str) -> str:
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
         if prefix:
-            told = f"teacher must be a cached one that exists, got {part!r}"
-            require(path.is_dir(), "chain", told, error=CheckpointError)
+            told = f"the teacher cache {str(path)!r} does not exist"
+            require(path.is_dir(), "chain", told, "write it with `eff cache-teacher`", error=CheckpointError)
         else:
             check_named(part, "chain", "teacher")
         if path.exists() and not prefix:

@@ -212,7 +212,7 @@ def refused(make, **given):
         (
             {"recipe": {"soup": {"kind": "uniform"}}},
             CompatibilityError,
-            "soup cannot be combined with a loop of",
+            "soup cannot be combined with your own training loop",
         ),
         (
             {"recipe": {"dp": {"noise_multiplier": 1.0}}},

@@ -56,7 +56,7 @@ def test_a_model_of_which_adapters_alone_are_saved_is_refused(make, tmp_path, in
         model.add_adapter(adapters)
     else:
         model = get_peft_model(model, adapters)
-    with pytest.raises(CompatibilityError, match=r"low_rank cannot be combined with a model of PEFT"):
+    with pytest.raises(CompatibilityError, match=r"low_rank cannot be combined with a PEFT model"):
         make.trainer(tmp_path, model=model, callbacks=[LowRank(rank=2, min_size=0)])
 
 

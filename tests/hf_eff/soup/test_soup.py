@@ -171,7 +171,7 @@ def test_a_resumed_run_ends_with_the_same_soup(make, tmp_path):
 
 def test_what_holds_single_weights_is_refused_beside_it(make, tmp_path):
     model = get_peft_model(make.classifier(), LoraConfig(**LORA))
-    with pytest.raises(CompatibilityError, match="soup of a model of PEFT cannot be combined with prune"):
+    with pytest.raises(CompatibilityError, match="soup of a PEFT model cannot be combined with prune"):
         attach(make.trainer(tmp_path, model=model, save_strategy="epoch"),
                {"prune": {"sparsity": 0.5}, "soup": {"kind": "uniform"}})  # fmt: skip
 

@@ -540,7 +540,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
         again.technique.restore(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
         again.technique.restore({"draws": 1})
-    with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
+    with pytest.raises(EffError, match="whose steps no epsilon covers"):
         run().session.load_state_dict({**state, "techniques": {}})
 
 

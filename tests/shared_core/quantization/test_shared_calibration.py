@@ -76,4 +76,4 @@ def test_what_observes_no_ranges_of_its_own_needs_one_process(options):
     assert together(work, 1) == [None]
     for error in together(work):
         assert isinstance(error, CompatibilityError)
-        assert "processes must be one where no ranges are observed" in str(error)
+        assert "must run in one process where no ranges are observed" in str(error)

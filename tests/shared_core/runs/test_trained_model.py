@@ -127,5 +127,5 @@ def test_a_student_whose_layers_are_replaced_is_not_copied():
     student = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     plain = student.state_dict()
     Session({"qat": {"scheme": "int8"}}).attach(student)
-    with pytest.raises(CheckpointError, match="here by FakeQuantLinear"):
+    with pytest.raises(CheckpointError, match="by FakeQuantLinear"):
         same_class_teacher(plain, student, "runs/x")
