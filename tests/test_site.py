@@ -117,7 +117,7 @@ def test_docstrings_tell_what_is_returned_and_every_argument():
         told = re.findall(r"^ {4}([\w*][\w, *]*):", section[1] if section else "", flags=re.M)
         signature = inspect.signature(value) if not isinstance(value, type) else inspect.Signature()
         silent = signature.parameters.keys() - set(re.findall(r"\w+", " ".join(told)))
-        if silent and not re.search(r"^Args.*: As of `", doc, flags=re.M):
+        if silent and not re.search(r"^Args.*: (As of|As for|Same as|See) `", doc, flags=re.M):
             lacking[package, name] = silent
         if signature.return_annotation not in (None, "None", inspect.Signature.empty) and "eturn" not in doc:
             lacking[package, name] = "what it returns"

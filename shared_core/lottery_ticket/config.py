@@ -90,7 +90,7 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}
 
     out: str = option(help="Folder for this run's results: the ticket, the weights to rewind to, the metrics.")
-    ticket: str | None = option(None, help="The ticket file to train. None: a dense run, which finds the first ticket.")
+    ticket: str | None = option(None, help="The ticket file to train. Without it, a dense run finds the first ticket.")
     rewind_to: Position = option(
         0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialisation."
     )

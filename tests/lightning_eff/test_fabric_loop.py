@@ -116,7 +116,7 @@ def test_the_model_is_plain_behind_its_last_step_and_so_is_its_file(recipe, tmp_
 
 
 def test_ranges_of_an_average_without_batches_are_refused_at_the_start():
-    with pytest.raises(CompatibilityError, match=r"qat: must see training batches .*; pass calibration= to setup"):
+    with pytest.raises(CompatibilityError, match=r"qat: needs training batches .*; pass calibration= to setup"):
         Loop({"qat": {"scheme": "int8"}, "average": {"kind": "ema"}}).steps(1)
 
 

@@ -91,8 +91,8 @@ def test_the_model_cannot_be_built(eff):
 
 
 @pytest.mark.parametrize(("code", "told"), [
-    ("import json\nx = json.loads('{')\n", " at my_code.py:2 in <module>; mend it"),
-    ("def build(:\n    pass\n", "SyntaxError: invalid syntax at my_code.py:1; mend it"),
+    ("import json\nx = json.loads('{')\n", " at my_code.py:2 in <module>; fix it"),
+    ("def build(:\n    pass\n", "SyntaxError: invalid syntax at my_code.py:1; fix it"),
 ])  # fmt: skip
 def test_a_module_that_cannot_be_imported(eff, tmp_path, code, told):
     (tmp_path / "my_code.py").write_text(code)
@@ -118,7 +118,7 @@ def test_a_function_is_named_by_its_file_as_well(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"there is no file judges/nothing\.py"):
         function("judges/nothing.py:accuracy", "eff: --eval", "model")
     (tmp_path / "judges" / "broken.py").write_text("import json\nx = json.loads('{')\n")
-    with pytest.raises(ConfigError, match=r"broken\.py:2 in <module>; mend it"):
+    with pytest.raises(ConfigError, match=r"broken\.py:2 in <module>; fix it"):
         function("judges/broken.py:accuracy", "eff: --eval", "model")
 
 

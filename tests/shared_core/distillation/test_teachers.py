@@ -146,7 +146,7 @@ def test_the_hidden_term_is_the_mean_squared_error_of_projected_features():
 
 @pytest.mark.parametrize(("pair", "whose"), [("9=2", "student"), ("2=layer.9", "teacher")])
 def test_pairs_of_what_is_not_there_are_refused(pair, whose):
-    with pytest.raises(MatchError, match=f"the {whose} has not"):
+    with pytest.raises(MatchError, match=f"not found in the {whose}"):
         Run({"hidden": [pair]})
 
 

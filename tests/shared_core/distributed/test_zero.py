@@ -86,5 +86,5 @@ def test_engines_that_keep_weights_otherwise():
     other = SimpleNamespace(optimizer=SimpleNamespace(optimizer=None), zero_optimization_stage=lambda: 1)
     with pytest.raises(CompatibilityError, match=r"ZeRO stage 1 or 2, got SimpleNamespace"):
         ZeroOptimizer.of(other)
-    with pytest.raises(CompatibilityError, match=r"weights' type, torch.bfloat16, got torch.float32"):
+    with pytest.raises(CompatibilityError, match=r"weights' dtype torch.bfloat16, got torch.float32"):
         ZeroOptimizer.of(Engine(torch.bfloat16, gradient_accumulation_dtype=torch.float32))

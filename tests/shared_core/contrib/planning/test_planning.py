@@ -139,7 +139,7 @@ def test_bad_input_is_refused(arguments, told):
 
 
 def test_config_errors_name_the_file(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json: file must be readable, got No such file"):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot read the file: No such file"):
         ModelShape.of_config(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     with pytest.raises(ConfigError, match="num_hidden_layers"):

@@ -181,7 +181,7 @@ def test_a_mixture_of_experts_stops(key):
     text = str(error.value)
     assert text.startswith(f"{key}: covers only 1")
     assert "MixtralExperts" in text
-    assert "--eff_allow_partial true (allow_partial: true beside the techniques of a recipe)" in text
+    assert "--eff_allow_partial true (allow_partial: true at the top of a recipe)" in text
     (note,) = notes(mixtral(), {key: options, "allow_partial": True})
     assert note.startswith(f"{key}: covers 1")
 
@@ -276,7 +276,7 @@ def test_a_quantised_model_tells_what_is_no_layer():
 def test_qat_leaves_factors_whose_product_is_computed_with_past_their_forward():
     net = Reading()
     found = notes(net, {"qat": {"scheme": "int8"}, "low_rank": {"rank": 2, "min_size": 0, "include": ["read", "body"]}})
-    assert "qat: 75 % of" in found[1].replace("75.0", "75")
+    assert "qat: covers 75 % of" in found[1].replace("75.0", "75")
     assert "25.0 % in 1 of Linear (Reading computes with its weight itself, " in found[1]
 
 
