@@ -166,10 +166,10 @@ def test_an_index_that_lies_is_refused(tmp_path):
         return next(place for name, place in index.storage_data.items() if name.fqn == "model.a.bias")
 
     outside = edited(tmp_path / "outside", lambda index: setattr(of_bias(index), "relative_path", "../x.distcp"))
-    with pytest.raises(CheckpointError, match="file name in the same folder"):
+    with pytest.raises(CheckpointError, match="file names? in the same folder"):
         open_ingredient(outside)
     packed = edited(tmp_path / "packed", lambda index: setattr(of_bias(index), "transform_descriptors", ["zstd"]))
-    with pytest.raises(CheckpointError, match=r"stored as it is, got .*zstd"):
+    with pytest.raises(CheckpointError, match=r"without transforms, got .*zstd"):
         open_ingredient(packed)
     short = edited(tmp_path / "short", lambda index: index.state_dict_metadata["model.a.bias"].chunks.clear())
     with pytest.raises(CheckpointError, match=r"'model.a.bias' are missing"):
@@ -191,7 +191,7 @@ def test_what_is_no_model_is_refused_by_name(tmp_path):
         open_ingredient(write(tmp_path / "part", {"net": {"model": weights(0), "head": weights(1)}}))
     with pytest.raises(CheckpointError, match="got 'optimizer'"):
         open_ingredient(write(tmp_path / "optimizer_0", {"optimizer": OPTIMIZER}))
-    with pytest.raises(CheckpointError, match="'extra' must be a tensor"):
+    with pytest.raises(CheckpointError, match="'extra' is not a tensor"):
         open_ingredient(write(tmp_path / "object", {"model": {**weights(0), "extra": "text"}}))
 
 

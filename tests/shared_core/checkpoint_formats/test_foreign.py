@@ -246,7 +246,7 @@ def test_packed_and_broken_archives_are_refused(tmp_path):
     with zipfile.ZipFile(path) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
         for name in whole.namelist():
             made.writestr(name, whole.read(name))
-    with pytest.raises(CheckpointError, match=r"packed\.ckpt: file must not be compressed"):
+    with pytest.raises(CheckpointError, match=r"packed\.ckpt: .* is compressed"):
         load_checkpoint(packed)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x09"))

@@ -347,8 +347,8 @@ def test_tensors_that_a_model_does_not_make_by_itself_must_be_in_all(tmp_path, c
 @pytest.mark.parametrize(
     ("index", "match"),
     [("{", "JSON"), ("[]", "JSON object"), ('{"weight_map": {}}', "weight_map"),
-     ('{"weight_map": {"w": "../out.safetensors"}}', "file name in the same folder"),
-     ('{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors: file must exist"),
+     ('{"weight_map": {"w": "../out.safetensors"}}', "file names? in the same folder"),
+     ('{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors: the file does not exist"),
      ('{"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}', "only one of them has 'v'"),
      ('{"weight_map": {"b": "a.safetensors"}}', "only one of them")],
 )  # fmt: skip

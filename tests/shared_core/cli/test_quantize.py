@@ -192,7 +192,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*JUDGED, "--accept", "2"], ConfigError, "accept must be default, recommender or"),
     (["quantize_task:model", "--out", "out", "--qat", "full"], ConfigError, "--qat must come with --eval or --attack"),
     (["quantize_task:model", "--out", "out", "--qat", "full", "--eval", "quantize_task:quality"], CheckpointError,
-     "eff_deployment.json must hold"),
+     "from full/eff_deployment.json"),
     (["quantize_task:model", "--out", "out", "--sensitivity", "kl"], ConfigError, "must come with --calibration"),
     ([*SCHEME, "--calibration", "quantize_task:batches", "--sensitivity", "l1"], ConfigError, "one of rmse, kl"),
     ([*SCHEME, "--largest-loss", "0.1"], ConfigError, "must come with --eval and --calibration"),

@@ -80,7 +80,7 @@ def test_a_script_that_ends_by_itself_and_trained_nothing_is_told_so(run, monkey
 def test_a_loop_with_an_optimizer_of_its_own_ends_before_it_saves(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Taken, "used", lambda self: False)
-    with pytest.raises(CompatibilityError, match=r"but Own updated the weights .* nothing was switched on"):
+    with pytest.raises(CompatibilityError, match=r"but Own updated the weights .* no technique was applied"):
         run(OWN_OPTIMIZER, "--prune_sparsity", "0.5")
     assert not (tmp_path / "model.pt").exists()
 
@@ -114,7 +114,7 @@ def test_flags_of_published_scripts_that_begin_like_ours_are_the_scripts():
 
 
 def test_a_typo_names_the_flags_of_its_technique_alone():
-    with pytest.raises(ConfigError, match=r"known: comm_begin, comm_hook, comm_rank; the script's own"):
+    with pytest.raises(ConfigError, match=r"known: comm_begin, comm_hook, comm_rank; put the script's own"):
         take_flags(["--comm_zzz", "1"])
 
 
@@ -155,7 +155,7 @@ def test_a_flag_that_the_script_declares_is_never_taken_for_ours(run, text):
     result, front_end = run(text, "--prune_often", "2")
     assert result.exit_code == 0, result.output
     assert front_end.recipe is None
-    with pytest.raises(ConfigError, match=r"--lora_rank must be a flag of .*train.py or of efftrain.*after `--`"):
+    with pytest.raises(ConfigError, match=r"--lora_rank is a flag of both .*train.py and efftrain.*after `--`"):
         run(text, "--lora_rank", "4", "--prune_sparsity", "0.5")
     result, front_end = run(text, "--prune_sparsity", "0.5", "--", "--lora_rank", "4")
     assert result.exit_code == 0, result.output
