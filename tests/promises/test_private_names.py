@@ -85,7 +85,7 @@ def test_the_table_holds_every_private_name_of_lightning_that_we_use():
 
 def test_a_library_without_a_method_that_is_needed_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "_clip_grad_norm", None)
-    with pytest.raises(CompatibilityError, match=r"must have _clip_grad_norm .*transformers 4\.57 to"):
+    with pytest.raises(CompatibilityError, match=r"lacks _clip_grad_norm .*transformers 4\.57 to"):
         hf_trainer(PRUNE, tmp_path)
     trainer = make_trainer(tmp_path, BOTH[0], callbacks=[lightning_eff.EffCallback(PRUNE)])
     monkeypatch.delattr(find(NAMES["_on_before_fetch"].owner, BOTH[0]), "_on_before_fetch")

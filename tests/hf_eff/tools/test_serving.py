@@ -159,7 +159,7 @@ def test_nvfp4_on_no_common_grid_and_needless_calibration_are_refused(folder, tm
 def test_a_tied_head_stays_in_float_beside_its_embedding(folder, tmp_path):
     model, _ = folder(tied=True)
     output = eff(tmp_path).stdout
-    assert "rounded to the grid: model.embed_tokens and lm_head" in output
+    assert "rounded to the grid: model.embed_tokens, lm_head" in output
     assert "Inputs that training rounded, but engines don't: lm_head" in output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]
