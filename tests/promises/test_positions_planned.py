@@ -105,7 +105,7 @@ def test_manual_steps_that_come_too_rarely_are_told_at_once_and_at_the_end(tmp_p
     planned = EPOCHS * BATCHES
     assert told["steps"] == {"applied": planned // 2, "skipped": 0, "planned": planned}
     (early,) = loud(told)
-    assert f"at this rate the run ends after {planned // 2} of {planned}, before prune: first masks" in early
+    assert f"at this rate the run ends after {planned // 2} of {planned} steps, before prune: first masks" in early
     assert told["notes"].index(early) < next(i for i, note in enumerate(told["notes"]) if "did not reach" in note)
     assert told["unreached"].keys() == {"prune"}
     assert f"efftrain: {early}" in capsys.readouterr().out

@@ -89,5 +89,5 @@ def test_a_library_without_a_method_that_is_needed_is_refused_by_name(tmp_path, 
         hf_trainer(PRUNE, tmp_path)
     trainer = make_trainer(tmp_path, BOTH[0], callbacks=[lightning_eff.EffCallback(PRUNE)])
     monkeypatch.delattr(find(NAMES["_on_before_fetch"].owner, BOTH[0]), "_on_before_fetch")
-    with pytest.raises(CompatibilityError, match=r"must have _on_before_fetch .*pytorch_lightning 2\.5\.0 to"):
+    with pytest.raises(CompatibilityError, match=r"lacks _on_before_fetch .*pytorch_lightning 2\.5\.0 to"):
         fit(trainer, make_module(BOTH[0]))

@@ -163,7 +163,7 @@ def test_a_step_that_is_made_already_is_not_discarded(monkeypatch, tmp_path):
         context.discard_step = True
 
     monkeypatch.setattr(Fp8, "before_step", discard)
-    with pytest.raises(TrainingError, match="must be discarded, but SGD of Layerwise made it inside backward"):
+    with pytest.raises(TrainingError, match="SGD of Layerwise stepped inside backward"):
         run_bare(recipe_of("fp8"))
 
 
@@ -246,7 +246,7 @@ def test_another_optimizer_in_the_place_of_the_first_is_refused_at_its_first_ste
     after = Session.after_step
     monkeypatch.setattr(Session, "after_step", lambda self, **how: applied.append(after(self, **how)) or applied[-1])
     runs = {"hf": hf_replaced, "lightning": lightning_replaced, "bare": lambda folder: bare_replaced()}
-    with pytest.raises(TrainingError, match="got one that none of them made, but another Adam"):
+    with pytest.raises(TrainingError, match="not given: another Adam"):
         if front_end in runs:
             runs[front_end](tmp_path)
         else:
