@@ -93,7 +93,9 @@ def training(
     services: Services | None = None,
     seed: int = 0,
 ) -> Iterator[BareLoop]:
-    """Apply a recipe to a plain loop. When the block ends, the model is final. If it raises, your model is restored.
+    """Return a context manager that applies a recipe to a plain loop.
+
+    When the block ends, the model is final. If it raises, your model is restored.
 
     Args:
         recipe: A recipe, a dict, or the path of a YAML or JSON file.

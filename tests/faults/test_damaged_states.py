@@ -104,7 +104,7 @@ def test_any_value_of_a_state_may_be_wrong(key):
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1, None, [], "three"])
 def test_the_first_error_stays_the_cause(value):
     state = {**state_of("prune"), "step": value}
-    with pytest.raises(CheckpointError, match="cannot read the checkpoint's state of session ") as error:
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint's state of session") as error:
         begun("prune", state)
     cause = error.value.__cause__
     assert cause is not None

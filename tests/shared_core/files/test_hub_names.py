@@ -35,6 +35,6 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(distillation, "HfApi", Unreachable)
     monkeypatch.setattr(distillation.AutoConfig, "from_pretrained", lambda *_, **__: time.sleep(600))
-    with pytest.raises(CheckpointError, match="teacher must be an existing folder or a Hub name 'nobody/x'"):
+    with pytest.raises(CheckpointError, match="teacher must be an existing folder or a Hub name, got 'nobody/x'"):
         distillation.load_teacher("nobody/x", torch.nn.Linear(2, 2))
     assert asked == ["nobody/x"]

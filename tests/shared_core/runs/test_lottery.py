@@ -109,7 +109,7 @@ def test_a_stopped_search_goes_on_and_can_be_extended(tmp_path):
     with pytest.raises(CheckpointError, match="must be JSON"):
         LotterySearch(rounds=4, **options).run(train, tmp_path / "a")
     (tmp_path / "a" / "lottery.json").unlink()
-    with pytest.raises(CheckpointError, match="must be new or hold a search"):
+    with pytest.raises(CheckpointError, match="must be a new folder or hold a search"):
         LotterySearch(rounds=4, **options).run(train, tmp_path / "a")
 
 
