@@ -29,6 +29,12 @@ def is_alive(pid):
         return False
 
 
+def as_at_a_terminal():
+    """Take signals, which a test run in the background, or under nohup, ignores."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks at processes in /proc")
 @pytest.mark.parametrize(("command", "number"), [
     ("chain", signal.SIGTERM),
@@ -43,7 +49,7 @@ def test_what_it_started_ends_with_it(tmp_path, command, number):
     run = subprocess.Popen(
         [sys.executable, "-P", "-m", "efftrain", *arguments], cwd=tmp_path, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as a terminal's
+        preexec_fn=as_at_a_terminal,
     )  # fmt: skip
     pids = []
     try:
