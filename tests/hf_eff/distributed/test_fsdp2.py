@@ -124,7 +124,7 @@ def test_the_best_model_comes_back(runs):
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
         prune, flush, mutual, power, narrow, filled, ranged = told["refused"]
-        assert "lora cannot be combined with cpu_ram_efficient_loading of FSDP: accelerate would fill" in filled
+        assert "lora cannot be combined with cpu_ram_efficient_loading of FSDP: Accelerate would fill" in filled
         assert "qat with range lsq cannot be combined with cpu_ram_efficient_loading of FSDP" in ranged
         assert "comm with hook powersgd cannot be combined with FSDP version 2" in power
         assert "comm: FSDP2 must reduce gradients in float32" in narrow

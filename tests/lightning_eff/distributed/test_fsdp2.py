@@ -101,7 +101,7 @@ def test_what_is_not_proven_on_shards_is_refused(runs):
         assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
         assert "fp8 cannot be combined with tensor parallelism" in parallel
-        assert "got net.0 in torch.bfloat16 with learned scales in torch.float32" in learned
+        assert "net.0 is in torch.bfloat16 and its learned scales are in torch.float32" in learned
 
 
 def test_a_second_round_replays_the_first_bit_for_bit(runs):
