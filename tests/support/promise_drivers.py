@@ -527,7 +527,8 @@ def _with_student(config: Any) -> dict[str, Any]:
 def saved_state(checkpoint: Path) -> dict[str, Any]:
     """Everything in a checkpoint that an exact resume must reproduce."""
     if checkpoint.is_dir():
-        state: dict[str, Any] = {"model": load_file(checkpoint / "model.safetensors")}
+        (weights,) = checkpoint.glob("*model.safetensors")  # or of adapters alone
+        state: dict[str, Any] = {"model": load_file(weights)}
         for name in ("optimizer.pt", "scheduler.pt", "scaler.pt"):
             if (checkpoint / name).is_file():
                 state[name] = torch.load(checkpoint / name, weights_only=True)
