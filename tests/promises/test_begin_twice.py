@@ -133,7 +133,8 @@ def trained(name, folder, *, best=None, stop=None):
     trainer.compute_metrics = lambda _: {"wanted": float(trainer.state.global_step == best)}
     trainer.train()
     trainer.save_model(folder / "final")
-    saved = load_file(folder / "final" / "model.safetensors") if "low_rank" not in recipe else weights_of(trainer.model)
+    file = folder / "final" / "model.safetensors"  # adapters alone have another file
+    saved = load_file(file) if file.exists() and "low_rank" not in recipe else weights_of(trainer.model)
     return weights_of(trainer.model), saved, json.loads((folder / "eff_receipt.json").read_text())
 
 
