@@ -22,12 +22,13 @@ from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.experts import StackedExperts, matrices, matrix_names
 from shared_core.numerics.deferred_checks import checked_together, read_together
+from shared_core.printing import listed
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import Scorer, UnitSlices
 from shared_core.pruning.scorers.scorer import SAME_RUN
-from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, listed, select_weights
+from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, select_weights
 from shared_core.pruning.targets import Targets, block_of
 
 

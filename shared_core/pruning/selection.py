@@ -22,6 +22,7 @@ from shared_core.errors import ConfigError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import input_axis
 from shared_core.numerics.deferred_checks import read_together, refuse
+from shared_core.printing import listed
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import (
     block_scores,
@@ -272,7 +273,6 @@ def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: T
             left = left - ties.count_nonzero()
 
 
-_NAMED = 5
 NEARLY_EMPTY = 0.99
 """Layers with at least this share pruned are named in a note."""
 # Floating-point tolerance: 0.29 * 100 is slightly less than 29.
@@ -319,12 +319,6 @@ def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping
         named = [f"{name} ({gone:,} of {size:,})" for name, (size, gone) in nearly.items()]
         notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is pruned: {listed(named)}")
     return notes + tower_notes(where, weights)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 class RankedScores(Sequence[Tensor]):
