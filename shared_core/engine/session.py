@@ -476,8 +476,13 @@ class Session:
         """Recount the final weights, compare them with the receipt as `Claims.verify` does, and note a difference."""
         if self.context is None:
             return
-        try:
+        with self._noting_differences():
             self.claims.verify(self.context.model, weights, what, changed_by, where, gather=gather)
+
+    @contextlib.contextmanager
+    def _noting_differences(self) -> Iterator[None]:
+        try:
+            yield
         except ReceiptError as error:
             self.note(f"The saved weights differ from this receipt: {error}")
             raise
@@ -536,9 +541,8 @@ class Session:
         """Compare the files of the trained part in a folder with what training ended with, and note a difference."""
         if self._part is None or not (lines := self._part.differences(folder)):
             return
-        error = ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
-        self.note(f"The saved weights differ from this receipt: {error}")
-        raise error
+        with self._noting_differences():
+            raise ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs in addition to the plain weights, by technique. Also works after `finish`."""
