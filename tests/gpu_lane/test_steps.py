@@ -483,7 +483,7 @@ def counted(device: PretendedDevice) -> tuple[Any, ...]:
 def test_counts_are_compared_on_their_device_and_told_when_figures_are():
     waits, told, again = counted()
     assert (waits, again) == (0, "")
-    assert "counted 3 to 5 positions" in told
+    assert "have 3 to 5 positions" in told
 
 
 @on_pretended_device
