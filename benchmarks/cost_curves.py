@@ -277,7 +277,7 @@ CURVES: tuple[Curve, ...] = (
           "a line: the base, and two products of the rank"),
     Curve("lora", "base and adapters held", "rank", "MiB", RANKS, partial(adapted, memory=True), "line",
           "a line: the base, and the adapters"),
-    Curve("low_rank", "forward and backward of factorised layers", "rank", "ms", (16, 32, 64, 128), factorised, "line",
+    Curve("low_rank", "forward and backward of factorized layers", "rank", "ms", (16, 32, 64, 128), factorised, "line",
           "a line: two products of the rank"),
     Curve("soup", "greedy, all accepted", "ingredients", "ms", INGREDIENTS,
           partial(souped, parameters=1 << 20, memory=False), "power", "1: each is read twice, averaged once"),

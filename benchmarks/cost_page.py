@@ -20,44 +20,45 @@ eff plan recipe.yaml --params 70e9 --gpus 64 --length 4096 --micro-batch 1 --mem
 eff plan --model path/to/config.json --gpus 8 --strategy ddp --precision 16-true --json
 ```
 
-It prints the memory of each device, its peak, and the bytes that are sent per optimizer step. The exit code is 1 if the
-peak exceeds `--memory`. [How it counts](#memory-of-a-planned-run).
+It prints the memory of each device, its peak, and the bytes sent per optimizer step. The exit code is 1 if the peak
+exceeds `--memory`. [How it counts](#memory-of-a-planned-run).
 
 ![Measured growth of time and memory, relative to the smallest size](cost.svg)
 
-The tables below show how time and memory grow: one size grows, the others stay. Use the fit for a larger run. n^1
-doubles when n doubles, n^0.5 grows by 1.41, and a + b·n has a part that does not grow. Rows "for comparison" are what
-the technique replaces.
+The table shows how the cost of a technique grows with one size n, while the others stay fixed. Use the fit for a larger
+run: n^1 doubles when n doubles, n^0.5 grows by 1.41, and a + b·n has a part that does not grow. Rows "for comparison"
+are what the technique replaces.
 
-{date}, {device}, one thread, {versions}, by `make cost`. Times are medians of CPU time. Memory is the peak of torch's
-CPU allocator, or all live tensors. The model is {layers} square linear layers. No GPU was measured.
+{date}, {device}, one thread, {versions}, by `make cost`.
+Times are medians of CPU time. Memory is the peak of torch's CPU allocator, or all live tensors. The model is {layers}
+square linear layers. No GPU was measured. [All sizes](../benchmarks/results/cost.json).
 {again}"""
 PLAN = """\
 ## Memory of a planned run
 
-`eff plan` prints the formula of each line. P parameters take w bytes each in storage, m in the optimizer and c in
-computation. N shards, R ranks, T tokens per device and forward, A micro-batches per step, L blocks of width h,
-vocabulary V, s tokens per example, low rank r.
+`eff plan` prints the formula of each line:
 
-| letter | value |
+| letter | meaning |
 |---|---|
-| w | 4; 2 with `16-true` |
-| m | 2w with AdamW, w with SGD and momentum, 2 with 8-bit AdamW |
-| c | 2; 4 with `fp32` |
+| P, w | parameters, and bytes per stored weight: 4, or 2 with `16-true` |
+| m | bytes of optimizer state per parameter: 2w with AdamW, w with SGD and momentum, 2 with 8-bit AdamW |
+| c | bytes per number in computation: 2, or 4 with `fp32` |
 | a | bytes of activations per token, block and unit of width: 79 with `fp32`, 54 with `mixed`, 42 with `16-true` |
+| N, R | shards, processes |
+| T, s, A | tokens per device and forward pass, tokens per example, micro-batches per step |
+| L, h, V, r | blocks, their width, vocabulary, low rank |
 
-- a was measured on a Llama, without attention scores.
-- With `--model`, parameters are counted on the config's class if transformers has it, else by formula.
+- With `--model`, parameters are counted on the config's class if transformers has it, otherwise by formula.
 - The peak is an upper bound: activations are freed while gradients appear.
-- Eager attention (`--attention eager`, or a class without fused attention) adds 3·c·T·L·s·heads. That is about right
-  for BERT, Llama, Gemma 2 and GPT-2, and a third of what DeBERTa stores.
-- FSDP2 reduces in every micro-batch here. Trainers that wait for the last one send less and keep whole gradients.
-- Techniques that the strategy does not support are refused.
+- a was measured on a Llama, without attention scores. Eager attention (`--attention eager`, or a class without fused
+  attention) adds 3·c·T·L·s·heads. That fits BERT, Llama, Gemma 2 and GPT-2, and is a third of what DeBERTa stores.
+- With FSDP2, the plan reduces gradients in every micro-batch. Trainers that wait for the last one send less and keep
+  whole gradients.
+- Techniques that the strategy does not support stop with an error.
 
-A decoder in two processes agrees within 1 %, activations of a Llama within 10 % (`python benchmarks/speed/scale.py`).
-FSDP2's gathered blocks, autocast's copies and FP8 casts need a GPU and were not measured. In Python:
-`shared_core.contrib.planning.plan(ModelShape.of_params(70e9), PlannedRun(ranks=64, strategy="fsdp2"), recipe)`. Names
-and estimates of `shared_core.contrib` may change in any version.
+We compared the plan with a decoder in two processes (within 1 %) and with activations of a Llama (within 10 %), by
+`python benchmarks/speed/scale.py`. FSDP2's gathered blocks, autocast's copies and FP8 casts need a GPU and were not
+measured. In Python, use `plan` of `shared_core.contrib.planning`, which may change in any version.
 """
 
 
@@ -111,26 +112,21 @@ def page(result: Mapping[str, Any]) -> str:
     about = result["about"]
     again = "".join(f"`{key}` was measured again: {told}.\n" for key, told in about.get("again", {}).items())
     parts = [COMMENT, INTRODUCTION.format(**{**about, "again": again})]
+    rows = ["| n | technique | what | largest n | cost at this n | fit |", "|---|---|---|---|---|---|"]
     for axis in AXES:
-        rows = [
-            f"## With {axis}\n",
-            "| technique | what | n | measured | fit | each, at the largest n |",
-            "|---|---|---|---|---|---|",
-        ]
         for curve in result["curves"]:
             if curve["axis"] != axis:
                 continue
-            sizes, values, unit = curve["sizes"], curve["values"], curve["unit"]
             cells = (
+                axis,
                 f"`{curve['technique']}`",
                 curve["quantity"],
-                ", ".join(map(_size, sizes)),
-                f"{', '.join(f'{value:.3g}' for value in values)} {unit}",
+                _size(curve["sizes"][-1]),
+                f"{curve['values'][-1]:.3g} {curve['unit']}",
                 fit_text(curve),
-                _each(values[-1] / sizes[-1], unit),
             )
             rows.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(rows) + "\n")
+    parts.append("\n".join(rows) + "\n")
     return "\n".join([*parts, PLAN])
 
 
