@@ -73,7 +73,7 @@ class DistillConfig(TechniqueConfig):
         "attention_loss": Figure("mean term of attention pairs, before its weight", only="with `attention`"),
         "alpha": Figure("weight of the task loss in the latest step", only="with `alpha_end`"),
         "temperature": Figure("T in the latest step", only="with `temperature_end`"),
-        "unlabelled_share": Figure("share of unlabelled examples in the latest step", only="with `unlabelled_field`"),
+        "unlabelled_share": Figure("share of unlabeled examples in the latest step", only="with `unlabelled_field`"),
         "peer_task_loss": Figure("mean task loss of the other students", only="with `teacher: mutual`"),
     }
 

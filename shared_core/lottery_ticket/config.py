@@ -92,7 +92,7 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     out: str = option(help="Folder for this run's results: the ticket, the weights to rewind to, the metrics.")
     ticket: str | None = option(None, help="The ticket file to train. Without it, a dense run finds the first ticket.")
     rewind_to: Position = option(
-        0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialisation."
+        0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialization."
     )
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",

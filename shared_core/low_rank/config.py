@@ -123,12 +123,12 @@ class LowRankConfig(TechniqueConfig):
         "auto",
         help="Convolutions become k x k then 1 x 1 (channel), k x 1 then 1 x k (spatial), or the better one (auto).",
     )
-    force: bool = option(False, help="Also factorise layers where it saves nothing, up to full rank, which is exact.")
+    force: bool = option(False, help="Also factorize layers where it saves nothing, up to full rank, which is exact.")
     multiple_of: int = option(
         1, help="Round ranks up to a multiple of this: 8 or 16 for tensor cores, 16 for FP8.", low=1
     )
     merge: bool = option(
-        False, help="Multiply the factors at the end, to restore the model's layers. Otherwise it stays factorised."
+        False, help="Multiply the factors at the end, to restore the model's layers. Otherwise it stays factorized."
     )
     include: tuple[str, ...] = option((), help="Only modules of these names (globs), types, or first, last.")
     skip: tuple[str, ...] = option(

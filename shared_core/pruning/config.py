@@ -114,7 +114,7 @@ class PruneConfig(OverridableConfig):
         each={"n_m": {"schedule": ("one_shot",)}, "layer": {"scope": ("auto", "global")}},
     )
     n_m: str = option(
-        "2:4", help="How many of how many neighbours along the input are kept.", only_with={"granularity": ("n_m",)}
+        "2:4", help="How many of how many neighbors along the input are kept.", only_with={"granularity": ("n_m",)}
     )
     block: str = option("4x4", help="Outputs x inputs of a tile.", only_with={"granularity": ("block",)})
     schedule: Literal["one_shot", "linear", "cubic", "cosine", "exponential", "iterative"] = option(

@@ -59,7 +59,7 @@ class QatConfig(OverridableConfig):
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {
         "active": Figure("1 while values are rounded, 0 before `begin`", in_bar=True),
-        "layers": Figure("layers that are quantised"),
+        "layers": Figure("layers that are quantized"),
         "range_updates": Figure("number of range updates"),
     }
     conditions: ClassVar[Mapping[str, str]] = {
@@ -68,16 +68,16 @@ class QatConfig(OverridableConfig):
     overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
 
     scheme: Scheme = option(
-        help="what is quantised how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
+        help="what is quantized how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
         "weights alone, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
         "channel and token; fp8_static: activations per tensor; fp8_block: blocks of 128 x 128, activations in groups "
         "of 128; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights",
         each={"fp8_static": {"range": ("ema", "minmax", "percentile")}},  # the other ranges seek integers
     )
-    begin: Position = option(0.0, help="when fake quantisation starts; ranges are observed from the first step")
+    begin: Position = option(0.0, help="when fake quantization starts; ranges are observed from the first step")
     freeze_observers: Position = option(1.0, help="when ranges stop following the activations; at least step 1")
     fold_batch_norm: bool = option(
-        True, help="quantise the weight with the batch norm behind it folded in, as inference has it"
+        True, help="quantize the weight with the batch norm behind it folded in, as inference has it"
     )
     freeze_bn: Position = option(1.0, help="when folded batch norms go over to their running statistics for good")
     range: Range = option(
@@ -143,7 +143,7 @@ class QatConfig(OverridableConfig):
         help="other options for some modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8; in YAML a mapping "
         "too; the last match counts",
     )
-    keep: bool = option(False, help="leave the fake-quantising modules in the model at the end of training")
+    keep: bool = option(False, help="leave the fake-quantizing modules in the model at the end of training")
 
     def validate(self) -> None:
         """Raise `ConfigError` for invalid overrides."""
