@@ -219,7 +219,7 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
     newest, damaged = newest_whole(run)
     instead = f"resumed from {newest} instead" if newest else "there is no earlier one, so the run starts at step 0"
     for folder, reason in damaged.items():
-        session.note(f"not resumed from {folder}: {reason}; {instead}")
+        session.note(f"not resumed from {folder}: {reason.removeprefix(f'{folder}: ')}; {instead}")
     if newest is None and damaged:
         return None
     if newest is None:
