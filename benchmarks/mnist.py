@@ -133,7 +133,7 @@ def train(
     session.finish()
     model.eval()
     if "qat" in session.techniques:
-        apply_ranges(model, session.deployment()["qat"]["ranges"])
+        apply_ranges(model, session.files.deployment()["qat"]["ranges"])
     return model
 
 

@@ -27,11 +27,11 @@ from hf_eff._run_environment import GivenCallbacks, is_peft, run_environment
 from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section, write_deployment
 from shared_core.distributed.collectives import from_main
 from shared_core.engine.checks.claims import Where
+from shared_core.engine.protocols import TrainedPart
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.saving import rank_states
 from shared_core.engine.saving.session_state import fit_to, loading
 from shared_core.engine.saving.state_file import load_state, save_state
-from shared_core.engine.saving.trained_part import TrainedPart
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write, make_folder, scratch_folder
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -80,10 +80,12 @@ class Saving:
         with factors_renamed(folder, cast(nn.Module, trainer.model)) if is_complete else contextlib.nullcontext():
             try:
                 with session.swapped("checkpoint" if _internal_call else "export"):
-                    self._part = session.part() if is_alone and self._is_ours and trainer.args.should_save else None
+                    self._part = (
+                        session.files.part() if is_alone and self._is_ours and trainer.args.should_save else None
+                    )
                     method(output_dir, _internal_call)
                     if is_complete:
-                        write_deployment(folder, session.deployment())
+                        write_deployment(folder, session.files.deployment())
             finally:
                 self._baking, self._part = False, None
             if not _internal_call and session.is_finished:
@@ -103,7 +105,7 @@ class Saving:
             return
         # FSDP and others pass the gathered weights. Otherwise copies of the model's own tensors are baked.
         if self._baking and self._trainer.args.should_save and self.session.context is not None:
-            state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
+            state_dict = self.session.files.bake(state_dict or self.session.context.model.state_dict())
         method(output_dir, state_dict=state_dict)
 
     @property
@@ -121,7 +123,7 @@ class Saving:
         # Other libraries' models have their own folder layout.
         stock = isinstance(model, PreTrainedModel) or not hasattr(model, "save_pretrained")
         if context is not None:
-            context.part_alone = stock and not engines and self.session.saves_part
+            context.part_alone = stock and not engines and self.session.files.saves_part
 
     def _save_part(self, part: TrainedPart, method: Callable[..., Any], folder: Path) -> None:
         """Save the trained part instead of the model, and all else as the trainer does."""
@@ -183,7 +185,7 @@ class Saving:
         session = self.session
         if not session.is_finished or session.context is None:
             return
-        session.verify(None, "the trained model", self._given.others())
+        session.files.verify(None, "the trained model", self._given.others())
         folder = checkpoint_folder(self._services.run_folder, session.step)
         found = ""
         try:
@@ -198,14 +200,14 @@ class Saving:
     def _count(self, folder: Path, where: Where) -> None:
         """Check a saved folder on the process that saves. A PEFT folder holds only adapters."""
         session, trainer = self.session, self._trainer
-        if session.context is None or not session.claims.any_hold(where) or not trainer.args.should_save:
+        if session.context is None or not session.files.claims.any_hold(where) or not trainer.args.should_save:
             return
         if is_peft(trainer.model):
             return
         if session.context.part_alone:
             if where == Where.END:
-                session.verify(None, "the trained model", self._given.others(), gather=False)
-                session.verify_part(folder)
+                session.files.verify(None, "the trained model", self._given.others(), gather=False)
+                session.files.verify_part(folder)
             return
         try:
             weights = weights_of(folder, session.context.model)
@@ -214,7 +216,7 @@ class Saving:
                 f"{folder} was not checked against the receipt: its weights are not readable as this model's: {error}"
             )
             return
-        session.verify(weights, str(folder), self._given.others(), where=where)
+        session.files.verify(weights, str(folder), self._given.others(), where=where)
 
 
 def leave_section(folder: Path, receipt: Receipt) -> None:
@@ -287,7 +289,7 @@ class Loading:
         self._load_renamed(Path(folder))
 
     def _load_part(self, folder: Path) -> None:
-        if self.session.context is None or not self.session.load_part(folder):
+        if self.session.context is None or not self.session.files.load_part(folder):
             rule = "the checkpoint holds only adapters, not the whole model"
             raise CheckpointError(folder, rule, "resume with the technique that saved it (--lora_rank)")
 

@@ -325,7 +325,7 @@ class AcceleratedLoop(LoopDriver):
             state = method(model, *args, **kwargs)
             if state and self.is_live:
                 prefix = "" if next(iter(self.inner.state_dict())) in state else "module."
-                baked = self.session.bake({name.removeprefix(prefix): value for name, value in state.items()})
+                baked = self.session.files.bake({name.removeprefix(prefix): value for name, value in state.items()})
                 state = {f"{prefix}{name}": value for name, value in baked.items()}
         self._baked = state
         return state
@@ -344,7 +344,7 @@ class AcceleratedLoop(LoopDriver):
             if self.is_live and not is_peft(self.inner):
                 given = kwargs.get("state_dict")
                 if given is None or given is not self._baked:
-                    kwargs["state_dict"] = self.session.bake(given or self.inner.state_dict())
+                    kwargs["state_dict"] = self.session.files.bake(given or self.inner.state_dict())
             result = method(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", self.accelerator.is_main_process):
             self._saved(save_directory)
@@ -355,10 +355,10 @@ class AcceleratedLoop(LoopDriver):
         if not is_main() or not self.session.has_begun:
             return
         with factors_renamed(self.folder, self.inner):
-            write_deployment(self.folder, self.session.deployment())
+            write_deployment(self.folder, self.session.files.deployment())
             if self.session.is_finished:
                 if not is_peft(self.inner):
-                    self.session.verify(weights_of(self.folder, self.inner), str(folder))
+                    self.session.files.verify(weights_of(self.folder, self.inner), str(folder))
                 self.session.receipt().write(self.folder)
                 leave_section(self.folder, self.session.receipt())
 

@@ -41,7 +41,7 @@ def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: 
     """
     found = {name: float(value) for name, value in metrics.items()}
     checkpoint[RUN_KEY] = {"id": run, "step": session.step, "metrics": found}
-    checkpoint[DEPLOYMENT_KEY] = session.deployment()
+    checkpoint[DEPLOYMENT_KEY] = session.files.deployment()
     weights = checkpoint.get("state_dict")
     if not weights or not session.is_attached:
         return
@@ -49,7 +49,7 @@ def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: 
     distributed = any(map(is_sharded, weights.values()))
     if distributed and "optimizer_states" in checkpoint:
         return
-    baked = session.bake(weights)
+    baked = session.files.bake(weights)
     # Only tensors that baking changed are stored twice: a dense model's file does not grow.
     raw = {name: value for name, value in weights.items() if not (distributed or _same(value, baked.get(name)))}
     checkpoint["state_dict"] = type(weights)(baked)

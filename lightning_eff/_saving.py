@@ -103,7 +103,7 @@ class Saving:
         # After the end the module is baked, and its current state is not a training state: keep the state at the end.
         checkpoint[_STATE_KEY] = (ended := session.is_finished and self.final) or session.state_dict()
         if ended:
-            checkpoint[DEPLOYMENT_KEY] = session.deployment()
+            checkpoint[DEPLOYMENT_KEY] = session.files.deployment()
         checkpoint[_RESUME_KEY] = resume.state_dict(checkpoint[_STATE_KEY], skipped)
         if self._place is not None and self._place.is_in_checkpoints:
             checkpoint[RECEIPT_KEY] = session.receipt().json()
@@ -132,7 +132,7 @@ class Saving:
 
     def bake_loaded(self, module: Any) -> None:
         """Bake a module that was loaded with latent weights and never trained, via a copy."""
-        baked = self._session.bake(module.state_dict())
+        baked = self._session.files.bake(module.state_dict())
         self._session.detach()
         module.load_state_dict(baked)
 
@@ -315,7 +315,7 @@ class Recount:
             raise
 
     def _verify(self, *, gather: bool) -> None:
-        self._session.verify(None, "the trained module", self._others(), gather=gather)
+        self._session.files.verify(None, "the trained module", self._others(), gather=gather)
 
     def _verify_files(self) -> None:
         found = ""
@@ -334,14 +334,14 @@ class Recount:
             raise ReceiptError(found)
 
     def _verify_file(self, path: Path, where: Where) -> None:
-        if not self._session.claims.any_hold(where):
+        if not self._session.files.claims.any_hold(where):
             return
         try:
             weights = _weights_in(path)
         except Exception as error:  # a user's CheckpointIO may raise anything
             self._session.note(f"{path} was not checked against the receipt: {type(error).__name__}: {error}")
             return
-        self._session.verify(weights, str(path), self._others(), where=where)
+        self._session.files.verify(weights, str(path), self._others(), where=where)
 
     def _others(self) -> list[str]:
         kinds = [type(callback) for callback in self._trainer.callbacks]

@@ -303,12 +303,12 @@ class EffCallback(Callback):
         """Begin a validation, or the sanity check, which comes before `begin` and changes nothing."""
         if self.session is not None:
             self._saving.validates()
-            self.session.before_eval()
+            self.session.swaps.begin_evaluation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """End a validation. Checkpoint callbacks save after this."""
         if self.session is not None:
-            self.session.after_eval()
+            self.session.swaps.leave_evaluation()
             if not trainer.sanity_checking:
                 self.session.evaluated(trainer.callback_metrics)
             else:
@@ -354,7 +354,7 @@ class EffCallback(Callback):
         """Restore a plain model after an interruption, but let other callbacks save the run first."""
         if self.session is not None:
             # An interrupted validation has swapped weights or quantisers in: swap them out first.
-            self.session.after_eval()
+            self.session.swaps.leave_evaluation()
         # Other callbacks save on exceptions (OnExceptionCheckpoint): detach after the last of them, so that they save
         # a model with state.
         last = _joining.last_on_exception(trainer.callbacks, self)

@@ -61,7 +61,7 @@ class WatchedSteps:
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # Lightning's SWA steps an epoch without gradients, and torch steps to create states that it saves.
-        if self._trainer.fit_loop._skip_backward or self._session.is_saving:
+        if self._trainer.fit_loop._skip_backward or self._session.swaps.is_saving:
             return
         self._applied = self._session.after_step()
         self._discarded = not self._applied

@@ -216,7 +216,7 @@ class FabricLoop(LoopDriver):
             weights = None
         try:
             if weights is not None or not self._shards:  # one process cannot check parts of a model
-                self.session.verify(weights, str(path))
+                self.session.files.verify(weights, str(path))
         finally:
             self.session.receipt().write(self.folder)
 

@@ -69,7 +69,7 @@ class PlainKeys:
 
 
 def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
-    """Write the result of `Session.deployment` next to the weights in `folder`, unless it is empty.
+    """Write the result of `SavedFiles.deployment` next to the weights in `folder`, unless it is empty.
 
     Args:
         folder: Existing folder of the weights.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from shared_core.engine.plan import Touched
-    from shared_core.engine.saving.trained_part import TrainedPart
     from shared_core.engine.technique import Context
 
 Offer = TypeVar("Offer")
@@ -152,6 +151,21 @@ class Deploys(Protocol):
 
     def deployment(self) -> dict[str, Any]:
         """Return them as plain values, for example activation ranges."""
+        ...
+
+
+class TrainedPart(Protocol):
+    """The trained part of a model, as files that stock libraries load onto the base model."""
+
+    name: ClassVar[str]
+    """Name of its folder next to the receipt, if checkpoints hold the whole model."""
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a folder, which is created if needed."""
+        ...
+
+    def differences(self, folder: Path) -> list[str]:
+        """Return how the files in a folder differ from this part, one line each."""
         ...
 
 

@@ -126,8 +126,8 @@ class Receipt:
         if session.has_begun:
             writers += [one.write for _, one in offering(session.techniques, TrainsPeers)]
         # If the trainer saves the whole model, its trained part is written next to the receipt.
-        if session.is_finished and context and not context.part_alone and (part := session.part()) is not None:
-            writers.append(part.write_beside)
+        if session.is_finished and context and not context.part_alone and (part := session.files.part()) is not None:
+            writers.append(lambda folder: part.write(folder / part.name))
         return cls(values, writers, session.run)
 
     def __getitem__(self, key: str) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_, reshard_
 from shared_core.engine.checks import compatibility, coverage, model_guards
-from shared_core.engine.checks.claims import Claims, Where
 from shared_core.engine.checks.optimizer_parameters import joined_note
 from shared_core.engine.hooks import Hooks
 from shared_core.engine.observers.ending import Ending, not_finite_note
@@ -28,11 +26,8 @@ from shared_core.engine.observers.pace import Pace
 from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.observers.validation import Validation
 from shared_core.engine.protocols import (
-    Bakes,
-    Deploys,
     LooksFirst,
     PreparesOptimizer,
-    SavesPart,
     SeesMetrics,
     TrainsPeers,
     offering,
@@ -40,11 +35,12 @@ from shared_core.engine.protocols import (
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
-from shared_core.engine.saving.session_state import reading, restore, state_of, unstepped
-from shared_core.engine.saving.trained_part import TrainedPart
+from shared_core.engine.saving.saved_files import SavedFiles
+from shared_core.engine.saving.session_state import reading, restore, state_of
+from shared_core.engine.saving.swaps import Swaps
 from shared_core.engine.services import BareServices, Services
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import ReceiptError, TrainingError
+from shared_core.errors import TrainingError
 from shared_core.modules.calls import forget_compiled
 
 
@@ -92,30 +88,24 @@ class Session:
         }
         self.context: Context | None = None
         self.run = object()
-        self._eval_depth = 0
         self.notes: list[str] = []
         self.coverage = coverage.Coverage()
         """How much of the weights that multiply activations each technique reaches, by key."""
         self.is_changed = False
         """True if the run resumed from a checkpoint of another recipe, whose best model is not what was asked for."""
-        self._plain: PlainKeys | None = None
+        self.plain: PlainKeys | None = None
         self._is_tensor_parallel = False
         self.has_begun = False
         """True if `begin` was called in this run."""
         self.is_finished = False
         """True if the run ended and the model is plain again."""
-        self.is_saving = False
-        """True during a save. Torch may then step the optimizer to create its state for the file."""
-        self._evaluation = contextlib.ExitStack()
         self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
         self.steps, self.experts, self.history = StepWatch(), ExpertUse(), History()
         self.pace, self.validation, self.ending = Pace(self), Validation(self), Ending(self)
         self._means = MicroBatchMeans(self.front_end)
-        self.claims = Claims({})
-        """What the receipt says about the final weights, once the run has ended."""
-        self._part: TrainedPart | None = None  # of the finished model
+        self.files, self.swaps = SavedFiles(self), Swaps(self)
         self.started, self.hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
@@ -124,7 +114,8 @@ class Session:
         return self.context is not None and not self.is_finished
 
     @property
-    def _is_live(self) -> bool:
+    def is_live(self) -> bool:
+        """True while the techniques act, from `begin` until the run ends."""
         return self.has_begun and not self.is_finished
 
     @property
@@ -193,9 +184,9 @@ class Session:
     def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
         """Return the context of a run, with everything to know about the model before techniques change it."""
         # The user's keys, to compare saved ones with.
-        self._plain = PlainKeys(model)
+        self.plain = PlainKeys(model)
         context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
-        context.restructured = functools.partial(self._plain.read, model)
+        context.restructured = functools.partial(self.plain.read, model)
         context.note = self.note
         context.drop = self.hooks.leave_out
         context.generator.manual_seed(self._seed)
@@ -301,7 +292,7 @@ class Session:
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for one micro-batch's forward pass and loss. A no-op before `begin`."""
-        if self.context is None or not self._is_live:
+        if self.context is None or not self.is_live:
             return contextlib.nullcontext()
         around = self.hooks.around_forward(self.context)
         # In the first steps, weights are recorded after the forward pass.
@@ -315,7 +306,7 @@ class Session:
             normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss. The default
                 averages over the micro-batch, so that all micro-batches of a step weigh the same.
         """
-        if not self.hooks.loss or not self._is_live:
+        if not self.hooks.loss or not self.is_live:
             self.steps.mark()
             return task_loss
         context = self.attached("loss")
@@ -333,7 +324,7 @@ class Session:
         context.takes_gradients_in_backward = bool(self.steps.inside_backward)
         if self._is_tensor_parallel:
             place_gradients_(context.model)
-        if self._is_live:
+        if self.is_live:
             self.hooks.call(self.hooks.before_step, context)
         if context.discard_step:
             self.steps.discard()
@@ -357,12 +348,11 @@ class Session:
                 self.pace.overrun(context.total_steps)
         else:
             context.skipped += 1
-        if self._is_live:
+        if self.is_live:
             self.hooks.call(self.hooks.after_step, context, applied)
         return applied
 
-    @contextlib.contextmanager
-    def swapped(self, purpose: Purpose) -> Iterator[None]:
+    def swapped(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """Hold the weights to evaluate or to save in the model, on every process.
 
         In nested calls for one purpose, or for two kinds of files, only the outermost acts.
@@ -370,50 +360,12 @@ class Session:
         Args:
             purpose: ``"evaluate"``, ``"checkpoint"`` (weights to resume from) or ``"export"`` (weights for the user).
         """
-        if purpose == "evaluate":
-            self.before_eval()
-            try:
-                yield
-            finally:
-                self.after_eval()
-            return
-        if self.is_saving:
-            yield
-            return
-        self.is_saving = True
-        try:
-            self._refuse_changed()
-            self.experts.join()
-            optimizers = self.context.optimizers if self.context else ()
-            with unstepped(optimizers), self._swap(purpose):
-                yield
-        finally:
-            self.is_saving = False
-
-    def _swap(self, purpose: Purpose) -> contextlib.ExitStack:
-        live = self.context if self._is_live else None
-        return contextlib.ExitStack() if live is None else self.hooks.entered(live, purpose)
-
-    def before_eval(self) -> None:
-        """Call when a validation starts. In nested calls only the outermost acts. A no-op before `begin`."""
-        self._eval_depth += 1
-        if self._eval_depth == 1:
-            # Once per validation, not per step: it walks through the model.
-            self._refuse_changed()
-            self._evaluation = self._swap("evaluate")
-
-    def after_eval(self) -> None:
-        """Call when a validation ends. A no-op without a matching `before_eval`."""
-        if self._eval_depth == 0:
-            return
-        self._eval_depth -= 1
-        if self._eval_depth == 0:
-            self._evaluation.close()
+        return self.swaps.during(purpose)
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of the user's validation of the current weights. A no-op before `begin`."""
         self.history.validated(self.step, metrics if self.has_begun else {})
-        if self.context is not None and self._is_live:
+        if self.context is not None and self.is_live:
             self.validation.saw(metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):
                 with self.hooks.timed(key):
@@ -432,10 +384,9 @@ class Session:
                 self.note(f"Training ended before its first step, so nothing was applied of: {asked}")
             self.detach()
             return
-        # An exception may have left the weights of a validation in the model.
-        self._evaluation.close()
+        self.swaps.end_evaluation()
         self.settle_optimizers()
-        self._refuse_changed()
+        self.refuse_changed()
         self.join_buffers()
         self.experts.join()
         self.note(self._means.differing())
@@ -447,8 +398,7 @@ class Session:
                 self.techniques[key].finish(self.context)
         claimed = {key: one.claims(self.context) for key, one in self.techniques.items()}
         self.detach()
-        self.claims = Claims.settled(claimed, self.context.model)
-        self._part = self._find_part()
+        self.files.settle(claimed)
         self.note(not_finite_note(self.context.model))
 
     def settle_optimizers(self) -> None:
@@ -464,29 +414,6 @@ class Session:
             self._joined = place
             join_buffers_(context.model)
 
-    def verify(
-        self,
-        weights: Mapping[str, Tensor] | None,
-        what: str,
-        changed_by: Iterable[str] = (),
-        *,
-        where: Where = Where.END,
-        gather: bool = True,
-    ) -> None:
-        """Recount the final weights, compare them with the receipt as `Claims.verify` does, and note a difference."""
-        if self.context is None:
-            return
-        with self._noting_differences():
-            self.claims.verify(self.context.model, weights, what, changed_by, where, gather=gather)
-
-    @contextlib.contextmanager
-    def _noting_differences(self) -> Iterator[None]:
-        try:
-            yield
-        except ReceiptError as error:
-            self.note(f"The saved weights differ from this receipt: {error}")
-            raise
-
     def detach(self) -> None:
         """Leave stock modules without writing the result into them, because the run was cut short."""
         if self.context is None or self.is_finished:
@@ -499,54 +426,6 @@ class Session:
         finally:
             self.context.undo.close()
             self.is_finished = True
-
-    def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict that the user's plain model loads.
-
-        Raises:
-            CheckpointError: If the untouched model could not load the result.
-        """
-        baked = dict(state_dict)
-        if not self.is_attached:
-            return baked
-        # As `finish` would, on tensors: each technique sees what the previous one wrote.
-        for key in in_order(self.techniques, "finish"):
-            if isinstance(baking := self.techniques[key], Bakes):
-                baked = baking.bake(baked)
-        if self._plain is not None:
-            self._plain.check(baked)
-        return baked
-
-    def part(self) -> TrainedPart | None:
-        """Return the trained part of the model, None if it is saved as a whole; every process must call it."""
-        return self._part if self.is_finished else self._find_part()
-
-    def _find_part(self) -> TrainedPart | None:
-        if self.context is None:
-            return None
-        found = (one.part(self.context) for _, one in offering(self.techniques, SavesPart))
-        return next((part for part in found if part is not None), None)
-
-    @property
-    def saves_part(self) -> bool:
-        """True if the trained part of the model is to be saved without the rest."""
-        return any(one.saves_part for _, one in offering(self.techniques, SavesPart))
-
-    def load_part(self, folder: Path) -> bool:
-        """Load what was trained from a folder that holds no other weights; return False if it is no such folder."""
-        context = self.attached("load_part")
-        return any(one.load_part(context, folder) for _, one in offering(self.techniques, SavesPart))
-
-    def verify_part(self, folder: Path) -> None:
-        """Compare the files of the trained part in a folder with what training ended with, and note a difference."""
-        if self._part is None or not (lines := self._part.differences(folder)):
-            return
-        with self._noting_differences():
-            raise ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
-
-    def deployment(self) -> dict[str, Any]:
-        """Return what a deployment needs in addition to the plain weights, by technique. Also works after `finish`."""
-        return {key: values for key, one in offering(self.techniques, Deploys) if (values := one.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs in addition to what the trainer saves."""
@@ -607,9 +486,9 @@ class Session:
             raise TrainingError("session", f"attach must come before {verb}", "call session.attach(model) first")
         return self.context
 
-    def _refuse_changed(self) -> None:
-        # Not in every step: walking through a model takes long.
-        if self._is_live:
+    def refuse_changed(self) -> None:
+        """Refuse a model whose techniques' layers were replaced by other code. Walks through the model."""
+        if self.is_live:
             context = self.attached("begin")
             model_guards.refuse_changed(context.ask_plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):

@@ -338,7 +338,7 @@ class LoopDriver:
         result = method(mode)
         if self.is_live and mode == self.evaluates:
             self.evaluates = not mode
-            (self.session.after_eval if mode else self.session.before_eval)()
+            (self.session.swaps.leave_evaluation if mode else self.session.swaps.begin_evaluation)()
         return result
 
     def on_log(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -355,13 +355,13 @@ class LoopDriver:
             return
         self.is_filing = True
         if self.evaluates:
-            self.session.after_eval()
+            self.session.swaps.leave_evaluation()
         try:
             yield
         finally:
             self.is_filing = False
             if self.evaluates:
-                self.session.before_eval()
+                self.session.swaps.begin_evaluation()
 
     @contextlib.contextmanager
     def saving(self, *, baked: bool = False) -> Iterator[None]:
@@ -445,7 +445,7 @@ class LoopDriver:
         folder = self.folder or fallback
         try:
             if self.session.is_finished:
-                self.session.verify(None, "the trained model", gather=gather)
+                self.session.files.verify(None, "the trained model", gather=gather)
         finally:
             if is_main():
                 receipt = self.session.receipt()

@@ -18,7 +18,6 @@ from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, KEY_PREFIX, l
 from shared_core.checkpoint_formats.files import read_json
 from shared_core.checkpoint_formats.plain import CARD
 from shared_core.distributed.sharded_tensors import whole
-from shared_core.engine.saving.trained_part import TrainedPart
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.libraries import optional
@@ -37,7 +36,7 @@ _HEADED = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TO
 _HEADS = ("classifier", "score")
 
 
-class AdapterFiles(TrainedPart):
+class AdapterFiles:
     """The adapters of a model, and the modules that are trained whole, as PEFT saves them.
 
     Args:

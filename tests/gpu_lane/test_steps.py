@@ -251,7 +251,7 @@ class Run:
         with self.session.swapped("checkpoint"):
             state = {"session": self.session.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save(state | {"model": self.model.state_dict()}, file)
-        self.session.bake(self.model.state_dict())
+        self.session.files.bake(self.model.state_dict())
         return file.getvalue()
 
     def resume(self, saved: bytes) -> None:

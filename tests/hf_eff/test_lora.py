@@ -204,7 +204,7 @@ def test_what_a_peft_model_saves_loads_in_peft_over_the_rounded_base(make, tmp_p
         torch.float32
     }
     batch = {key: torch.stack([row[key] for row in make.examples(6)]) for key in ("input_ids", "attention_mask")}
-    trained = apply_ranges(copy.deepcopy(trainer.model).eval(), callback.session.deployment()["qat"]["ranges"])
+    trained = apply_ranges(copy.deepcopy(trainer.model).eval(), callback.session.files.deployment()["qat"]["ranges"])
     with torch.no_grad():
         wanted = trained(**batch).logits
     base = make.classifier()
@@ -335,7 +335,7 @@ def test_files_that_are_not_what_was_trained_are_found(make, tmp_path):
     config = tmp_path / "final" / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 32', '"lora_alpha": 16'))
     with pytest.raises(ReceiptError, match="its factor is 8"):
-        callback.session.verify_part(tmp_path / "final")
+        callback.session.files.verify_part(tmp_path / "final")
     trainer.model.classifier.weight.data.add_(1.0)
     with pytest.raises(ReceiptError, match="it differs from the end of training"):
         trainer.save_model(str(tmp_path / "later"))

@@ -320,7 +320,7 @@ def test_stock_layers_with_the_same_parameters_come_back():
         assert other[2].fp8.kept is None
         assert torch.equal(other(data()[0]), model(data()[0]))
     step(session, optimizer, model, [data()[0]])
-    before = session.bake(model.state_dict())
+    before = session.files.bake(model.state_dict())
     session.finish()
     assert {type(module) for module in model.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
     assert "fp8" not in vars(model[2])

@@ -162,7 +162,7 @@ def test_merged_it_computes_what_it_did_with_adapters(base):
     keys = list(model.state_dict())
     ours, _ = run(model, base=base)
     assert list(model.state_dict()) == keys
-    saved, adapted = ours.bake(model.state_dict()), model.eval()(X)
+    saved, adapted = ours.files.bake(model.state_dict()), model.eval()(X)
     model.train()
     ours.finish()
     assert list(model.state_dict()) == keys
@@ -182,7 +182,7 @@ def test_requantised_weights_lie_on_the_grid_and_the_error_is_told(base):
     model = net()
     options = {"base": base, **({"double_quant": False} if base == "nf4" else {})}
     ours, _ = run(model, **options, requantize=True)
-    merged, baked = model.state_dict(), ours.bake(model.state_dict())
+    merged, baked = model.state_dict(), ours.files.bake(model.state_dict())
     ours.finish()
     config = LoraConfig(rank=2, **options)
     for name in ("0.weight", "2.weight"):

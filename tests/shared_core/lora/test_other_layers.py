@@ -88,7 +88,7 @@ def test_state_dicts_are_plain_and_a_resumed_run_is_the_one_that_never_stopped(k
     train(session, optimizer, net, range(2))
     saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
     plain, _ = twins()
-    plain.load_state_dict(session.bake(saved[0]))
+    plain.load_state_dict(session.files.bake(saved[0]))
     x = torch.randn(5, 64)
     torch.testing.assert_close(plain(x), net(x), atol=1e-2, rtol=1e-2)
     for step in range(2, STEPS):

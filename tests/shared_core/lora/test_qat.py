@@ -102,7 +102,7 @@ def test_state_dicts_hold_the_sum_and_the_merged_weight_is_rounded_once_more():
     total = grid(original[0].weight.detach(), 5) + 3.0 * b @ a
     torch.testing.assert_close(model.state_dict()["0.weight"].double(), total, atol=1e-6, rtol=0)
     assert list(model.state_dict()) == list(original.state_dict())
-    baked = ours.bake(model.state_dict())
+    baked = ours.files.bake(model.state_dict())
     ours.finish()
     weight = model[0].weight.detach()
     torch.testing.assert_close(weight.double(), grid(total, 5), atol=1e-6, rtol=0)
@@ -123,7 +123,7 @@ def test_merged_weights_are_values_of_codes_in_the_users_own_layers(qat):
     model = net()
     layers, parameters = dict(model.named_modules()), dict(model.named_parameters())
     ours = run(model, **qat)
-    baked = ours.bake(model.state_dict())
+    baked = ours.files.bake(model.state_dict())
     ours.finish()
     assert dict(model.named_modules()) == layers
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
@@ -161,7 +161,7 @@ def test_deployed_it_computes_what_was_trained_but_for_the_last_rounding():
     ours.finish()
     plain = net()
     plain.load_state_dict(model.state_dict())
-    ranges = ours.deployment()["qat"]["ranges"]
+    ranges = ours.files.deployment()["qat"]["ranges"]
     assert set(ranges) == {"0", "2", "4"}
     integer = convert(plain, ranges)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_bf16_models_stay_bf16_and_their_learned_scales_float32():
     model = net(torch.bfloat16)
     ours = run(model, range="lsq")
     assert model[0].base_layer.weight_magnitude.dtype == torch.float32
-    baked = ours.bake(model.state_dict())
+    baked = ours.files.bake(model.state_dict())
     ours.finish()
     assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
     assert all(torch.equal(value, baked[name]) for name, value in model.state_dict().items())

@@ -119,7 +119,7 @@ def test_saved_adapters_load_in_peft_and_with_the_base_and_ranges_compute_what_w
     base = net()
     base.load_state_dict(model.unload().state_dict())  # what is left has no adapters, and a baked base
     again = peft.PeftModel.from_pretrained(base, tmp_path)
-    ranges = ours.deployment()["qat"]["ranges"]
+    ranges = ours.files.deployment()["qat"]["ranges"]
     integer = convert(again, ranges)
     with torch.no_grad():
         ranged = apply_ranges(again, ranges).eval()(X)

@@ -364,13 +364,13 @@ def test_a_session_gives_the_layers_back_or_keeps_the_factors_or_their_product()
         net = copy.deepcopy(before)
         session = session_of(net, rank=2, merge=is_merged)
         session.begin([torch.optim.SGD(net.parameters(), 0.1)], total_steps=1)
-        assert session.bake(net.state_dict()).keys() == (before if is_merged else net).state_dict().keys()
+        assert session.files.bake(net.state_dict()).keys() == (before if is_merged else net).state_dict().keys()
         net(torch.ones(1, 40)).sum().backward()
         trained = net(torch.ones(1, 40))
         session.finish()
         assert isinstance(net[0], nn.Linear if is_merged else LowRankLayer)
         torch.testing.assert_close(net(torch.ones(1, 40)), trained, atol=1e-4, rtol=1e-5)
-        assert bool(session.deployment()) is not is_merged
+        assert bool(session.files.deployment()) is not is_merged
     again = session_of(load(copy.deepcopy(before), _factors(before)), rank=9, merge=True)  # trained as it is
     assert again.receipt().values["techniques"]["low_rank"]["structure"]["0"]["rank"] == 2
 
@@ -443,7 +443,7 @@ def train(model, session, optimizer, to):
 def test_a_module_at_two_places_is_baked_under_both_names():
     model, session, optimizer = started_twice({"low_rank": {"rank": 2, "merge": True, "min_size": 0}})
     train(model, session, optimizer, 2)
-    baked = session.bake(model.state_dict())
+    baked = session.files.bake(model.state_dict())
     session.finish()
     assert baked.keys() == Twice().state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(value, baked[name]) for name, value in model.state_dict().items())

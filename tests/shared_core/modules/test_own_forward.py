@@ -212,7 +212,7 @@ def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe):
         assert torch.equal(value, stock.state_dict()[name]), name
     assert [type(module) for module in mine.children()] == [Words, Named, Orthogonal, Orthogonal, Orthogonal]
     if key == "qat":
-        ranges = own.deployment()["qat"]["ranges"]
+        ranges = own.files.deployment()["qat"]["ranges"]
         assert torch.equal(convert(mine, ranges)(x), convert(stock, ranges)(x))
 
 

@@ -69,7 +69,7 @@ def test_a_layer_reaches_its_own_sparsity_and_the_others_theirs_together(kind):
     if "max_layer_sparsity" in kind:
         assert report["capped"] == ["2.weight"]
         assert others[1] == 1200
-    session.verify(None, "the model")
+    session.files.verify(None, "the model")
 
 
 def test_midway_each_is_where_its_own_schedule_is():

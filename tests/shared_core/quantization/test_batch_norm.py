@@ -395,7 +395,7 @@ def test_plain_weights_put_back_are_the_trained_model_bit_for_bit(options):
     assert list(model.state_dict()) == keys
     plain = make_net()
     plain.load_state_dict(model.state_dict())
-    ranges = session.deployment()["qat"]["ranges"]
+    ranges = session.files.deployment()["qat"]["ranges"]
     assert ranges["first.conv"]["batch_norm"] == "..norm"
     with torch.no_grad():
         assert torch.equal(apply_ranges(copy.deepcopy(plain), ranges).eval()(x), trained)
@@ -463,6 +463,6 @@ def test_it_can_be_switched_off_and_a_wrong_name_is_refused():
     assert type(model.first.norm) is nn.BatchNorm2d
     train(session, optimizer, model, range(1))
     session.finish()
-    entry = session.deployment()["qat"]["ranges"]["first.conv"]
+    entry = session.files.deployment()["qat"]["ranges"]["first.conv"]
     with pytest.raises(MatchError, match=r"batch_norm of first.conv is 'first.nrm'"):
         apply_ranges(make_net(), {"first.conv": {**entry, "batch_norm": "..nrm", "weight_scale": [1.0] * 4}})

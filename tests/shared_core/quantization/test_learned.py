@@ -365,7 +365,7 @@ def step(model, session, optimizer, x, target):
 
 
 def entry_of(session):
-    return session.deployment()["qat"]["ranges"]["0"]
+    return session.files.deployment()["qat"]["ranges"]["0"]
 
 
 def quantized(x, scale, zero, qmin, qmax):
@@ -453,4 +453,4 @@ def test_a_folded_weight_with_the_smallest_code_lies_on_the_grid_that_the_receip
     step(model, session, optimizer, torch.randn(8, 8), torch.randn(8, 4))
     session.finish()
     assert (model[0].weight.amax(1) < -model[0].weight.amin(1)).any()
-    session.verify(None, "the model")
+    session.files.verify(None, "the model")

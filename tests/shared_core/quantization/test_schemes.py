@@ -130,7 +130,7 @@ def test_every_layer_is_baked_to_the_values_of_its_scheme_and_deploys_bit_for_bi
     model.eval()
     with session.swapped("evaluate"), torch.no_grad():
         trained = model(tokens)
-    baked = session.bake(model.state_dict())
+    baked = session.files.bake(model.state_dict())
     session.finish()
     assert all(type(module).__module__.startswith("torch.nn") for name, module in model.named_modules() if name)
     schemes = session.techniques["qat"].schemes
@@ -151,7 +151,7 @@ def test_every_layer_is_baked_to_the_values_of_its_scheme_and_deploys_bit_for_bi
     plain = make_net().eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert torch.equal(apply_ranges(plain, session.deployment()["qat"]["ranges"])(tokens), trained)
+        assert torch.equal(apply_ranges(plain, session.files.deployment()["qat"]["ranges"])(tokens), trained)
         converted = convert(model)(tokens)
     assert torch.allclose(converted, trained, atol=2e-2)
 
@@ -195,7 +195,7 @@ def test_observed_ranges_are_those_of_their_estimator():
             session.before_step()
             session.after_step()
         session.finish()
-        entry = session.deployment()["qat"]["ranges"]["0"]
+        entry = session.files.deployment()["qat"]["ranges"]["0"]
         expected = range_of(name, inputs, bits=4, **own)
         assert [entry["min"], entry["max"]] == pytest.approx(expected, rel=1e-6), name
         found[name] = entry["max"]
@@ -228,7 +228,7 @@ def test_learned_ranges_move_and_deploy_bit_for_bit(name):
     plain = make_net().eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert torch.equal(apply_ranges(plain, session.deployment()["qat"]["ranges"])(tokens), trained)
+        assert torch.equal(apply_ranges(plain, session.files.deployment()["qat"]["ranges"])(tokens), trained)
         integer = convert(model)
         assert torch.allclose(integer(tokens), trained, atol=1e-4)
 

@@ -143,7 +143,7 @@ def test_an_exception_in_validation_puts_the_weights_back(error):
 def test_detaching_inside_validation_puts_the_weights_back():
     run = Run().step(4)
     before = run.weights()
-    run.session.before_eval()
+    run.session.swaps.begin_evaluation()
     run.session.detach()
     assert_equal(before, run.weights())
 
@@ -152,8 +152,8 @@ def test_lightning_validates_in_inference_mode_and_may_be_interrupted_out_of_it(
     run = Run(make_model(torch.bfloat16)).step(4)
     before = run.weights()
     with torch.inference_mode():
-        run.session.before_eval()
-    run.session.after_eval()
+        run.session.swaps.begin_evaluation()
+    run.session.swaps.leave_evaluation()
     assert_equal(before, run.weights())
     run.step(1)
 
@@ -166,7 +166,7 @@ def test_what_is_saved_inside_validation_is_what_is_saved_outside(kind, dtype):
     with run.session.swapped("checkpoint"):
         state = run.session.state_dict()["techniques"]["average"]["kept"]
         outside = [{name: value.clone() for name, value in kept.items()} for kept in state]
-        baked = {name: value.clone() for name, value in run.session.bake(run.model.state_dict()).items()}
+        baked = {name: value.clone() for name, value in run.session.files.bake(run.model.state_dict()).items()}
     assert_equal(baked, average)
     with run.session.swapped("evaluate"):
         loose = run.session.state_dict()["techniques"]["average"]["kept"]
@@ -177,11 +177,11 @@ def test_what_is_saved_inside_validation_is_what_is_saved_outside(kind, dtype):
             inside = run.session.state_dict()["techniques"]["average"]["kept"]
             for one, other in zip(inside, outside, strict=True):
                 assert_equal(one, other)
-            assert_equal(dict(run.session.bake(run.model.state_dict())), average)
+            assert_equal(dict(run.session.files.bake(run.model.state_dict())), average)
         assert_equal(run.weights(), average)
         with run.session.swapped("export"):
             assert_equal(run.weights(), average)
-            assert_equal(dict(run.session.bake(run.model.state_dict())), average)
+            assert_equal(dict(run.session.files.bake(run.model.state_dict())), average)
     with run.session.swapped("export"):
         assert_equal(run.weights(), average)
     assert_equal(run.weights(), weights)
@@ -244,7 +244,7 @@ def test_what_was_never_updated_is_never_put_in():
     run.averaged()
     assert len(run.services.said) == 1
     assert "begins at step 10" in run.services.said[0]
-    assert_equal(dict(run.session.bake(run.model.state_dict())), weights)
+    assert_equal(dict(run.session.files.bake(run.model.state_dict())), weights)
     run.session.finish()
     assert "never updated" in run.services.said[-1]
     assert_equal(run.weights(), weights)
@@ -272,7 +272,7 @@ def test_batch_norms_are_estimated_for_the_average_once_an_update():
     assert_equal(run.averaged(), average)
     assert run.services.num_calibrations == 1
     state = run.session.state_dict()
-    assert_equal(dict(run.session.bake(run.model.state_dict())), average)
+    assert_equal(dict(run.session.files.bake(run.model.state_dict())), average)
     run.session.detach()
     again = Run(run.model, kind="swa", begin=1, bn_batches=3, state=state)
     assert_equal(again.averaged(), average)
@@ -293,7 +293,7 @@ def test_an_error_while_norms_are_estimated_puts_the_weights_back():
 
     run.services.calibrate = fail
     with pytest.raises(RuntimeError, match="no data"):
-        run.session.before_eval()
+        run.session.swaps.begin_evaluation()
     assert_equal(run.weights(), weights)
 
 
@@ -312,7 +312,7 @@ def test_tied_frozen_and_integer_tensors():
             return self.frozen(self.outer(self.inner(x)))
 
     run = Run(Tied()).step(4)
-    average, baked = run.averaged(), run.session.bake(run.model.state_dict())
+    average, baked = run.averaged(), run.session.files.bake(run.model.state_dict())
     assert_equal(average, dict(baked))
     assert torch.equal(average["inner.weight"], average["outer.weight"])
     assert average["count"] == 4
@@ -332,7 +332,7 @@ def test_pruned_weights_are_zero_in_an_average_that_began_earlier(kind, every):
         plain_step(session, optimizer)
     dead = {name: value == 0 for name, value in model.named_parameters() if name.endswith("weight")}
     assert sum(int(mask.sum()) for mask in dead.values()) == 220
-    baked = session.bake(model.state_dict())
+    baked = session.files.bake(model.state_dict())
     with session.swapped("evaluate"):
         assert all(bool((model.state_dict()[name][mask] == 0).all()) for name, mask in dead.items())
     session.finish()
@@ -346,10 +346,10 @@ def test_merged_adapters_are_saved_as_the_average_also_inside_validation():
     run = Run(nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), more={"lora": {"rank": 2, "base": "none"}}).step(5)
     weights, average = run.weights(), run.averaged()
     assert not torch.equal(weights["1.weight"], average["1.weight"])
-    assert_equal(dict(run.session.bake(run.model.state_dict())), average)
+    assert_equal(dict(run.session.files.bake(run.model.state_dict())), average)
     with run.session.swapped("evaluate"):
         with run.session.swapped("checkpoint"):
-            assert_equal(dict(run.session.bake(run.model.state_dict())), average)
+            assert_equal(dict(run.session.files.bake(run.model.state_dict())), average)
             assert_equal(run.weights(), weights)
         assert_equal(run.weights(), average)
     assert_equal(run.weights(), weights)

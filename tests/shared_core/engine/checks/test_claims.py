@@ -39,13 +39,13 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_weight_that_moved_is_found(recipe):
     session, model = trained(recipe)
-    session.verify(None, "the model")
-    session.verify(dict(model.state_dict()), "a file")
+    session.files.verify(None, "the model")
+    session.files.verify(dict(model.state_dict()), "a file")
     with torch.no_grad():
         model[0].weight += 1e-3 * torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
     for weights in (None, dict(model.state_dict())):
         with pytest.raises(ReceiptError, match=r"^run/model: .*0.weight.* Swa, Ema may have changed"):
-            session.verify(weights, "run/model", ["Swa", "Ema", "Swa"])
+            session.files.verify(weights, "run/model", ["Swa", "Ema", "Swa"])
     assert any("differ from this receipt" in note for note in session.receipt()["notes"])
 
 
@@ -54,8 +54,8 @@ def test_a_dead_weight_that_the_receipt_counts_as_live_is_found():
     with torch.no_grad():
         model[0].weight.view(-1)[model[0].weight.view(-1).nonzero()[0]] = 0
     with pytest.raises(ReceiptError, match="weights are 0, the receipt says"):
-        session.verify(None, "the model")
-    session.verify(None, "a checkpoint of that step", where=Where.TRAINED)  # of which no figure was told
+        session.files.verify(None, "the model")
+    session.files.verify(None, "a checkpoint of that step", where=Where.TRAINED)  # of which no figure was told
 
 
 def test_not_a_number_is_not_what_was_said():
@@ -64,17 +64,17 @@ def test_not_a_number_is_not_what_was_said():
         with torch.no_grad():
             model[0].weight.fill_(float("nan"))
         with pytest.raises(ReceiptError):
-            session.verify(None, name)
+            session.files.verify(None, name)
 
 
 def test_a_tensor_that_is_gone_is_told_of_the_model_alone():
     session, model = trained(RECIPES["prune"])
     weights = dict(model.state_dict())
     del weights["0.weight"]
-    session.verify(weights, "a file that leaves some out")
+    session.files.verify(weights, "a file that leaves some out")
     model[0] = nn.Identity()
     with pytest.raises(ReceiptError, match=r"prune: 0.weight is missing"):
-        session.verify(None, "the model")
+        session.files.verify(None, "the model")
 
 
 def test_the_step_of_a_learned_scale_may_be_any_but_must_be_one():

@@ -1,0 +1,111 @@
+"""What the files of a run hold in addition to training state, and whether they hold what the receipt says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shared_core.engine.checks.claims import Claim, Claims, Where
+from shared_core.engine.protocols import Bakes, Deploys, SavesPart, TrainedPart, offering
+from shared_core.engine.registry import in_order
+from shared_core.errors import ReceiptError
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
+
+
+class SavedFiles:
+    """Plain weights, the trained part and deployment values of a session, for front ends that write and check files.
+
+    Args:
+        session: Attached to the model before any of these methods is called.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.claims = Claims({})
+        """What the receipt says about the final weights, once the run has ended."""
+        self._part: TrainedPart | None = None  # of the finished model
+
+    def settle(self, claimed: Mapping[str, Mapping[str, Claim]]) -> None:
+        """Keep what techniques claim of the final weights, and the trained part, when the run has ended."""
+        self.claims = Claims.settled(claimed, self._session.attached("settle").model)
+        self._part = self._find_part()
+
+    def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict that the user's plain model loads.
+
+        Raises:
+            CheckpointError: If the untouched model could not load the result.
+        """
+        baked, session = dict(state_dict), self._session
+        if not session.is_attached:
+            return baked
+        # As `finish` would, on tensors: each technique sees what the previous one wrote.
+        for key in in_order(session.techniques, "finish"):
+            if isinstance(baking := session.techniques[key], Bakes):
+                baked = baking.bake(baked)
+        if session.plain is not None:
+            session.plain.check(baked)
+        return baked
+
+    def deployment(self) -> dict[str, Any]:
+        """Return what a deployment needs in addition to the plain weights, by technique. Also works after `finish`."""
+        offered = offering(self._session.techniques, Deploys)
+        return {key: values for key, one in offered if (values := one.deployment())}
+
+    @property
+    def _part_savers(self) -> list[SavesPart]:
+        return [one for _, one in offering(self._session.techniques, SavesPart)]
+
+    @property
+    def saves_part(self) -> bool:
+        """True if the trained part of the model is to be saved without the rest."""
+        return any(one.saves_part for one in self._part_savers)
+
+    def part(self) -> TrainedPart | None:
+        """Return the trained part of the model, None if it is saved as a whole; every process must call it."""
+        return self._part if self._session.is_finished else self._find_part()
+
+    def _find_part(self) -> TrainedPart | None:
+        context = self._session.context
+        found = (one.part(context) for one in self._part_savers) if context is not None else ()
+        return next((part for part in found if part is not None), None)
+
+    def load_part(self, folder: Path) -> bool:
+        """Load what was trained from a folder that holds no other weights; return False if it is no such folder."""
+        context = self._session.attached("load_part")
+        return any(one.load_part(context, folder) for one in self._part_savers)
+
+    def verify(
+        self,
+        weights: Mapping[str, Tensor] | None,
+        what: str,
+        changed_by: Iterable[str] = (),
+        *,
+        where: Where = Where.END,
+        gather: bool = True,
+    ) -> None:
+        """Recount the final weights, compare them with the receipt as `Claims.verify` does, and note a difference."""
+        if self._session.context is not None:
+            with self._noting_differences():
+                self.claims.verify(self._session.context.model, weights, what, changed_by, where, gather=gather)
+
+    def verify_part(self, folder: Path) -> None:
+        """Compare the files of the trained part in a folder with what training ended with, and note a difference."""
+        if self._part is None or not (lines := self._part.differences(folder)):
+            return
+        with self._noting_differences():
+            raise ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
+
+    @contextlib.contextmanager
+    def _noting_differences(self) -> Iterator[None]:
+        try:
+            yield
+        except ReceiptError as error:
+            self._session.note(f"The saved weights differ from this receipt: {error}")
+            raise
