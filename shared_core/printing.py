@@ -118,13 +118,17 @@ def duration(seconds: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """Return a share in percent.
+    """Return a share in percent. Rounding never gives 0 % of something or 100 % of less than all.
 
     Example:
-        >>> share_text(0.8), share_text(0.00042)
-        ('80.0 %', '0.042 %')
+        >>> share_text(0.8), share_text(0.00042), share_text(0.9999), share_text(1.0)
+        ('80.0 %', '0.042 %', 'above 99.9 %', '100 %')
     """
-    return f"{share:.1%}".replace("%", " %") if share >= 0.001 or not share else f"{100 * share:.2g} %"
+    if 0 < abs(share) < 0.001:
+        return f"{100 * share:.2g} %"
+    if 0.9995 <= share <= 1:
+        return "100 %" if share == 1 else "above 99.9 %"
+    return f"{100 * share:.1f} %"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -369,9 +369,7 @@ def _matched(entry: dict[str, Any]) -> str:
     elements = counted(entry["elements"], "element")
     text = f"{len(names)} {entry['what']} with {elements}: {listed(names, _SHOWN)}"
     if entry["coverage"] is not None:
-        from shared_core.engine.checks.coverage import percent
-
-        text = f"{percent(entry['coverage']['share'])} of the weights in matrix products\n{text}"
+        text = f"{share_text(entry['coverage']['share'])} of the weights in matrix products\n{text}"
     for reason, count in Counter(entry["left_out"].values()).most_common():
         text += f"\n{count:,} left out: {reason}"
     return text

@@ -113,7 +113,6 @@ def _applied(config: PruneConfig) -> dict[str, Any]:
 
 
 def _pruning_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[str | Table]:
-    from shared_core.engine.checks import coverage
     from shared_core.pruning.config import UNITS
 
     lost, units = (sum(entry[key] for entry in values["units"]) for key in ("pruned", "units"))
@@ -126,7 +125,7 @@ def _pruning_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[s
     title, tensors = most_telling(values["tensors"], lambda entry: float(entry["sparsity"]), "layer", every)
     rows = [(entry["name"], entry["numel"], entry["pruned"], share_text(entry["sparsity"])) for entry in tensors]
     yield table(f"The sparsest layers, {title}", ("tensor",), ("tensor", "weights", "zero", "sparsity"), rows)
-    found, granularity = coverage.percent(values["coverage"]["share"]), values["granularity"]
+    found, granularity = share_text(values["coverage"]["share"]), values["granularity"]
     of = f" with granularity {granularity}" if granularity in UNITS else ""
     yield f"{found} of the weights in matrix products could be pruned{of}."
     yield from (f"note: {note}" for note in values["notes"])
@@ -215,8 +214,6 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
 
 
 def _low_rank_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[str | Table]:
-    from shared_core.engine.checks import coverage
-
     yield f"Factorized {counted(len(values['layers']), 'layer')}."
     for what, name, shown in (
         ("Parameters", "parameters", amount),
@@ -233,7 +230,7 @@ def _low_rank_lines(out: Path, values: dict[str, Any], every: bool) -> Iterator[
     headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
     title, layers = most_telling(values["layers"], _error, "layer", every)
     yield table(f"The largest errors, {title}", headings[:2], headings, map(_row, layers))
-    yield f"{coverage.percent(values['coverage']['share'])} of the weights in matrix products could be factorized."
+    yield f"{share_text(values['coverage']['share'])} of the weights in matrix products could be factorized."
     yield from by_reason(values["left_out"], "Left whole")
     yield f"Wrote {out}."
 

@@ -24,6 +24,7 @@ from shared_core.engine.protocols import LeavesUnheld, offering
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
 from shared_core.errors import MatchError
 from shared_core.modules.matching import named_by, own_class, plain_name
+from shared_core.printing import share_text
 
 if TYPE_CHECKING:
     from shared_core.config.options import TechniqueConfig
@@ -104,13 +105,13 @@ class Reach:
     def line(self) -> str:
         """Return the share and what is left unchanged, in one line."""
         beside = ", ".join(f"{numel:,} of {kind}" for kind, numel in self.beside.items())
-        told = f"covers {percent(self.share)} of the weights that multiply activations"
+        told = f"covers {share_text(self.share)} of the weights that multiply activations"
         told += f"; unchanged: {self._left()}" if self.left else ""
         return told + (f" (not counted: {beside})" if beside else "")
 
     def _left(self) -> str:
         largest = sorted(self.left.items(), key=lambda item: -item[1][1])
-        parts = [f"{percent(numel / self.total)} in {count} of {kind}" for kind, (count, numel) in largest[:_TOLD]]
+        parts = [f"{share_text(numel / self.total)} in {count} of {kind}" for kind, (count, numel) in largest[:_TOLD]]
         return "; ".join(parts) + (f"; and {len(largest) - _TOLD} more kinds" if len(largest) > _TOLD else "")
 
     def refusal(self, key: str, config: TechniqueConfig, remedy: str = "") -> MatchError | None:
@@ -131,7 +132,7 @@ class Reach:
         )
         return MatchError(
             key,
-            f"covers only {percent(self.share)} of the weights that multiply activations, at least {ENOUGH:.0%} is "
+            f"covers only {share_text(self.share)} of the weights that multiply activations, at least {ENOUGH:.0%} is "
             "required",
             f"unchanged: {self._left()}; {remedy}",
         )
@@ -331,18 +332,6 @@ def after_training(
 def lines(reaches: Mapping[str, Reach]) -> list[str]:
     """Return a line for each technique that leaves weights unchanged which multiply activations."""
     return [f"{key}: {one.line()}" for key, one in reaches.items() if one.left or _FROZEN in one.beside]
-
-
-def percent(share: float) -> str:
-    """Return a share as text. Rounding never gives 0 % of something or 100 % of less than all.
-
-    Example:
-        >>> percent(0.9999), percent(1.0), percent(0.125)
-        ('above 99.9 %', '100 %', '12.5 %')
-    """
-    text = f"{share:.1%}"
-    text = "below 0.1%" if share and text == "0.0%" else "above 99.9%" if share < 1 and text == "100.0%" else text
-    return text.replace("100.0%", "100%").replace("%", " %")
 
 
 def _around(name: str) -> list[str]:
