@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_command
 from shared_core.config.options import checked, option
 from shared_core.config.training_time import Position
-from shared_core.errors import EffError, require
+from shared_core.errors import ConfigError, EffError, require
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import (
     STEPS_FLAG,
@@ -133,6 +133,9 @@ def _run(script: str, is_file: bool) -> SystemExit | None:
         raise
     except Exception as error:
         traceback = _from_script(error)
+        if traceback is None and not is_file:  # runpy found no such module
+            told = f"script must be a file or a module, got {script!r}"
+            raise ConfigError("eff run", told, "check its name") from error
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(1) from error
     return None

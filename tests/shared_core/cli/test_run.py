@@ -51,6 +51,14 @@ def run(tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.parametrize("name", ["0.0", "no_such_module", "json.no_such_module", "no.such"])
+@pytest.mark.parametrize("flags", [(), ("--prune_sparsity", "0.5")])
+@pytest.mark.usefixtures("run")
+def test_a_module_that_does_not_exist_is_refused(name, flags):
+    with pytest.raises(ConfigError, match=f"script must be a file or a module, got '{name}'"):
+        eff("run", name, *flags)
+
+
 @pytest.mark.parametrize("flags", [(), ("--prune_sparsity", "0.5")])
 def test_help_is_that_of_the_script(run, flags, monkeypatch):
     monkeypatch.setattr(Taken, "used", lambda self: False)  # as nothing trains
