@@ -35,6 +35,7 @@ from shared_core.modules.matching import (
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, from_rows, output_axis
 from shared_core.numerics.rounding import sqnr
+from shared_core.printing import listed
 from shared_core.quantization.batch_norm import LEARNED
 from shared_core.quantization.fake_quant_layers import FAKE_QUANT, STOCK, is_quantized, know_layers
 
@@ -230,6 +231,9 @@ def select_layers(
             raise CompatibilityError("lora", f"include must name layers that can be adapted, got {name}: {reason}")
         else:
             left_out[name] = str(reason)
+    if not layers and config.train and all(id(module) in inside for _, module in linear):
+        rule = f"train must leave a linear layer to adapt, but {listed(config.train)} matches all of them"
+        raise MatchError("lora", rule, "name fewer modules in --lora_train")
     if not layers and all(id(module) in inside for _, module in linear):
         only = ", ".join(whole)
         rule = f"only linear layers can be adapted, but {type(model).__name__} has only {only}, which is trained whole"

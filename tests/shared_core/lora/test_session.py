@@ -16,7 +16,7 @@ from shared_core.engine.checks.compatibility import check
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.engine.session import Session
-from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.lora import LoraConfig
 from shared_core.lora.adapters import adapters
 from shared_core.lora.quantized_base import frozen_tensors, on_grid
@@ -275,3 +275,9 @@ def test_what_cannot_be_trained_is_refused():
         session().attach(get_peft_model(net(), PeftConfig(target_modules=["0"], r=2)))
     with pytest.raises(CompatibilityError, match="lora with base nf4 cannot be combined with FSDP version 2"):
         check(Recipe.from_dict({"lora": {"rank": 2, "base": "nf4"}}), {"fsdp2"})
+
+
+@pytest.mark.parametrize("train", [["*"], ["0", "2", "4"]])
+def test_modules_to_train_whole_must_leave_a_layer_to_adapt(train):
+    with pytest.raises(MatchError, match="name fewer modules in --lora_train"):
+        session(train=train).attach(net())
