@@ -11,7 +11,7 @@ from shared_core.printing import by_reason, counted, most_telling, size_text
 from shared_core.reports.page import Block, Columns, Section, Table, bar_plot, line_plot, show, table_of
 
 Values = Mapping[str, Any]
-_NAMES = {"float": "float", "quantized": "quantised (PTQ)", "qat": "trained quantised (QAT)"}
+_NAMES = {"float": "float", "quantized": "after training (PTQ)", "qat": "in training (QAT)"}
 _METRICS = {
     "rmse": "root mean square error of the model's outputs",
     "kl": "KL divergence of the predicted distribution, nats",
@@ -282,4 +282,4 @@ def _lines(values: Values) -> Iterator[str]:
     rows = (values["attacks"] or {}).get("rows", [])
     for name, before in {row["model"]: row["clean"] for row in rows}.items():
         for eps, after in _weakest(rows, name):
-            yield f"Accuracy under attacks of {eps:.4g}: {before:.4f} → {after:.4f} ({_NAMES[name]})."
+            yield f"Accuracy under attacks of {eps:.4g}, {_NAMES[name]}: {before:.4f} → {after:.4f}."

@@ -174,8 +174,8 @@ _TECHNIQUES = {
 }
 _COMMANDS = {
     "quantization": ("eff quantize", [
-        ("quality, float and quantised", "quality.float", "quality.quantized"),
-        ("quality, float and trained quantised", "quality.float", "quality.qat"),
+        ("quality, float and PTQ", "quality.float", "quality.quantized"),
+        ("quality, float and QAT", "quality.float", "quality.qat"),
         ("bytes, float and codes", "bytes.float", "bytes.quantized"),
         *(
             (f"milliseconds of a forward, float32 and {name}", "milliseconds.float32", f"milliseconds.{name}")

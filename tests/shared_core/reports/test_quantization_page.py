@@ -74,7 +74,7 @@ def test_a_page_of_everything(run, tmp_path):
         "--attack", "report_task:images", "--attack-eps", "8/255,0.1", "--attack-steps", "5",
     )  # fmt: skip
     assert result.exit_code == 0
-    assert "wrote small/page.html and small/page.md" in result.stdout
+    assert "Wrote small/page.html and small/page.md" in result.stdout
     values, text = told(tmp_path / "small"), (tmp_path / "small" / "page.md").read_text()
     page = (tmp_path / "small" / "page.html").read_text()
     assert re.findall(r"^## (.*)", text, flags=re.M) == re.findall("<h2>(.*)</h2>", page) == [*HEADINGS, "Notes"]
@@ -93,7 +93,7 @@ def test_a_page_of_everything(run, tmp_path):
         "qat": quantize(trained("cnn"), "int8", batches()),
     }.items()}  # fmt: skip
     assert values["quality"] == quality
-    assert f"| trained quantised (QAT) | {quality['qat']:.6g} |" in part(text, "Quality")
+    assert f"| in training (QAT) | {quality['qat']:.6g} |" in part(text, "Quality")
     for verdict in values["verdicts"].values():
         assert verdict["judgement"] == "acceptable"
     assert "unacceptable above 25.0000%" in text
@@ -136,7 +136,7 @@ def test_attacks_are_made_on_each_model_and_carried_over_from_the_float_one(run,
         assert (row["clean"], row["adversarial"]) == (expected.clean, expected.adversarial)
         assert row["adversarial"] < row["clean"]
     worst = min(row["adversarial"] for row in rows if (row["eps"], row["model"]) == (0.1, "qat"))
-    assert f"qat {rows[-1]['clean']:.4f} → {worst:.4f}" in result.stdout
+    assert f"(QAT): {rows[-1]['clean']:.4f} → {worst:.4f}" in result.stdout
     text = part((tmp_path / "page.md").read_text(), "Robustness")
     assert text.count("the float model, transferred") == 8
     assert "within bounds 0 to 1; PGD takes 4 steps" in text
@@ -155,7 +155,7 @@ def test_a_plan_by_quality_quantises_what_it_says(run, tmp_path, evaluate, mode)
     assert 0 < codes < 3
     assert set(values["layer_bytes"]) == set(plan.quantized)
     assert values["plan"]["bits"] == plan.bits
-    assert f"plan: {codes} of 3 layers" in result.stdout
+    assert f"The plan quantizes {codes} of 3 layers" in result.stdout
     # the quality of the plan's point is that of the model that was written
     curve = values["plan"]["curves"]["quantized"]
     assert curve[-1]["quality"] == values["quality"]["quantized"]
