@@ -112,7 +112,9 @@ notebooks: $(VENV)/.dev # PAGES="trainer" runs one
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/peers.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	rm -rf build/pages site
+	$(BIN)/python docs/building/pages.py build/pages
+	$(BIN)/zensical build --clean --strict
 
 .PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts notebooks docs
 .DEFAULT_GOAL := help

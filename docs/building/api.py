@@ -1,35 +1,13 @@
-"""A hook of mkdocs: the pages of the API, one a package, read from its sources."""
+"""The pages of the API, one per package or module in the navigation, read from its sources."""
 
 import ast
+import re
 from pathlib import Path
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
 from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "hf_eff", "lightning_eff", "shared_core", *(one.package for one in REGISTRY.values()),
-    "shared_core.distillation.teacher_cache", "shared_core.channel_graph", "shared_core.tools.shrink",
-    "shared_core.tools.sparse_inference", "shared_core.tools.compression", "shared_core.tools.export",
-    "shared_core.runs", "shared_core.contrib.planning", "shared_core.tools.explain",
-    "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options",
-    "shared_core.config.training_time", "shared_core.engine.technique", "shared_core.engine.services",
-    "shared_core.errors", "eff_kernels",
-)  # fmt: skip
-
-
-def on_config(config: MkDocsConfig) -> None:
-    """Put the pages at the end of the navigation's reference."""
-    (reference,) = (section["Reference"] for section in config.nav if "Reference" in section)
-    reference.append({"API": [{package: f"api/{package}.md"} for package in PACKAGES]})
-
-
-def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the pages."""
-    for package in PACKAGES:
-        files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+PACKAGES = re.findall(r"api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
 def public_names(module: str) -> list[str]:
@@ -47,7 +25,7 @@ def public_names(module: str) -> list[str]:
     return [f"{home}.{name}" for home in modules for name in _own_names(home)]
 
 
-def api_page(package: str) -> str:
+def page(package: str) -> str:
     """Return the Markdown of a package's page, for mkdocstrings to fill."""
     tree = ast.parse(_file(package).read_text(encoding="utf-8"))
     lines = [f"# {package}", "", ast.get_docstring(tree) or "", ""]

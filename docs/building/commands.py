@@ -1,15 +1,8 @@
-"""A hook of mkdocs: a page of the commands of `eff`, as ``--help`` tells them."""
+"""The page of the commands of `eff`, from their ``--help``."""
 
 import typer
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
 from shared_core.cli import app
-
-
-def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the page."""
-    files.append(File.generated(config, "commands.md", content=page()))
 
 
 def page() -> str:
