@@ -39,7 +39,9 @@ def test_every_link_leads_to_a_file_of_the_repository(page):
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.parent.name)
 def test_cards_have_their_place_on_the_site(card):
-    assert f" techniques/{card.parent.name}.md\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f" techniques/{card.parent.name}.md\n" in navigation
+    assert f" api/{'.'.join(card.parent.relative_to(ROOT).parts)}.md\n" in navigation
 
 
 def test_every_make_target_of_the_readme_exists():

@@ -105,7 +105,7 @@ def tables(first, runs):
             latency = statistics.fmean(run[name]["latency_ms"] / run["student"]["latency_ms"] for run in runs)
         told_alone = [f"{value:.1f}" for value in values] if len(values) > 1 else [""] * len(SEEDS)
         accuracy = told(values) if len(values) > 1 else f"{values[0]:.1f}"
-        added = f"`{row['added']}`" if row["added"] else ""
+        added = ", ".join(f"`{flag}`" for flag in row["added"].split(", ") if flag)
         size = f"{row['file_bytes'] / 1000:,.0f}"
         lines.append(f"| {' | '.join([name, added, accuracy, *told_alone, size, f'{latency:.2f}'])} |\n")
     lines.append(EFFECTS)
