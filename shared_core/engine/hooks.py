@@ -97,7 +97,8 @@ class Hooks:
         """Return the loss after all techniques, each of which receives the loss of the previous one."""
         for key, hook in self.loss:
             start = time.perf_counter()  # not `timed`: a generator costs more than some hooks
-            loss = hook(loss, context)
+            if (loss := hook(loss, context)) is None:
+                raise TypeError(f"{key}: loss must return the loss to train on, got None")
             self.seconds[key] += time.perf_counter() - start
         return loss
 

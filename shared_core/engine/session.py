@@ -25,6 +25,7 @@ from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.observers.pace import Pace
 from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.observers.validation import Validation
+from shared_core.engine.plan import Touched
 from shared_core.engine.protocols import (
     LooksFirst,
     PreparesOptimizer,
@@ -158,6 +159,7 @@ class Session:
         if self.front_end == "bare":  # trainers tell it themselves
             environment |= model_guards.wrapped_by_user(model) - {"sharded_by_user"}
         compatibility.check(self.recipe, environment)
+        compatibility.refuse_late_weights(self.techniques)
         if self.is_finished:
             self._reset()
         if self.context is not None:
@@ -170,7 +172,10 @@ class Session:
         try:
             for key, technique in self.techniques.items():
                 with self.hooks.timed(key), torch.device("cpu"):
-                    context.touched[key] = technique.attach(context)
+                    touched = technique.attach(context)
+                if not isinstance(touched, Touched):
+                    raise TypeError(f"{key}: attach must return a Touched, got {touched!r}")
+                context.touched[key] = touched
             model_guards.refuse_not_reduced(model, reduced)
             # The run of a checkpoint was measured when it began, and knew what the optimizers hold.
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial or bool(resumed))

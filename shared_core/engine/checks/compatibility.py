@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
-from shared_core.engine.registry import REGISTRY
+from shared_core.engine.protocols import FollowsWeights, offering
+from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.errors import CompatibilityError
 
 if TYPE_CHECKING:
-    from shared_core.engine.technique import Context
+    from shared_core.engine.technique import Context, Technique
 
 
 def refusal(first: str, second: str) -> str | None:
@@ -86,6 +87,21 @@ def matrix() -> list[dict[str, str]]:
         }
         for key in REGISTRY
     ]
+
+
+def refuse_late_weights(techniques: Mapping[str, Technique]) -> None:
+    """Refuse a technique that replaces the weights after one that depends on them has finished.
+
+    Raises:
+        CompatibilityError: Names both, and what the first must declare.
+    """
+    order = in_order(techniques, "finish")
+    following = [key for key, _ in offering(techniques, FollowsWeights)]
+    for key, one in techniques.items():
+        late = [other for other in following if one.replaces_weights and order.index(other) < order.index(key)]
+        if late:
+            rule = f"replaces the weights after {late[0]} has finished, which depends on them"
+            raise CompatibilityError(key, rule, f"add {late[0]!r} to finishes_before in {type(one.config).__name__}")
 
 
 def refuse_without_batches(context: Context) -> None:
