@@ -21,20 +21,20 @@ _FORMAT = 1
 _TENSOR = "__tensor__"
 
 
-def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _split(value: Any, tensors: dict[str, Tensor], name: str = "state") -> Any:
     if isinstance(value, Tensor):
-        name = f"t{len(tensors)}"
+        stored = f"t{len(tensors)}"
         # Copy each tensor: safetensors refuses shared storage, and optimizer state may share it.
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-        return {_TENSOR: name}
+        tensors[stored] = value.detach().to("cpu", copy=True).contiguous()
+        return {_TENSOR: stored}
     if isinstance(value, Mapping):
         # JSON keys are always strings.
-        return {str(key): _split(item, tensors) for key, item in value.items()}
+        return {str(key): _split(item, tensors, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_split(item, tensors) for item in value]
+        return [_split(item, tensors, f"{name}.{index}") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"state: {type(value).__name__} cannot be saved; use tensors, numbers, strings, lists, dicts")
+    raise TypeError(f"{name}: {type(value).__name__} cannot be saved; use tensors, numbers, strings, lists, dicts")
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
