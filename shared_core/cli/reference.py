@@ -18,6 +18,8 @@ from shared_core.printing import echo, table, width_of_output
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shared_core.config.options import TechniqueConfig
+
 
 def flags_markdown() -> str:
     """Return the flags as Markdown: a section per technique with one sentence and a table."""
@@ -25,11 +27,15 @@ def flags_markdown() -> str:
 
     sections = []
     for key, one in REGISTRY.items():
-        meaning = " ".join((one.config_class.__doc__ or "").partition("\n\n")[0].split())
         rows = [_flag_row(row) for row in describe_flags(key)]
         table = ["| flag | values and default | effect |", "|---|---|---|", *rows]
-        sections += ["\n".join([f"## {key}", "", f"{meaning} Callback: `{one.technique_name}`.", "", *table])]
+        told = f"{_meaning(one.config_class)} Callback: `{one.technique_name}`."
+        sections += ["\n".join([f"## {key}", "", told, "", *table])]
     return "\n\n".join(sections) + "\n"
+
+
+def _meaning(config: type[TechniqueConfig]) -> str:
+    return " ".join((config.__doc__ or "").partition("\n\n")[0].split())
 
 
 def _flag_row(row: dict[str, str]) -> str:
@@ -73,7 +79,7 @@ def _techniques() -> list[str | Table]:
     rows = []
     for key, one in REGISTRY.items():
         config = one.config_class
-        rows.append((f"--{key}_{config.switch}", config.about))
+        rows.append((f"--{key}_{config.switch}", config.about or _meaning(config)))
     made = table("", ("flag", "what it does"), ("flag", "what it does"), rows)
     made.columns[0].no_wrap = True
     return [made, "eff flags prune lists the options of prune."]

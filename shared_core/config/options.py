@@ -189,7 +189,8 @@ class Options:
         if len(first) > 1 and first.isalpha():  # not a symbol or a value
             text = text[0].upper() + text[1:]
         text = text if text.endswith(".") else f"{text}."
-        sentences = ["" if " in [" in text else range_text(field.metadata), *cls._needed(field.name, field.metadata)]
+        bounds = range_text(field.metadata)
+        sentences = ["" if bounds.lower() in text else bounds, *cls._needed(field.name, field.metadata)]
         return " ".join([text, *(f"{sentence}." for sentence in sentences if sentence)])
 
     @classmethod
@@ -288,11 +289,11 @@ class TechniqueConfig(Options):
     """Base class of every ``<Technique>Config``.
 
     A subclass sets `key` and `switch`. It also declares what the engine must know before it creates the technique:
-    order, conflicts, logged figures, memory.
+    order, conflicts, logged figures.
     """
 
     about: ClassVar[str] = ""
-    """One sentence about the technique."""
+    """One sentence about the technique for ``eff flags``. The default is the first paragraph of the docstring."""
     key: ClassVar[str] = ""
     """The name in a recipe and the prefix of the flags."""
     switch: ClassVar[str] = ""
