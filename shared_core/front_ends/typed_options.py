@@ -99,7 +99,9 @@ class OneTechnique:
             typed_options(key)(cls)
 
     def __init__(self, *switch: Any, **options: Any) -> None:
-        config, name = registration(self.key).config_class, type(self).__name__
+        name = type(self).__name__
+        require(self.key, name, "no technique's class has this name", "name the callback like its technique's class")
+        config = registration(self.key).config_class
         switches = [one for one in (config.switch, config.other_switch) if one]
         if switch:
             told = f"only {config.switch} can be given without its name, got {len(switch)} values"
