@@ -1,6 +1,9 @@
 from .config.options import Figure as Figure
 from .config.options import TechniqueConfig as TechniqueConfig
 from .config.options import option as option
+from .config.training_time import Position as Position
+from .engine.plan import Plan as Plan
+from .engine.plan import Touched as Touched
 from .engine.recipe import Recipe as Recipe
 from .engine.registry import register as register
 from .engine.session import Session as Session
@@ -8,3 +11,4 @@ from .engine.technique import Context as Context
 from .engine.technique import Technique as Technique
 from .errors import EffError as EffError
 from .front_ends.bare_loop import training as training
+from .modules.matching import match_modules as match_modules

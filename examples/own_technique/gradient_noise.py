@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from shared_core import Context, Figure, Technique, TechniqueConfig, option, register
+from shared_core import Context, Figure, Plan, Technique, TechniqueConfig, option, register
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of
-from shared_core.engine.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
