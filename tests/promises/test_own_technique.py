@@ -9,16 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from promise_drivers import assert_resumes, difference, run_bare, run_hf, run_lightning
 from promise_table import TECHNIQUES, Row
+from torch import nn
 
 import hf_eff.training_args  # noqa: F401, its flags are made before a technique is added
-from shared_core import Technique, TechniqueConfig, option, register
+from hf_eff import EffCallback
+from shared_core import Session, Technique, TechniqueConfig, option, register
+from shared_core.cli.reference import flags
 from shared_core.engine.checks import compatibility
 from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.saving.state_file import save_state
 from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.front_ends.typed_options import OneTechnique
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_technique"
 RECIPE = {"noise": {"eta": 0.01}, "prune": {"sparsity": 0.5, "begin": 2, "end": 6}}
@@ -107,6 +113,9 @@ class Other(Technique):
         ({"switch": "strenght"}, {}, "'strenght' is not an option; did you mean 'strength'"),
         ({"key": "prune"}, {"key": "prune"}, "'prune' is taken by shared_core.pruning"),
         ({"after": ("soup",), "before": ("prune",)}, {}, "form a cycle"),
+        ({"after": "prune"}, {}, r"after must be a tuple .*\('prune',\)"),
+        ({"works_in": ("tensor_paralel",)}, {}, "works_in.*did you mean 'tensor_parallel'"),
+        ({"switch": ""}, {}, "switch"),
     ],
 )
 def test_a_wrong_registration_is_refused(config, technique, told):
@@ -117,3 +126,55 @@ def test_a_wrong_registration_is_refused(config, technique, told):
         register(Other, OtherConfig)
     register(Other, OtherConfig)  # as a notebook does
     assert Recipe.from_dict({"other": {"strength": 1}})["other"].strength == 1.0
+
+
+def test_a_config_that_is_no_dataclass_is_refused():
+    options = {"key": "other", "switch": "scale", "__annotations__": {"scale": float}, "scale": option(help="of it")}
+    with pytest.raises(ConfigError, match=r"@dataclass\(frozen=True"):
+        register(Other, type("UndecoratedConfig", (TechniqueConfig,), options))
+
+
+def attached(recipe, **hooks):
+    """Return a session of a recipe with a technique that has these hooks, attached to a model."""
+    with warnings.catch_warnings(action="ignore"):
+        register(type("Other", (Other,), hooks), OtherConfig)
+    session = Session({"other": {"strength": 1.0}, **recipe})
+    session.attach(nn.Linear(64, 64))
+    return session
+
+
+def test_weights_are_not_replaced_after_a_technique_that_depends_on_them_has_finished(monkeypatch):
+    recipe = {"qat": {"scheme": "int8"}}
+    with pytest.raises(CompatibilityError, match=r"other.*qat.*finishes_before in OtherConfig"):
+        attached(recipe, replaces_weights=True)
+    monkeypatch.setattr(OtherConfig, "finishes_before", ("qat",))
+    assert attached(recipe, replaces_weights=True).is_attached
+
+
+def test_a_hook_that_returns_nothing_is_named():
+    with pytest.raises(TypeError, match=r"other: attach .*Touched"):
+        attached({}, attach=lambda self, context: None)
+    session = attached({}, loss=lambda self, task_loss, context: None)
+    session.begin([torch.optim.SGD(session.context.model.parameters())], total_steps=1)
+    with pytest.raises(TypeError, match=r"other: loss"):
+        session.loss(torch.ones(()))
+
+
+def test_a_state_that_cannot_be_saved_is_named(tmp_path):
+    session = attached({}, state_dict=lambda self: {"masks": [{1, 2}]})
+    with pytest.raises(TypeError, match=r"techniques\.other\.masks\.0: set cannot be saved"):
+        save_state(tmp_path, session.state_dict())
+
+
+def test_a_callback_takes_the_options_of_the_technique_whose_name_it_has():
+    callback = type("GradientNoise", (OneTechnique, EffCallback), {"__doc__": "Adds noise."})
+    assert callback(0.1).recipe == Recipe.from_dict({"noise": {"eta": 0.1}})
+    with pytest.raises(ConfigError, match=r"Noise: .*name"):
+        type("Noise", (OneTechnique, EffCallback), {})(0.1)
+
+
+def test_its_docstring_and_ranges_are_in_the_list_of_flags(capsys):
+    flags()
+    assert "Adds noise of variance" in capsys.readouterr().out
+    field = option(help="share of it, in (0, 1]", above=0.0, high=1.0)
+    assert OtherConfig.meaning(field) == "Share of it, in (0, 1]."
