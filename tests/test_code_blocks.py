@@ -36,7 +36,6 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 OURS = ("efftrain", "hf_eff", "lightning_eff", "shared_core", "eff_kernels")
 SHELL = ("", "bash", "console")
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
-FRAGMENTS = {"docs/adding_a_technique.md"}  # needs the folder of the example on the path
 SCRIPT = re.compile(r"# \w+\.\w+\n")
 """Begins a block that is a file; tests of their own run these."""
 COMMANDS = typer.main.get_command(app)
@@ -91,11 +90,22 @@ def yours():
     }
 
 
+@pytest.fixture
+def own_technique(monkeypatch):
+    """Let a page import the example of a technique of your own, and forget it afterwards."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_technique")
+    sys.modules.pop("gradient_noise", None)  # it registers when it is imported
+    yield
+    sys.modules.pop("gradient_noise", None)
+    REGISTRY.remove("noise")
+
+
 @EVERY_PAGE
-def test_python(page, tmp_path, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore:register")  # flags of the other tests are made
+def test_python(page, tmp_path, monkeypatch, capsys, own_technique):
     for block in blocks(page, "python"):
         check_use(ast.parse(block))
-    if str(page.relative_to(ROOT)) in FRAGMENTS or page.parent.name == "tutorials":  # see test_notebooks.py
+    if page.parent.name == "tutorials":  # see test_notebooks.py
         return
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [page.name])

@@ -141,7 +141,11 @@ class Bakes(Protocol):
     """Saves weights that differ from those in the model."""
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict that the user's plain model loads. Does not change its input."""
+        """Return the state dict that the user's plain model loads, with its names, shapes and dtypes.
+
+        Called for saved models, and for Lightning's checkpoints, in which the model holds the weights to resume from.
+        Does not change its input.
+        """
         ...
 
 

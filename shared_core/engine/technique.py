@@ -212,7 +212,8 @@ class Technique:
     reaches_frozen: ClassVar[bool] = False
     """True if it also works on frozen weights. Frozen weights that it skips then count against its coverage."""
     replaces_weights: ClassVar[bool] = False
-    """True if it puts other weights into the model at the end. Techniques that look at batches then do so after it."""
+    """True if `finish` puts other weights into the model. It then calls `context.weights_replaced`, and finishes before
+    the techniques that follow weights (`finishes_before`)."""
     makes_gradients_private: ClassVar[bool] = False
     """True if its `before_step` runs before that of every other technique."""
 
@@ -273,7 +274,8 @@ class Technique:
         """Return a context manager for a validation or a save, entered on every process. Exceptions pass through it.
 
         Inside, the model holds the weights to evaluate, to resume from (``"checkpoint"``), or to give to the user
-        (``"export"``). A save inside a validation keeps what is in the model. A sharded technique gathers on entering,
+        (``"export"``). A save may come inside a validation: exchange the weights again, and restore those that were in
+        the model before. A file may need both kinds, so implement `Bakes` too. A sharded technique gathers on entering,
         because one process saves alone.
         """
         return contextlib.nullcontext()
@@ -293,13 +295,16 @@ class Technique:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that an exact resume needs: tensors, numbers, strings, and lists and dicts of them."""
+        """Return everything that an exact resume needs: tensors, numbers, strings, lists, and dicts with string keys.
+
+        The session saves the step and `context.generator`.
+        """
         return {}
 
     # -- report
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the progress bar and the logger, named ``<technique>/<figure>``."""
+        """Return figures for the progress bar and the logger, named ``<key>/<figure>`` as the config declares them."""
         return {}
 
     def report(self) -> dict[str, Any]:
