@@ -1,7 +1,6 @@
 from .config.options import Figure as Figure
 from .config.options import TechniqueConfig as TechniqueConfig
 from .config.options import option as option
-from .config.training_time import Position as Position
 from .engine.plan import Plan as Plan
 from .engine.plan import Touched as Touched
 from .engine.recipe import Recipe as Recipe

@@ -231,6 +231,17 @@ def match_modules(
 ) -> list[Matched]:
     """Return the modules to touch, in registration order, each once.
 
+    Args:
+        model: The model.
+        types: The classes of modules to touch.
+        where: The prefix of errors, such as the technique's key.
+        include: Names, patterns (``encoder.*``), class names, or ``first`` and ``last``. Empty means all.
+        skip: The same for modules to leave out.
+        min_size: The smallest number of weights of a module.
+
+    Raises:
+        MatchError: If no module is left, or a pattern matches none.
+
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> [found.name for found in match_modules(net, (nn.Linear,), where="prune", skip=["last"])]
