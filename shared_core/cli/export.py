@@ -21,7 +21,7 @@ from shared_core.cli.loading import (
     user_batches,
 )
 from shared_core.config.options import option
-from shared_core.errors import require
+from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import check_writable, is_free
 from shared_core.files.json_yaml import json_text
 from shared_core.printing import counted, echo, listed, size_text
@@ -45,18 +45,18 @@ class ExportOptions(ModelOptions):
     needs: ClassVar = {"kv_cache": ("calibration",)}
 
     model: str = option(
-        help="A Hugging Face folder, or module:function that returns (model, inputs); inputs: tensor, tuple, dict.",
+        help="A Hugging Face folder, or module:function that returns (model, inputs): a tensor, tuple or dict.",
         argument=True,
     )
     out: Path = option(help="The file, or of compressed-tensors and torchao the folder.")
     weights: Path | None = option(
         None,
-        "What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt. Without that "
-        "file beside them weights are in float.",
+        "Trained weights: a folder, a .safetensors file, or a Lightning .ckpt. Integers need the eff_deployment.json "
+        "that qat saved in the same folder.",
     )
     length: int | None = option(
         None,
-        "For a folder of a model that reads tokens: how many, with padding; of onnx: open without.",
+        "Tokens per input, for a folder of a model that reads tokens. Pad shorter ones. Default for onnx: any length.",
         low=1,
     )
     dynamic_length: bool = option(False, "Leave the second axis of the inputs open too.", only_with=_ONNX)
@@ -69,28 +69,27 @@ class ExportOptions(ModelOptions):
     opset: int = option(21, "Version of ONNX's operators.", low=21, high=23, only_with=_ONNX)
     static_batch: bool = option(
         False,
-        "Fix the batch to the example's; executorch always does.",
+        "Fix the batch size to the example's. executorch always does.",
         only_with={"kind": _TRACED},
     )
     calibration: str | None = option(
         None,
-        "module:function that returns batches of inputs: codes between convolutions too, or, of "
-        "compressed-tensors, of --kv-cache and of inputs in NVFP4. By default, of onnx, those that eff quantize kept.",
+        "module:function that returns batches of inputs. They set the integers between convolutions; with "
+        "compressed-tensors, the scales of --kv-cache and of NVFP4 inputs. Default for onnx: what eff quantize saved.",
         only_with={"kind": (*_TRACED, "compressed-tensors")},
     )
     kv_cache: str | None = option(
         None,
-        "fp8 measures scales for a cache of keys and values in FP8 on --calibration. By "
-        "default those that eff quantize kept.",
+        "fp8 measures scales for an FP8 cache of keys and values on --calibration. Default: what eff quantize saved.",
         only_with={"kind": ("compressed-tensors",)},
     )
     weight_codes: str = option(
         "auto",
-        "signed, the fastest with VNNI or AMX; unsigned, for x86 without, where products with signed "
-        "ones saturate; auto: signed if onnxruntime sums them exactly here.",
+        "signed is fastest on CPUs with VNNI or AMX. unsigned is exact on x86 CPUs without them. auto tests this "
+        "machine.",
         only_with=_ONNX,
     )
-    no_verify: bool = option(False, "Do not load what was written in its runtime and compare.")
+    no_verify: bool = option(False, "Do not load the file in its runtime and compare the outputs.")
 
 
 @takes(ExportOptions)
@@ -181,6 +180,7 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     length, is_folder = asked.length, Path(asked.model).is_dir()
     told = f"--length must come with a folder, got {asked.model}"
     asked.require(is_folder or length is None, told, "its function returns the inputs")
+    _check_final(Path(asked.model) if is_folder else asked.weights)
     has_ranges = asked.weights is not None and _has_ranges(asked.weights)
     network: Any
     network, example, folder = open_model(
@@ -218,6 +218,19 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then includes padding
     return inputs
+
+
+def _check_final(path: Path | None) -> None:
+    """Refuse the Trainer's checkpoint from before qat finished: it would be written in float."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+    from shared_core.engine.saving.state_file import STATE_FILE, load_state
+
+    if path is None or not (path / STATE_FILE).is_file() or (path / DEPLOYMENT_FILE).exists():
+        return
+    state = load_state(path)
+    told = f"{path} must hold a finished model, got a checkpoint of step {state.get('step')}, before qat rounded it"
+    remedy = "give the folder that trainer.save_model() wrote after training; to finish the run, resume it"
+    require("qat" not in state.get("recipe", {}), "eff export", told, remedy, CheckpointError)
 
 
 def _has_ranges(weights: Path) -> bool:

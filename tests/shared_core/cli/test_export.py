@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shared_core import training
 from shared_core.checkpoint_formats.plain import write_deployment
+from shared_core.engine.saving.state_file import save_state
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.quantization import apply_ranges
 
@@ -157,3 +159,28 @@ def test_weights_that_qat_did_not_write_are_exported_in_float_and_that_is_told(r
     session = onnxruntime.InferenceSession(room / "m.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     assert np.allclose(found, plain(inputs).detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_checkpoint_from_before_the_end_of_qat_is_refused_and_not_written_in_float(room, begin):
+    (plain, inputs), folder = runpy.run_path("export_task.py")["build"](), room / "checkpoint-2"
+    folder.mkdir()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with training({"qat": {"scheme": "int8", "begin": begin}}, plain, optimizer, total_steps=4) as loop:
+        for step in range(4):
+            with loop.forward():
+                loss = plain(inputs).square().mean()
+            loop.backward(loss)
+            loop.step()
+            loop.zero_grad()
+            if step == 1:
+                save_state(folder, loop.session.state_dict())
+                weights = runpy.run_path("export_task.py")["build"]()[0].state_dict()
+                save_file(weights, folder / "model.safetensors")
+    arguments = ("export_task:build", "--weights", "checkpoint-2", "--out", "m.onnx")
+    with pytest.raises(CheckpointError, match=r"must hold a finished model, got a checkpoint of step 2.*save_model"):
+        eff(*arguments)
+    assert not (room / "m.onnx").exists()
+    # a run without qat has nothing to finish
+    save_state(folder, {"step": 2, "recipe": {"prune": {}}})
+    assert "all layers in float" in eff(*arguments).output
