@@ -61,6 +61,15 @@ class BareLoop(LoopDriver):
         """Clear gradients. After `complete` without a step, this counts as a skipped step."""
         self.on_zero_grad(self.optimizer.zero_grad)
 
+    def note_no_steps(self) -> None:
+        """Note that the loop never called `step`, most likely because it steps the optimizer itself."""
+        context = self.session.context
+        if context is not None and not any(context.furthest):
+            self.session.note(
+                "no step was seen, so nothing was applied: write loop.backward(loss) and loop.step() instead of "
+                "loss.backward() and optimizer.step()"
+            )
+
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, if a technique has a scaler."""
         if self._scaler is not None:
@@ -141,6 +150,7 @@ def training(
     try:
         loop.prepare(resumed, loader)
         yield loop
+        loop.note_no_steps()
         loop.finish()
     except BaseException:
         loop.cut_short()

@@ -127,3 +127,21 @@ def test_a_seed_draws_other_masks():
             masks.append(loop.inner[0].weight == 0)
     assert torch.equal(masks[0], masks[1])
     assert not torch.equal(masks[0], masks[2])
+
+
+@pytest.mark.parametrize("steps_itself", [True, False])
+def test_a_loop_that_never_calls_step_is_told_what_to_call(steps_itself):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with training({"prune": {"sparsity": 0.5, "end": 1}}, model, optimizer, total_steps=2) as loop:
+        for _ in range(2):
+            with loop.forward():
+                loss = model(EXAMPLES).square().mean()
+            if steps_itself:
+                loss.backward()
+                optimizer.step()
+            else:
+                loop.backward(loss)
+                loop.step()
+            optimizer.zero_grad()
+    assert any("loop.step()" in note for note in loop.session.notes) == steps_itself
