@@ -42,7 +42,9 @@ class EffError(Exception):
         return name if must else ""
 
     def __str__(self) -> str:
-        text = ": ".join(filter(None, (self.where, self.rule))) + (f"; {self.remedy}" if self.remedy else "")
+        text, remedy = ": ".join(filter(None, (self.where, self.rule))), self.remedy
+        if remedy:
+            text += f" {remedy[:1].upper()}{remedy[1:]}" if text.endswith("?") else f"; {remedy}"
         text = printable(text)
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 700]} […] {text[-600:]}"
 
@@ -110,12 +112,13 @@ def by_reason(left_out: Mapping[str, str]) -> str:
     return "; ".join(f"{of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}: {reason}" for reason, of in told)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or a list of the first known names.
 
     Args:
         name: The given name.
         known: All valid names.
+        prefix: Put before each shown name, such as ``--``.
 
     Example:
         >>> nearest("sparsitty", ["sparsity", "begin"])
@@ -125,10 +128,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     known = sorted(known)
     more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return did_you_mean(name, known) or (f"; known: {', '.join(known[:_LISTED])}{more}" if known else "")
+    listed = ", ".join(f"{prefix}{one}" for one in known[:_LISTED])
+    return did_you_mean(name, known, prefix) or (f"; known: {listed}{more}" if known else "")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, ignoring case, or "".
 
     Example:
@@ -137,7 +141,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
-    return f"; did you mean '{lower[close[0]]}'?" if close else ""
+    return f"; did you mean '{prefix}{lower[close[0]]}'?" if close else ""
 
 
 def as_share(value: object) -> str:

@@ -276,7 +276,7 @@ def test_json_is_read_as_a_list_and_as_lines(tmp_path):
     (["--test_file=missing.csv"], "missing.csv must be a readable table"),
     (["--prune_sparsity=1.5"], r"prune.sparsity: sparsity must be in \[0, 1\), got 1.5"),
     (["--prune_every=5"], "--prune_every needs --prune_sparsity"),
-    (["--prune_sparsitty=0.8"], "--prune_sparsitty=0.8 is not a flag; did you mean 'prune_sparsity'"),
+    (["--prune_sparsitty=0.8"], "--prune_sparsitty=0.8 is not a flag; did you mean '--prune_sparsity'"),
     (["--num_train_epochs=many"], "invalid float value"),
     (["--model_size=huge"], "invalid choice"),
     (["--distill_teacher=./no/such/teacher"], "teacher must be an existing folder"),

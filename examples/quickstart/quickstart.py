@@ -122,7 +122,7 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, Any]:
     script, training, unknown = parser.parse_args_into_dataclasses(list(argv), return_remaining_strings=True)
     if unknown:
         known = (flag.lstrip("-") for action in parser._actions for flag in action.option_strings)
-        hint = nearest(unknown[0].lstrip("-"), known)
+        hint = nearest(unknown[0].lstrip("-"), known, "--")
         fail(f"{unknown[0]} is not a flag{hint if 'did you mean' in hint else '; see --help'}")
     if script.max_length < 3 or script.vocab_size < 300:
         fail(

@@ -25,6 +25,7 @@ from shared_core.cli.smaller_models import LowRankCommand, PruneCommand, low_ran
 from shared_core.cli.soup import soup
 from shared_core.cli.trainings import ChainCommand, chain, lottery, report, run, try_out
 from shared_core.cli.waiting import tell_imports
+from shared_core.engine import registry
 from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
 from shared_core.printing import QUIET, echo
 
@@ -188,7 +189,12 @@ def _exit_with_usage(error: Any) -> NoReturn:
     commands = getattr(context.command, "commands", {})
     if type(error).__name__ == "NoSuchOption":
         known = {option for one in context.command.get_params(context) for option in one.opts if option[:2] == "--"}
-        text = f"{name} is not an option{did_you_mean(str(name), known)}"
+        # click reports --prune_sparsity as --prune-sparsity
+        given = (argument.partition("=")[0] for argument in sys.argv[1:])
+        typed = next((one for one in given if one.replace("_", "-") == name), str(name))
+        text = f"{typed} is not an option{did_you_mean(str(name), known)}"
+        if typed.removeprefix("--").replace("-", "_") in registry.flags():
+            text = f"{typed} is a flag of eff run; here, write it into a recipe"
     elif commands and (found := re.search(r"No such command '([^']*)'", text)):
         text = f"{found[1]} is not a command{nearest(found[1], commands)}"
     else:

@@ -230,7 +230,7 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
         load = getattr(front_end, way, None)
         if load is not None:
             told = f"{folder} must be a model folder with config.json, got none in it"
-            remedy = "give the folder that save_pretrained wrote, or a module:function that builds the model"
+            remedy = f"for your own class, write my_module:build, a function that builds it, and --weights {folder}"
             known = ("config.json", ADAPTER_CONFIG)
             is_whole = not folder.is_dir() or any((folder / name).is_file() for name in known)  # else a student's
             require(is_whole, where, told, remedy, CheckpointError)

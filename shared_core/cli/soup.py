@@ -75,9 +75,9 @@ class Judge:
         """Return the user's quality function as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
-        told = f"--eval must have a model, which {first.name} ({first.kind}) does not tell"
+        told = f"--eval must have a model, and {first.name} has no config to build it from"
         has_model = model is not None or (first.kind == HF_FOLDER and first.config)
-        require(has_model, "eff soup", told, "give --model module:function that builds it", CheckpointError)
+        require(has_model, "eff soup", told, "add --model my_module:build, a function that returns it", CheckpointError)
         evaluate = ModelScore(name, model, None if model else first.path)
         file = getattr(user_module(name.rpartition(":")[0]), "__file__", None)
         # scores from an earlier version of the function must not be reused
@@ -277,7 +277,13 @@ class Checkpoints:
         opened = open_ingredients([*found, *bases]) if found else []
         opened, base = opened[: len(found)], next(iter(opened[len(found) :]), None)
         told = f"PATH must name at least two checkpoints, got {len(found)}"
-        require(len(found) > 1, "eff soup", told, "give more", CheckpointError)
+        run = next((path for path in found if any(path.glob("checkpoint-*"))), None)
+        remedy = (
+            "give more"
+            if run is None
+            else f"{run} holds a final model too, so name its checkpoints: {run}/checkpoint-*"
+        )
+        require(len(found) > 1, "eff soup", told, remedy, CheckpointError)
         if options.out is not None:
             check_target(options.out, opened[0])
             check_beside(opened)

@@ -49,13 +49,12 @@ _Script = Annotated[
 
 
 def run(context: typer.Context, script: _Script) -> None:
-    """Run a script of a trainer, or a loop of accelerate, with techniques switched on by flags; it is not edited.
+    """Run your training script with techniques that flags switch on. You don't edit it.
 
-    Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE,
-    --eff_allow_partial, and --eff_total_steps N for a loop whose scheduler does not tell them; `eff flags` lists the
-    techniques') may stand anywhere after the script, which never sees them. All others are the script's, --help too,
-    and so is what follows `--`. A script that starts others, as $(which trl) and accelerate.commands.launch do, hands
-    the techniques on to them.
+    The script uses a trainer or Accelerate. Put our flags anywhere after it: --prune_sparsity, --qat_scheme and the
+    others that `eff flags` lists, --eff_recipe FILE, --eff_allow_partial, and --eff_total_steps N for a loop without a
+    scheduler. All other flags go to the script, also --help and everything after `--`. Scripts that it starts, as
+    $(which trl) and accelerate.commands.launch do, get the techniques too.
     """
     from shared_core.runs.command import is_launcher
 

@@ -95,7 +95,7 @@ class Options:
 
     def __new__(cls, **options: Any) -> Self:
         """Refuse unknown options with a hint, which Python's own error lacks."""
-        cls._check_names(options)
+        cls.check_names(options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -242,14 +242,15 @@ class Options:
         """Return the config with these options. An unknown name is an error that suggests the closest known one."""
         told = f"{cls.key} must be a mapping of its options, got {values!r}"
         require(isinstance(values, Mapping), "recipe", told)
-        cls._check_names(values)
+        cls.check_names(values)
         for field in dataclasses.fields(cls):
             is_given = field.default is not dataclasses.MISSING or field.name in values
             require(is_given, "recipe", f"{cls.key}.{field.name} must be given", "it has no default")
         return cls(**values)
 
     @classmethod
-    def _check_names(cls, options: Mapping[str, Any]) -> None:
+    def check_names(cls, options: Mapping[str, Any]) -> None:
+        """Raise an error for a name that is not an option. It suggests the closest one."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in options:
             if name not in known:

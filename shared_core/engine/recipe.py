@@ -58,7 +58,8 @@ class Recipe(Mapping[str, TechniqueConfig]):
             ConfigError: If a key, an option or a value is wrong. The message suggests the nearest known name.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError("recipe", f"must be a mapping of techniques, got {values!r}")
+            rule = f"must be a mapping of techniques, got {values!r}"
+            raise ConfigError("recipe", rule, 'write {"TECHNIQUE": {"OPTION": VALUE}}, or the path of a recipe')
         if isinstance(values, Recipe):
             return values
         configs = {}
@@ -95,7 +96,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
             if flag == PARTIAL_FLAG:
                 continue
             if flag not in known:
-                raise ConfigError("flags", f"--{flag} is not a flag{nearest(flag, known)}")
+                raise ConfigError("flags", f"--{flag} is not a flag{nearest(flag, known, '--')}")
             if value is not None:
                 key, field = known[flag]
                 options.setdefault(key, {})[field.name] = value

@@ -278,6 +278,8 @@ def registration(key: str) -> Registration:
     if key not in REGISTRY:
         of_package = [repr(one.key) for one in REGISTRY.values() if one.package == f"shared_core.{key}"]
         hint = f"; did you mean {' or '.join(of_package)}?" if of_package else nearest(str(key), REGISTRY)
+        if (flag := flags().get(key)) is not None:
+            hint = f"; it is a flag: in a recipe, write {{{flag[0]!r}: {{{flag[1].name!r}: VALUE}}}}"
         raise ConfigError("recipe", f"{key!r} is not a technique{hint}")
     return REGISTRY[key]
 

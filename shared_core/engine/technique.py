@@ -193,9 +193,8 @@ class Context:
                 where, f"end ({end!r} = step {last}) must not come before begin ({begin!r} = step {first})"
             )
         if self.total_steps is not None and last > self.total_steps:
-            raise ConfigError(
-                where, f"end ({end!r} = step {last}) must be within the {self.total_steps} steps of this run"
-            )
+            rule = f"end ({end!r} = step {last}) must be within the {self.total_steps} steps of this run"
+            raise ConfigError(where, rule, "write a fraction of the run, such as 0.5, or train longer")
         return first, last
 
 

@@ -64,7 +64,8 @@ def take_flags(
             # It begins like one of ours, so it is most likely misspelt. The script might silently ignore it.
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
             if is_flag and key and name not in declared:
-                raise ConfigError(where, f"--{name} is not a flag{nearest(name, flags(key))}", _AFTER_DASHES)
+                hint = nearest(name, flags(key), "--")
+                raise ConfigError(where, f"--{name} is not a flag{hint}", _AFTER_DASHES)
             rest.append(argument)
             continue
         if name in declared:

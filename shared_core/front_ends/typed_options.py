@@ -115,6 +115,8 @@ class OneTechnique:
         choices = [one for one in typing.get_args(hint) if one != "none"] if typing.get_origin(hint) is Literal else []
         value = repr(choices[0]) if choices else type_text(hint).upper()
         is_given = not options.keys().isdisjoint(switches)
+        if not is_given:
+            config.check_names(options)  # a misspelled switch is named
         told = f"{' or '.join(switches)} must be given, got none"
         require(is_given, name, told, f"write {name}({config.switch}={value})")
         super().__init__({self.key: options})  # type: ignore[call-arg]

@@ -234,7 +234,7 @@ def _reason(score: float, gain: float) -> str:
         return f"the metric of the average is {score}"
     if gain == 0:
         return "the metric of the average stayed the same"
-    return f"the metric of the average {'improved' if gain > 0 else 'fell off'} by {abs(gain):.4g}"
+    return f"the metric of the average {'improved' if gain > 0 else 'got worse'} by {abs(gain):.4g}"
 
 
 def path_table(result: SoupResult) -> Table:

@@ -67,7 +67,9 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
         raise CheckpointError("soup", rule, "rename it")
     # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
     if target.is_symlink() or not is_free(target) or (suffix and target.is_dir()):
-        raise CheckpointError("soup", f"out must not exist yet, got {target}", "remove it or choose another")
+        raise CheckpointError(
+            "soup", f"out must not exist yet, got {target}", "choose another; on the command line, --force replaces it"
+        )
     check_writable(target, "soup")
     return target
 

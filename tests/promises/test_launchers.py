@@ -124,7 +124,7 @@ def test_the_exit_status_of_a_process_that_fails_reaches_the_launcher(launcher, 
     assert done.returncode != 0
     assert re.search(r"exitcode\s*: 7 ", done.stderr)
     done = launch(launcher, START, "--prune_sparsty .8", tmp_path)
-    assert "--prune_sparsty is not a flag; did you mean 'prune_sparsity'?" in done.stderr
+    assert "--prune_sparsty is not a flag; did you mean '--prune_sparsity'?" in done.stderr
     assert re.search(r"exitcode\s*: 2 ", done.stderr)
 
 

@@ -122,7 +122,7 @@ def test_flags_of_published_scripts_that_begin_like_ours_are_the_scripts():
 
 
 def test_a_typo_names_the_flags_of_its_technique_alone():
-    with pytest.raises(ConfigError, match=r"known: comm_begin, comm_hook, comm_rank; put the script's own"):
+    with pytest.raises(ConfigError, match=r"known: --comm_begin, --comm_hook, --comm_rank; put the script's own"):
         take_flags(["--comm_zzz", "1"])
 
 

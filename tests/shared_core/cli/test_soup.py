@@ -70,6 +70,12 @@ def room(tmp_path, monkeypatch):
 eff = functools.partial(commands.eff, "soup")
 
 
+def test_a_run_that_saved_its_model_too_is_refused_with_the_pattern_of_its_checkpoints(room):
+    save_file({"w": torch.ones(4, 4)}, room / "run" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"at least two checkpoints, got 1; .*run/checkpoint-\*"):
+        eff("run", *QUALITY, "--out", "soup")
+
+
 def test_a_greedy_soup_of_a_run(room):
     result = eff("run", *QUALITY, "--out", "soup", "--plot", "path.svg")
     assert result.exit_code == 0
@@ -215,7 +221,7 @@ TIES = ["--kind", "ties", "--density"]
     (["run/checkpoint-1", "--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 1"),
     (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: the file does not exist"),
     (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
-    (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet"),
+    (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet.*--force"),
     (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),
     (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "cannot write to"),
     (["run", *GREEDY], ConfigError, "--out must be given"),

@@ -159,6 +159,8 @@ def test_a_round_of_hooks_ends_as_it_began_and_is_shorter_the_next_time():
     ("recipe", "message"),
     [
         ({"prun": {}}, r"'prun' is not a technique; did you mean 'prune'\?"),
+        ({"prune_sparsity": 0.8}, r"it is a flag.*\{'prune': \{'sparsity': VALUE\}\}"),
+        ([{"prune": {"sparsity": 0.8}}], "must be a mapping of techniques.*write"),
         ({"pruning": {}}, r"'pruning' is not a technique; did you mean 'prune'\?"),
         ({"quantization": {}}, r"did you mean 'qat'\?"),
         ({"average": {"kind": "EMA"}}, r"must be one of ema, swa, last_k, got 'EMA'; did you mean 'ema'\?"),
@@ -215,7 +217,7 @@ def test_what_is_no_recipe_no_option_and_no_model_is_told():
 def test_flags_without_their_switch_are_refused():
     with pytest.raises(ConfigError, match=r"--prune_begin needs --prune_sparsity"):
         Recipe.from_flags({"prune_begin": "0.1"})
-    with pytest.raises(ConfigError, match="did you mean 'prune_sparsity'"):
+    with pytest.raises(ConfigError, match="did you mean '--prune_sparsity'"):
         Recipe.from_flags({"prune_sparsty": 0.5})
 
 
@@ -333,7 +335,7 @@ def test_flags_are_taken_out_of_a_command_line():
     assert ours == {"prune_sparsity": "0.5", "soup_strict": "true"}
     assert rest == ["--lr", "1", "--x", "pos", "--prune_sparsity=1"]
     for wrong, message in [
-        (["--prune_sparsty", "0.5"], "did you mean 'prune_sparsity'"),
+        (["--prune_sparsty", "0.5"], "did you mean '--prune_sparsity'"),
         (["--prune_sparsity"], "must have a value"),
         (["--prune_sparsity=1", "--prune_sparsity=1"], "given once"),
     ]:

@@ -36,3 +36,9 @@ def test_a_callback_takes_its_switch_without_a_name(package, key):
         kind(value, value)
     with pytest.raises(ConfigError, match=f"{config.switch} must be given once"):
         kind(value, **{config.switch: value})
+
+
+@pytest.mark.parametrize("package", [hf_eff, lightning_eff])
+def test_a_misspelled_switch_is_named(package):
+    with pytest.raises(ConfigError, match=r"sparsty is not an option; did you mean 'sparsity'\?"):
+        package.Pruning(sparsty=0.8)

@@ -113,12 +113,18 @@ def test_tied_weights_are_stored_once():
 @pytest.mark.parametrize(("stored", "message"), [
     ({"weight": torch.ones(2, 3)}, r"missing \['bias'\] and others \[\]"),
     ({"weight": torch.ones(2, 3), "bias": torch.ones(2), "more": torch.ones(1)}, r"others \['more'\]"),
-    ({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, r"others \['weight'\]"),
+    ({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, r"weight of shape \(4, 3\), the student's is \(2, 3\)"),
     ({}, "missing"),
 ])  # fmt: skip
 def test_other_weights_are_refused(stored, message):
     with pytest.raises(CheckpointError, match=message):
         same_class_teacher(stored, nn.Linear(3, 2), "runs/x")
+
+
+def test_weights_of_a_part_of_the_student_are_refused_with_the_name_of_that_part():
+    student = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match="fit its submodule 1: add student='1'"):
+        same_class_teacher(nn.Linear(3, 2).state_dict(), student, "runs/x")
 
 
 def test_a_student_whose_layers_are_replaced_is_not_copied():
