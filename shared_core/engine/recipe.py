@@ -200,7 +200,8 @@ def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mappi
             text, name = Path(source).read_text(encoding="utf-8"), f"{source} "
         except (OSError, ValueError) as error:  # ValueError: another encoding, or a name with a NUL
             why = getattr(error, "strerror", None) or error  # without the name, which may be a whole text
-            raise ConfigError("recipe", f"cannot read {str(source)[:300]}: {why}") from error
+            remedy = "check the path" if isinstance(error, FileNotFoundError) else ""
+            raise ConfigError("recipe", f"cannot read {str(source)[:300]}: {why}", remedy) from error
     try:
         values = read(text)
     except ValueError as error:
