@@ -162,7 +162,7 @@ def adapted(rank: int, memory: bool) -> float:
     return (live_tensor_bytes() - before) / MIB
 
 
-def factorised(rank: int) -> float:
+def factorized(rank: int) -> float:
     width = 512
     return milliseconds(
         step_of(stack(LAYERS * width**2), torch.randn(256, width), {"low_rank": {"rank": rank, "skip": ()}})
@@ -244,7 +244,7 @@ CURVES: tuple[Curve, ...] = (
     Curve("prune", "masks held", "parameters", "MiB", MILLIONS, partial(held, recipe=PRUNED), "power",
           "1: one byte a weight"),
     Curve("qat", "int8, added to forward and backward of one row", "parameters", "ms", MILLIONS,
-          partial(added_by, {"qat": {"scheme": "int8"}}, rows=1), "power", "1: weights are quantised once a forward"),
+          partial(added_by, {"qat": {"scheme": "int8"}}, rows=1), "power", "1: weights are quantized once a forward"),
     Curve("qat", "int8, added to forward and backward", "tokens", "ms", (64, 256, 1024),
           partial(added_by, {"qat": {"scheme": "int8"}}, 1 << 20), "line", "a line: weights once, activations a token"),
     Curve("average", "update of an EMA", "parameters", "ms", MILLIONS, partial(after_step, recipe=AVERAGED), "power",
@@ -277,7 +277,7 @@ CURVES: tuple[Curve, ...] = (
           "a line: the base, and two products of the rank"),
     Curve("lora", "base and adapters held", "rank", "MiB", RANKS, partial(adapted, memory=True), "line",
           "a line: the base, and the adapters"),
-    Curve("low_rank", "forward and backward of factorized layers", "rank", "ms", (16, 32, 64, 128), factorised, "line",
+    Curve("low_rank", "forward and backward of factorized layers", "rank", "ms", (16, 32, 64, 128), factorized, "line",
           "a line: two products of the rank"),
     Curve("soup", "greedy, all accepted", "ingredients", "ms", INGREDIENTS,
           partial(souped, parameters=1 << 20, memory=False), "power", "1: each is read twice, averaged once"),

@@ -1,4 +1,4 @@
-"""Measure the loss that pruning and quantising a small Llama after training cost: ``python benchmarks/one_shot.py``."""
+"""Measure the loss that pruning and quantizing a small Llama after training cost: ``python benchmarks/one_shot.py``."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ def mean(values: Sequence[float]) -> float:
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
     """Return mean ± standard deviation, without the latter for a single value."""
-    centre = mean(values)
+    center = mean(values)
     if len(values) == 1:
-        return f"{centre:.{digits}f}"
-    return f"{centre:.{digits}f} ± {stdev(values):.{digits}f}"
+        return f"{center:.{digits}f}"
+    return f"{center:.{digits}f} ± {stdev(values):.{digits}f}"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parent
-COLOURS = ("#0b6e4f", "#b8bec5")
+COLORS = ("#0b6e4f", "#b8bec5")
 RESULTS = DOCS.parent / "benchmarks" / "results" / "cpu.md"
 # what, unit, peer, start of its row in the results, where in that row ours and the peer's figure stand
 Line = tuple[str, str, str, str, str, str]
@@ -49,9 +49,9 @@ def draw(axes: Axes, title: str, lines: list[Line], base: float | None) -> None:
     """Draw two bars per line: the part above `base`, or without it the share of the peer's figure."""
     for place, line in enumerate(reversed(lines)):
         found = figures(line)
-        for offset, told, name, colour in zip((0.2, -0.2), found, ("efftrain", line[2]), COLOURS, strict=True):
+        for offset, told, name, color in zip((0.2, -0.2), found, ("efftrain", line[2]), COLORS, strict=True):
             length = float(told) - base if base is not None else float(told) / float(found[1])
-            axes.barh(place + offset, length, height=0.36, color=colour)
+            axes.barh(place + offset, length, height=0.36, color=color)
             axes.text(length, place + offset, f" {told} {line[1]}  {name}", va="center")
     axes.set_yticks(range(len(lines)), [line[0] for line in reversed(lines)])
     axes.set_title(title, loc="left", fontsize=11)

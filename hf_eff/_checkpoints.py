@@ -153,14 +153,14 @@ def clean_run(run: Path | str) -> None:
 
 @contextlib.contextmanager
 def factors_renamed(folder: Path, model: nn.Module) -> Iterator[None]:
-    """Rename weights of factorised layers that are saved inside the block and recounted after it."""
+    """Rename weights of factorized layers that are saved inside the block and recounted after it."""
     from shared_core.low_rank.factorize import hide
-    from shared_core.low_rank.layers import factorised
+    from shared_core.low_rank.layers import factorized
 
     try:
         yield
     finally:
-        if factorised(model):
+        if factorized(model):
             hide(folder)
 
 

@@ -14,7 +14,7 @@ from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import clean_run, resumed_from, save_whole
 from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
-from hf_eff._loss_normalisation import TaskLoss, Window
+from hf_eff._loss_normalization import TaskLoss, Window
 from hf_eff._private_names import OlderLoop, check_private_names, second_division
 from hf_eff._run_environment import (
     GivenCallbacks,
@@ -311,7 +311,7 @@ class SessionCallback(TrainerCallback):
             return result
         # accelerate puts only the model's forward under autocast; other models need it too
         with self._trainer.accelerator.autocast():
-            loss = self.session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
+            loss = self.session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalize)
         self._services.compute_loss = None  # holds the batch
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 

@@ -234,7 +234,7 @@ class Pruning(TechniqueCallback):
 
 
 class QuantizationAwareTraining(TechniqueCallback):
-    """Trains with fake-quantised weights and activations."""
+    """Trains with fake-quantized weights and activations."""
 
 
 class ActivationCompression(TechniqueCallback):

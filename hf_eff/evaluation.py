@@ -90,7 +90,7 @@ _TASKS = {
 
 
 class FolderEvaluator:
-    """Computes a metric of state dicts of one architecture on examples that are read and tokenised once.
+    """Computes a metric of state dicts of one architecture on examples that are read and tokenized once.
 
     Classifiers of texts and images: ``accuracy``, ``f1`` (of class 1 of two, as in GLUE, else the mean over classes),
     ``loss`` (mean cross-entropy). Such models with one output: ``mse`` (or ``loss``), ``mae``, ``pearson``,

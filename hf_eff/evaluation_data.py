@@ -142,7 +142,7 @@ class TextExamples:
             encoded = data.select_columns([name for name in _INPUTS if name in data.column_names]).to_dict()
             limit = max_length or self._longest(None, default=sys.maxsize)
         else:
-            encoded, limit = self._tokenised(
+            encoded, limit = self._tokenized(
                 data, text_columns(data, text, label, file, most=1 if causal else 2), max_length
             )
         inputs = {name: rows for name, rows in encoded.items() if name in _INPUTS}
@@ -159,7 +159,7 @@ class TextExamples:
             for row, goal in zip(rows, wanted, strict=True)
         ]
 
-    def _tokenised(self, data: Any, columns: list[str], max_length: int | None) -> tuple[dict[str, Any], int]:
+    def _tokenized(self, data: Any, columns: list[str], max_length: int | None) -> tuple[dict[str, Any], int]:
         tokenizer = load_from(AutoTokenizer, self._folder, "tokenizer", "data with input_ids")
         limit = max_length or self._longest(tokenizer)
         cut = {} if self._causal else {"truncation": True, "max_length": limit}
@@ -201,7 +201,7 @@ def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empt
             if not fits:
                 rule = f"tokens below {known}" if name == "input_ids" else "as many numbers as tokens"
                 got = f"{values!r:.80} in row {number}"
-                raise refused(f"have a list of {rule} as {name} in each row", got, file, "tokenise it for this model")
+                raise refused(f"have a list of {rule} as {name} in each row", got, file, "tokenize it for this model")
 
 
 def _windows(row: Mapping[str, list[int]], limit: int) -> Iterator[dict[str, Any]]:

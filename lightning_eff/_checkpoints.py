@@ -30,7 +30,7 @@ from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.front_ends.wrapped_method import Wrapped
 
 _BAKED_ALONE = "eff_baked_names"
-"""Names that only baked weights of a factorised layer have."""
+"""Names that only baked weights of a factorized layer have."""
 
 
 def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ class Saving:
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
         module = self._trainer.lightning_module
-        # Before weights are loaded: the checkpoint's adapters and quantisers must exist for its keys to fit.
+        # Before weights are loaded: the checkpoint's adapters and quantizers must exist for its keys to fit.
         fit_to(self._session, checkpoint.get(_STATE_KEY, {}), run_environment(self._trainer, module))
         restore_raw(module, checkpoint)
 

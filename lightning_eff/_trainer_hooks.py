@@ -353,7 +353,7 @@ class EffCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore a plain model after an interruption, but let other callbacks save the run first."""
         if self.session is not None:
-            # An interrupted validation has swapped weights or quantisers in: swap them out first.
+            # An interrupted validation has swapped weights or quantizers in: swap them out first.
             self.session.swaps.leave_evaluation()
         # Other callbacks save on exceptions (OnExceptionCheckpoint): detach after the last of them, so that they save
         # a model with state.

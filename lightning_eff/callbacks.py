@@ -47,7 +47,7 @@ class Pruning(TechniqueCallback):
 
 
 class QuantizationAwareTraining(TechniqueCallback):
-    """Trains with fake-quantised weights and activations, so that the weights tolerate quantisation."""
+    """Trains with fake-quantized weights and activations, so that the weights tolerate quantization."""
 
 
 class ActivationCompression(TechniqueCallback):

@@ -110,7 +110,7 @@ def story(own_data, tmp_path_factory):
         for split in ("train", "test"):
             table(texts / f"{split}.csv", [("apple pear plum cherry " * 8,)] * 99, ["text"])
         patch.setattr(quickstart_report, "MEMORY", (*quickstart_report.MEMORY, "--length=16", f"--dataset={texts}"))
-        return root, quickstart.main([*own_data, *SHORT, "--labelled=12", f"--output_dir={root}"])
+        return root, quickstart.main([*own_data, *SHORT, "--labeled=12", f"--output_dir={root}"])
 
 
 @pytest.mark.slow
@@ -217,11 +217,11 @@ def test_the_readme_shows_what_the_page_of_seeds_holds():
 
 
 def test_labels_that_are_not_kept_teach_only_without(own_data):
-    script, training = quickstart.parse([*own_data, *SHORT, "--labelled=5"])
+    script, training = quickstart.parse([*own_data, *SHORT, "--labeled=5"])
     texts = quickstart.prepare(script)[1]["train"]
     kept = quickstart.training_texts(script, training, texts)
     assert len(kept) == 5
-    training.distill_unlabelled_field = "bare"
+    training.distill_unlabeled_field = "bare"
     told = quickstart.training_texts(script, training, texts)
     assert len(told) == len(texts)
     assert [row["input_ids"] for row in told if not row["bare"]] == list(kept["input_ids"])
@@ -281,7 +281,7 @@ def test_json_is_read_as_a_list_and_as_lines(tmp_path):
     (["--model_size=huge"], "invalid choice"),
     (["--distill_teacher=./no/such/teacher"], "teacher must be an existing folder"),
     (["--model_name_or_path=./no/such/model"], "--model_name_or_path must be"),
-    (["--prune_sparsity=0.5", "--labelled=1000"], r"--labelled must be in \[1, 32\], got 1000"),
+    (["--prune_sparsity=0.5", "--labeled=1000"], r"--labeled must be in \[1, 32\], got 1000"),
     (["--vocab_size=3"], "--vocab_size at least 300"),
 ])  # fmt: skip
 def test_bad_input_is_one_error(own_data, tmp_path, flags, message):

@@ -72,7 +72,7 @@ def onnx(file: str) -> Callable[..., list[Tensor]]:
 
 
 def peer_static(source: str, file: str, batches: list[Any]) -> None:
-    """Write what onnxruntime's own static quantiser makes of a float file: per channel, QDQ, after its preparation."""
+    """Write what onnxruntime's own static quantizer makes of a float file: per channel, QDQ, after its preparation."""
     if (MADE / file).exists():
         return
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
@@ -99,7 +99,7 @@ def peer_static(source: str, file: str, batches: list[Any]) -> None:
 
 
 def peer_lstm(source: str, file: str) -> None:
-    """Write a file whose LSTM layers onnxruntime's dynamic quantiser has put into an operator of its own."""
+    """Write a file whose LSTM layers onnxruntime's dynamic quantizer has put into an operator of its own."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(
@@ -121,7 +121,7 @@ def timed(files: dict[str, str], *inputs: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def int8(model: str, calibration: str, out: str, options: str = "") -> str:
-    """Quantise a model to static int8 and export it, by two commands; return the file's name."""
+    """Quantize a model to static int8 and export it, by two commands; return the file's name."""
     eff(f"quantize models:{model} --scheme int8 --calibration models:{calibration}{options} --out made/{out}")
     eff(f"export models:{model} --weights made/{out} --out made/{out}.onnx")
     return f"{out}.onnx"
@@ -138,7 +138,7 @@ def right(call: Callable[..., Any], count: int = TEST) -> dict[str, Any]:
 
 
 def pitch() -> dict[str, Any]:
-    """Static int8 of CREPE tiny: two commands beside onnxruntime's quantiser, on the same float weights and batches."""
+    """Static int8 of CREPE tiny: two commands beside onnxruntime's quantizer, on the same float weights and batches."""
     eff("export models:crepe_tiny --out made/crepe-tiny.onnx")
     ours = int8("crepe_tiny", "pitch_calibration", "crepe-int8")
     files = {"float": "crepe-tiny.onnx", "ours": ours, "peer": "crepe-peer.onnx"}
@@ -226,7 +226,7 @@ def halved() -> dict[str, Any]:
 
 
 def voices() -> dict[str, Any]:
-    """Quantised LSTM of the speaker encoder, as files, beside torch's and onnxruntime's dynamic quantisation."""
+    """Quantized LSTM of the speaker encoder, as files, beside torch's and onnxruntime's dynamic quantization."""
     model, _ = models.voice_encoder()
     mel, who = models.utterances()
     eff("export models:voice_encoder --out made/voice.onnx")
@@ -260,7 +260,7 @@ def voices() -> dict[str, Any]:
 
 
 def detector() -> dict[str, Any]:
-    """Static int8 of Silero VAD, its transform left in float or not, beside onnxruntime's quantiser."""
+    """Static int8 of Silero VAD, its transform left in float or not, beside onnxruntime's quantizer."""
     eff("export models:silero --out made/silero.onnx")
     files = {
         "float": "silero.onnx",
@@ -283,7 +283,7 @@ def detector() -> dict[str, Any]:
 
 
 def lines() -> dict[str, Any]:
-    """Static int8 of EasyOCR's reader of lines, its LSTM too or in float, beside onnxruntime's quantisers."""
+    """Static int8 of EasyOCR's reader of lines, its LSTM too or in float, beside onnxruntime's quantizers."""
     eff("export models:reader --out made/reader.onnx")
     files = {
         "float": "reader.onnx",

@@ -72,7 +72,7 @@ def speech(sentence: str, voice: str) -> np.ndarray:
 
 
 def tones(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return frames of a harmonic sound in noise ``(count, 1024)``, normalised as CREPE wants them, and their pitch.
+    """Return frames of a harmonic sound in noise ``(count, 1024)``, normalized as CREPE wants them, and their pitch.
 
     Pitch is even in log frequency from 50 to 1,000 Hz, up to 40 harmonics fall off by 3 to 12 dB an octave under two
     formants, and noise is 0 to 30 dB below; the pitch glides by up to 2 % in a frame, the truth is that of its middle.
@@ -115,10 +115,10 @@ def scenes(count: int, generator: torch.Generator, frame: int = 512) -> Iterator
         frames = clean[: len(clean) // frame * frame].reshape(-1, frame)
         power = np.sqrt((frames**2).mean(1))
         spoken = power > power.max() * 0.01
-        colour = draw.uniform(0, 0.95)  # white to brownish
+        color = draw.uniform(0, 0.95)  # white to brownish
         noise = draw.standard_normal(len(clean)).astype(np.float32)
         from scipy.signal import lfilter
 
-        noise = lfilter([1.0], [1.0, -colour], noise)
+        noise = lfilter([1.0], [1.0, -color], noise)
         noise *= power[spoken].mean() / noise.std() * 10 ** (-draw.uniform(0, 15) / 20)
         yield torch.tensor(clean + noise, dtype=torch.float32), torch.tensor(spoken)

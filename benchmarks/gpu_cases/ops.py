@@ -1,4 +1,4 @@
-"""The operations that `make bench-gpu` and `speed/ops.py` measure: what quantised and pruned training does every step.
+"""The operations that `make bench-gpu` and `speed/ops.py` measure: what quantized and pruned training does every step.
 
 Peers are what one would write in torch, the same under torch.compile, torch's own operators, and torchao's.
 """
@@ -69,7 +69,7 @@ def per_tensor(at: At) -> Case:
 
     peers = {"eager": plain, **at.compiled("compiled", plain), "torch.fake_quantize_per_tensor_affine": torch_own}
     return Case(
-        f"fake quantisation int8, one scale, forward and backward, {shape_of(x)}",
+        f"fake quantization int8, one scale, forward and backward, {shape_of(x)}",
         both(ours, x, grad=grad),
         {name: both(peer, x, grad=grad) for name, peer in peers.items()},
         moved=10 * x.numel(),
@@ -92,7 +92,7 @@ def per_channel(at: At) -> Case:
         **at.compiled("torchao compiled", torchao),
     }
     return Case(
-        f"fake quantisation int8, a scale a channel from its maximum, forward and backward, {shape_of(weight)}",
+        f"fake quantization int8, a scale a channel from its maximum, forward and backward, {shape_of(weight)}",
         both(lambda w: fake_quantize_symmetric(w, 0, 127), weight, grad=grad),
         {name: both(peer, weight, grad=grad) for name, peer in peers.items()},
         moved=4 * weight.numel(),
@@ -118,7 +118,7 @@ def per_group(at: At) -> Case:
         **at.compiled("torchao compiled", torchao),
     }
     return Case(
-        f"fake quantisation int4 in groups of 32, forward and backward, {shape_of(weight)}",
+        f"fake quantization int4 in groups of 32, forward and backward, {shape_of(weight)}",
         both(lambda w: fake_quantize_groups(w, 32, 4, symmetric=True), weight, grad=grad),
         {name: both(peer, weight, grad=grad) for name, peer in peers.items()},
         moved=4 * weight.numel(),
@@ -146,7 +146,7 @@ def per_token_fp8(at: At) -> Case:
         **at.compiled("torchao compiled", torchao),
     }
     return Case(
-        f"fake quantisation e4m3, a scale a token, forward and backward, {shape_of(x)}",
+        f"fake quantization e4m3, a scale a token, forward and backward, {shape_of(x)}",
         both(lambda x: fake_quantize_fp8(x, E4M3, 0), x, grad=grad),
         {name: both(peer, x, grad=grad) for name, peer in peers.items()},
         moved=4 * x.numel(),

@@ -2,7 +2,7 @@
 
 As in the paper: a teacher of two hidden layers of 1200 with dropout, the length of each unit's incoming weights bounded
 and images jittered by up to two pixels; students of two hidden layers of 800, whose images stay as they are and which
-nothing but the teacher, at a temperature of 20, regularises; transfer sets without 3s and of 7s and 8s alone, after
+nothing but the teacher, at a temperature of 20, regularizes; transfer sets without 3s and of 7s and 8s alone, after
 which the biases of 3, or of 7 and 8, are moved to what is best on the test images. There is one teacher; it runs once
 over the training images, and its outputs are kept. The paper does not say how labels and teacher are weighed: here by
 0.1 and 0.9, of some digits the teacher alone. Students of a seed have the same start, batches, steps and rates; batch

@@ -1,8 +1,8 @@
 """Winning tickets of LeNet-300-100 on MNIST (Frankle and Carbin 2019, arXiv:1803.03635, figures 3 and 4, appendix G).
 
-As in the paper: Glorot's normal initialisation, Adam at 1.2e-3, batches of 60, 55,000 images to train and 5,000 to
+As in the paper: Glorot's normal initialization, Adam at 1.2e-3, batches of 60, 55,000 images to train and 5,000 to
 validate, validated every 100 iterations; 20 % of what is left of the hidden layers and 10 % of the output layer pruned
-a round, rewinding to the initialisation; accuracy on the 10,000 test images at the iteration of the smallest validation
+a round, rewinding to the initialization; accuracy on the 10,000 test images at the iteration of the smallest validation
 loss. The paper trains for 50,000 iterations and shows 15,000, which is what is trained here.
 """
 
@@ -26,7 +26,7 @@ Found = list[dict[str, Any]]
 def run(
     seed: int, data: tuple[Batch, Batch], iterations: int, rounds: int, controlled: int, rate: float
 ) -> dict[str, Any]:
-    """Return what `seed_run` tells of a search on MNIST, with a re-initialised ticket in one round."""
+    """Return what `seed_run` tells of a search on MNIST, with a re-initialized ticket in one round."""
     (images, labels), test = data
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     held_out, kept = order[: len(order) // 12], order[len(order) // 12 :]
@@ -83,8 +83,8 @@ def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Publishe
                   reaches(gain, 0.3)),
         Published(f"ticket of {left[early]}: early stopping comes earlier by", "38 %", f"{spread(sooner, 0)} %",
                   told(found, early), reaches(sooner, 38)),
-        Published(f"ticket of {left[early]} beside its re-initialisation: smallest loss is reached sooner by",
-                  "2.51 times", f"{spread(faster, 2)} times", f"re-initialised: {told(found, control)}",
+        Published(f"ticket of {left[early]} beside its re-initialization: smallest loss is reached sooner by",
+                  "2.51 times", f"{spread(faster, 2)} times", f"re-initialized: {told(found, control)}",
                   reaches(faster, 2.51)),
         Published("the same: points above it", "0.5", spread(over, 2), met=reaches(over, 0.5)),
         exact_row(found, BEST),

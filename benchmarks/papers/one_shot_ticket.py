@@ -32,9 +32,9 @@ def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Publishe
                   reaches(gain, 0)),
         Published(f"ticket of {left}: early stopping comes earlier by", "above 0 %", f"{spread(sooner, 0)} %",
                   f"it reaches the dense net's smallest loss at iteration {mean(reached):.0f}", reaches(sooner, 0)),
-        Published(f"ticket of {left} beside its re-initialisation: points above it; early stopping earlier by",
+        Published(f"ticket of {left} beside its re-initialization: points above it; early stopping earlier by",
                   "above 0; above 0 %", f"{spread(over, 2)}; {spread(before, 0)} %",
-                  f"re-initialised: {told(found, control)}", reaches(over, 0) and reaches(before, 0)),
+                  f"re-initialized: {told(found, control)}", reaches(over, 0) and reaches(before, 0)),
         exact_row(found, 1),
     ]  # fmt: skip
 

@@ -27,7 +27,7 @@ from shared_core import Recipe, Session
 SEEDS, BATCH, LEARNING_RATE = range(4), 64, 2e-3
 STEPS, TEACHER_STEPS, SMALL_STEPS = 1500, 2500, 3000
 AUGMENTATIONS = COPIES = 6
-LABELLED, WIDTH, SMALL = 250, 64, (30, 12)
+Labeled, WIDTH, SMALL = 250, 64, (30, 12)
 TRANSFER = {"no 3": ([0, 1, 2, 4, 5, 6, 7, 8, 9], [3]), "only 7 and 8": ([7, 8], [7, 8])}
 """The digits that the student sees, and those whose biases are moved."""
 TRANSFER_TEMPERATURE, TEMPERATURES = 8.0, (1.0, 2.0, 4.0, 8.0)
@@ -92,10 +92,10 @@ class Experiment:
             "fixed on 3": right(fixed[three], labels[three]),
         }
 
-    def few_labels(self, temperature: float | None, images: int, labelled: int, anew: bool) -> dict[str, Any]:
-        """Return the accuracy of a student with so many of the images, so many of them labelled."""
+    def few_labels(self, temperature: float | None, images: int, labeled: int, anew: bool) -> dict[str, Any]:
+        """Return the accuracy of a student with so many of the images, so many of them labeled."""
         labels = self.train[1][:images].clone()
-        labels[labelled:] = -100
+        labels[labeled:] = -100
         data = self.train[0][:images], labels
         if not anew:
             generator = torch.Generator().manual_seed(self.seed)
@@ -148,12 +148,12 @@ def plan() -> dict[str, tuple[str, tuple[Any, ...]]]:
             found[named(name, temperature)] = "transfer", (name, temperature)
     every = len(digits(0)[0][0])
     for temperature in (None, *TEMPERATURES):
-        found[named("few", temperature)] = "few_labels", (temperature, LABELLED, LABELLED, False)
-    for regime, anew in (("unlabelled", False), ("unlabelled, anew", True)):
-        found[named(regime, JUDGED)] = "few_labels", (JUDGED, every, LABELLED, anew)
+        found[named("few", temperature)] = "few_labels", (temperature, Labeled, Labeled, False)
+    for regime, anew in (("unlabeled", False), ("unlabeled, anew", True)):
+        found[named(regime, JUDGED)] = "few_labels", (JUDGED, every, Labeled, anew)
     found["all labels"] = "few_labels", (None, every, every, False)
     for temperature in (None, JUDGED):
-        found[named("few, anew", temperature)] = "few_labels", (temperature, LABELLED, LABELLED, True)
+        found[named("few, anew", temperature)] = "few_labels", (temperature, Labeled, Labeled, True)
     for width in SMALL:
         for temperature in (None, 2.0, JUDGED):
             found[named(f"width {width}", temperature)] = "small", (width, temperature)
@@ -220,7 +220,7 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
         for name, (method, arguments) in plan().items():
             run = lambda made=made, method=method, arguments=arguments: getattr(made(), method)(*arguments)  # noqa: E731
             found[name].append(runs.of(f"{name}, seed {seed}", run))
-    few, unlabelled = named("few", None), named("unlabelled", JUDGED)
+    few, unlabeled = named("few", None), named("unlabeled", JUDGED)
     judged = named("few", JUDGED)
     rows = [
         Row(
@@ -232,7 +232,7 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
     ]
     rows += [
         Row(
-            f"784-{WIDTH}-10, {LABELLED} labels; in brackets here and below: points gained, seed by seed",
+            f"784-{WIDTH}-10, {Labeled} labels; in brackets here and below: points gained, seed by seed",
             told(found, [few], few),
             "75.31 ± 1.0",
         ),
@@ -244,18 +244,18 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
             met=mean(gains(found, judged, few)) >= 3.0,
         ),
         Row(
-            "the teacher on 947 unlabelled images as well; all 1197 labels and no teacher",
-            told(found, [unlabelled, "all labels"], few),
+            "the teacher on 947 unlabeled images as well; all 1197 labels and no teacher",
+            told(found, [unlabeled, "all labels"], few),
             "83.55 ± 0.83 (+8.24 ± 1.5), 83.56",
             target=">= +6.0",
-            met=mean(gains(found, unlabelled, few)) >= 6.0,
+            met=mean(gains(found, unlabeled, few)) >= 6.0,
         ),
     ]
     anew = named("few, anew", None)
     rows.append(
         Row(
-            f"images augmented anew in every batch: {LABELLED} labels; with the teacher; on the unlabelled images too",
-            told(found, [anew, named("few, anew", JUDGED), named("unlabelled, anew", JUDGED)], anew),
+            f"images augmented anew in every batch: {Labeled} labels; with the teacher; on the unlabeled images too",
+            told(found, [anew, named("few, anew", JUDGED), named("unlabeled, anew", JUDGED)], anew),
         )
     )
     for width, prototype in zip(SMALL, ("82.4; 82.4 to 82.7", "75.5; 74.7 to 77.9"), strict=True):

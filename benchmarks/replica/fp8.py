@@ -40,7 +40,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {"hfp8": {"loss_scale": {"kind": "dynami
 
 
 class Block(nn.Module):
-    """Attention over the past, then two layers, each after a normalisation and added to what came in."""
+    """Attention over the past, then two layers, each after a normalization and added to what came in."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

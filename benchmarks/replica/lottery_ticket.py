@@ -1,7 +1,7 @@
 """Winning lottery tickets of LeNet-300-100 (Frankle and Carbin 2019, arXiv:1803.03635), found by `LotterySearch`.
 
 As in the paper: Adam, batches of 60, 20 % of what is left of the hidden layers and 10 % of the output layer pruned a
-round, rewinding to the initialisation; the iteration of the smallest validation loss is where early stopping would end,
+round, rewinding to the initialization; the iteration of the smallest validation loss is where early stopping would end,
 and accuracy is told there, on the test images. Every run of a seed sees the same batches; the controls are trained at
 one sparsity. For few iterations, most rows train at 2e-3 instead of 1.2e-3, on images that are augmented anew for every
 batch. With such images the validation loss falls as long as anyone trains, and its minimum says where training was cut
@@ -113,7 +113,7 @@ class Experiment:
         optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True)
         session.begin([optimizer], total_steps=len(self.batches), clips_gradients=False)
         if recipe["lottery"].to_dict()["control"] == "none":
-            self.rewound.append(is_initialisation(model, self.build()))
+            self.rewound.append(is_initialization(model, self.build()))
         smallest, at_smallest = math.inf, model
         for step, (images, labels) in enumerate(self.batches, 1):
             F.cross_entropy(model(images), labels).backward()
@@ -133,7 +133,7 @@ class Experiment:
         self.stopped[Path(recipe["lottery"].to_dict()["out"]).name] = 100 * right
 
 
-def is_initialisation(model: nn.Module, initial: nn.Module) -> bool:
+def is_initialization(model: nn.Module, initial: nn.Module) -> bool:
     """Return whether every parameter has its initial bits, or is +0.0 where it was pruned."""
     pairs = zip(model.parameters(), initial.parameters(), strict=True)
     return all(bool(((now.view(torch.int32) == then.view(torch.int32)) | (now.view(torch.int32) == 0)).all())

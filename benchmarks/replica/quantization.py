@@ -1,6 +1,6 @@
-"""LeNet-300-100 quantised after and in training, and two deep networks with bits chosen by the Hessian's trace.
+"""LeNet-300-100 quantized after and in training, and two deep networks with bits chosen by the Hessian's trace.
 
-All three layers are quantised, the first and the last too: weights per output channel, inputs per tensor. Quantised
+All three layers are quantized, the first and the last too: weights per output channel, inputs per tensor. Quantized
 after training with the ranges of minimum and maximum or of least squared error; trained with the straight-through
 estimator (STE) and with LSQ (Esser et al. 2020, arXiv:1902.08153). STE has LSQ's codes and LSQ's scales at the start
 and leaves them there, so that what differs is the gradient of the scale. The second part follows HAWQ-V2 (Dong et al.

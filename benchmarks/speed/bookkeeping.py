@@ -175,7 +175,7 @@ def arithmetic(key: str) -> Callable[[], object]:
     and those that exist for lists (``torch._foreach_*``) a third of that. Bookkeeping is the rest: to find the tensors,
     to see what changed about them since the last step, to put them in lists, and the frame's own calls.
 
-    What runs inside the layers' forward and backward (fake quantisation, casts, the packing of saved tensors) is no
+    What runs inside the layers' forward and backward (fake quantization, casts, the packing of saved tensors) is no
     verb and in neither: the benchmarks of those techniques measure it in whole steps.
     """
     tensors = [block.linear.weight.detach().clone() for block in network()]

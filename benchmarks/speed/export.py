@@ -147,7 +147,7 @@ def open_length(width: int, rounds: int) -> Row:
 
 
 class _Batches:
-    """Calibration batches as onnxruntime's quantiser reads them."""
+    """Calibration batches as onnxruntime's quantizer reads them."""
 
     def __init__(self, *batches: dict[str, Any]) -> None:
         self.left = list(batches)
@@ -157,7 +157,7 @@ class _Batches:
 
 
 def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
-    """Return rows of a BERT: int8 by `export_onnx` beside onnxruntime's own quantisers of the float file."""
+    """Return rows of a BERT: int8 by `export_onnx` beside onnxruntime's own quantizers of the float file."""
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
@@ -179,7 +179,7 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
         )
         program.save(files["float"])
         plain = onnx.load(files["float"])
-        del plain.graph.value_info[:]  # of torch 2.13, which onnxruntime's quantiser finds to be wrong
+        del plain.graph.value_info[:]  # of torch 2.13, which onnxruntime's quantizer finds to be wrong
         onnx.save(plain, files["float"])
         calibration = _Batches({name: value.numpy() for name, value in texts(2).items()})
         options: Any = {"per_channel": True, "weight_type": QuantType.QInt8}

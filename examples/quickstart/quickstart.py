@@ -94,10 +94,10 @@ class ScriptArguments:
     test_file: str | None = field(default=None, metadata={"help": "CSV or JSON to report accuracy on."})
     text_column: str = field(default="text", metadata={"help": "Column of the texts."})
     label_column: str = field(default="label", metadata={"help": "Column of the labels."})
-    labelled: int | None = field(
+    labeled: int | None = field(
         default=None,
         metadata={
-            "help": "Labels to keep, drawn by --seed. The other texts are left out, or with --distill_unlabelled_field "
+            "help": "Labels to keep, drawn by --seed. The other texts are left out, or with --distill_unlabeled_field "
             "teach without labels."
         },
     )
@@ -165,7 +165,7 @@ def make_model(script: ScriptArguments, tokenizer: Any, labels: list[str]) -> An
         attention_probs_dropout_prob=0.0,
     )
     # BERT's 0.02 suits matrices of width 768; narrow ones need the usual 1/sqrt(width). Its embeddings stay at 0.02:
-    # LayerNorm follows them, and those that start small turn faster, which generalises better from so few texts.
+    # LayerNorm follows them, and those that start small turn faster, which generalizes better from so few texts.
     config.initializer_range = config.hidden_size**-0.5
     model = BertForSequenceClassification(config)
     for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
@@ -175,14 +175,14 @@ def make_model(script: ScriptArguments, tokenizer: Any, labels: list[str]) -> An
 
 def training_texts(script: ScriptArguments, training: Any, texts: Any) -> Any:
     """Return the texts to train on: all, those with a label, or all with a column that tells which have none."""
-    if script.labelled is None:
+    if script.labeled is None:
         return texts
-    if not 0 < script.labelled <= len(texts):
-        raise ConfigError(f"flags: --labelled must be in [1, {len(texts)}], got {script.labelled}")
-    kept = set(random.Random(training.seed).sample(range(len(texts)), script.labelled))
-    if training.distill_unlabelled_field is None:
+    if not 0 < script.labeled <= len(texts):
+        raise ConfigError(f"flags: --labeled must be in [1, {len(texts)}], got {script.labeled}")
+    kept = set(random.Random(training.seed).sample(range(len(texts)), script.labeled))
+    if training.distill_unlabeled_field is None:
         return texts.select(sorted(kept))
-    return texts.add_column(training.distill_unlabelled_field, [index not in kept for index in range(len(texts))])
+    return texts.add_column(training.distill_unlabeled_field, [index not in kept for index in range(len(texts))])
 
 
 def train(script: ScriptArguments, training: Any, data: tuple[Any, Any, list[str]]) -> dict[str, Any]:
@@ -230,9 +230,9 @@ def fresh(folder: Path) -> Path:
 def story(argv: Sequence[str], script: ScriptArguments, training: Any, data: Any) -> list[dict[str, Any]]:
     """Train the teacher and the student, then add one flag or command a row; return the rows."""
     root = Path(training.output_dir)
-    few = ["--labelled", str(script.labelled or LABELS)]
+    few = ["--labeled", str(script.labeled or LABELS)]
     taught = [*few, "--distill_teacher", script.teacher or str(root / "teacher")]
-    taught += ["--distill_unlabelled_field", "unlabelled", "--distill_alpha", "0.1"]
+    taught += ["--distill_unlabeled_field", "unlabeled", "--distill_alpha", "0.1"]
 
     def run(name: str, *flags: str, added: str = "") -> dict[str, Any]:
         line = [*flags, *argv, "--output_dir", str(root / name)]

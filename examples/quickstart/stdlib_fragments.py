@@ -1,4 +1,4 @@
-"""Real data that is on every machine: fragments of Python's own standard library, labelled with their package.
+"""Real data that is on every machine: fragments of Python's own standard library, labeled with their package.
 
 A fragment is eight consecutive lines of a file, blank and trivial ones dropped. Files, not fragments, are dealt to the
 three splits, so that no file is on two sides. Nothing is downloaded, and the same Python gives the same data.
@@ -38,7 +38,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Fragments:
-    """The labelled fragments of each split, and the package that each label names."""
+    """The labeled fragments of each split, and the package that each label names."""
 
     splits: dict[str, list[Fragment]]
     packages: list[str]

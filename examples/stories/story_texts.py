@@ -1,4 +1,4 @@
-"""The stories' labelled texts, tokenizer and classifier, of this machine or of the Hub."""
+"""The stories' labeled texts, tokenizer and classifier, of this machine or of the Hub."""
 
 import argparse
 import math

@@ -11,7 +11,7 @@ from shared_core.front_ends import adapters
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from hf_eff._loss_normalisation import Window
+    from hf_eff._loss_normalization import Window
     from hf_eff._services import TrainerServices
 
 

@@ -1,4 +1,4 @@
-"""Distillation in the Trainer: unlabelled examples and their column, losses of other models, teachers.
+"""Distillation in the Trainer: unlabeled examples and their column, losses of other models, teachers.
 
 A teacher comes from a folder or the Hub, with the class that its config names. Its files must hold every weight.
 """
@@ -49,7 +49,7 @@ class Distillation(Adapter):
         self._window.causal, self._window.term_positions = False, None
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Hide the column that marks unlabelled examples from the model, and clip peers by their own norms."""
+        """Hide the column that marks unlabeled examples from the model, and clip peers by their own norms."""
         return {
             "get_batch_samples": self._batches,
             "_set_signature_columns_if_needed": self._keep_column,
@@ -59,8 +59,8 @@ class Distillation(Adapter):
 
     @property
     def field(self) -> str | None:
-        """The column that marks unlabelled examples, if there is one."""
-        field: str | None = self.technique.config.unlabelled_field
+        """The column that marks unlabeled examples, if there is one."""
+        field: str | None = self.technique.config.unlabeled_field
         return field
 
     def check_data(self) -> None:
@@ -77,7 +77,7 @@ class Distillation(Adapter):
         elif (names := self._trainer.label_names) and "labels" not in names:
             rule = f"none where labels are called {', '.join(names)}, not labels"
         if rule:
-            raise ConfigError("distill", f"unlabelled_field must be {rule}, got {self.field!r}", remedy)
+            raise ConfigError("distill", f"unlabeled_field must be {rule}, got {self.field!r}", remedy)
 
     def _keep_column(self, method: Callable[..., None]) -> None:
         """Add the column to those that the trainer keeps."""
@@ -87,7 +87,7 @@ class Distillation(Adapter):
             columns.append(self.field)
 
     def _prepare(self, method: Callable[..., Any], inputs: Any) -> Any:
-        """Return inputs as the model takes them. In training, labels of unlabelled examples are removed."""
+        """Return inputs as the model takes them. In training, labels of unlabeled examples are removed."""
         inputs = method(inputs)
         if self.field is None or self._trainer.model is None:
             return inputs
@@ -124,7 +124,7 @@ class Distillation(Adapter):
         if prepared["labels"].is_floating_point() and self._trainer.compute_loss_func is None:
             raise ConfigError(
                 "distill",
-                f"unlabelled_field {self.field!r} must come with class indices as labels, or with a compute_loss_func "
+                f"unlabeled_field {self.field!r} must come with class indices as labels, or with a compute_loss_func "
                 f"that ignores NaN labels, got {prepared['labels'].dtype}",
             )
         return {**prepared, self.field: batch[self.field]}
@@ -153,7 +153,7 @@ class Distillation(Adapter):
         output = model(**inputs)
         own = output.get("loss") if isinstance(output, Mapping) else None
         if own is None:
-            return distillation.unlabelled_task(output)
+            return distillation.unlabeled_task(output)
         return own if self._window.divides else own / self._trainer.current_gradient_accumulation_steps
 
     def _clip(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -96,10 +96,10 @@ class DifferentialPrivacy(Adapter):
         return method(model, inputs, *args, **kwargs)
 
     def _weights(self, inputs: Any) -> Tensor | None:
-        trainer, labelled = self._trainer, self._window.labelled(inputs)
-        if labelled is None or labelled.dim() == 0:
+        trainer, labeled = self._trainer, self._window.labeled(inputs)
+        if labeled is None or labeled.dim() == 0:
             return None
-        counts = labelled.reshape(len(labelled), -1).sum(1)
+        counts = labeled.reshape(len(labeled), -1).sum(1)
         total: Tensor | int = counts.sum()
         if not self._window.divides and self._num_items is not None:
             replicas = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1

@@ -25,7 +25,7 @@ _FUSED = "fused_lm_head"
 
 
 class QuantizedHead(Adapter):
-    """Gives such a trainer the quantised input and weight of a fake-quantised output layer."""
+    """Gives such a trainer the quantized input and weight of a fake-quantized output layer."""
 
     key = "qat"
 

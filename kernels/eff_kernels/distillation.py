@@ -114,7 +114,7 @@ def kd_rows_(
 
     Soft: :math:`T^2 D(softmax(t/T), softmax(s/T))`. Hard: :math:`-\log softmax(s)_{label}`. Afterwards `student_logits`
     holds ``soft_weight * d soft/ds + hard_weight * d hard/ds``. Kullback-Leibler, of the teacher from the student:
-    ``T (p_s − p_t)``; any other D: ``T p_s (u − Σ p_s u)`` with ``u = log p_s/p_t``, for the generalised Jensen-Shannon
+    ``T (p_s − p_t)``; any other D: ``T p_s (u − Σ p_s u)`` with ``u = log p_s/p_t``, for the generalized Jensen-Shannon
     ``u = (1 − β) log p_s/m``, ``m = β p_t + (1 − β) p_s``.
 
     Args:
@@ -256,8 +256,8 @@ def kd_rows_torch_(
     # Four (tile, classes) buffers, named a to d below. Each step says which it overwrites.
     scratch = student_logits.new_empty(_SCRATCH, min(size, rows), classes, dtype=dtype)
     if labels is not None:
-        labelled = labels >= 0
-        weights = labelled.to(dtype).mul_(hard_weight)
+        labeled = labels >= 0
+        weights = labeled.to(dtype).mul_(hard_weight)
         labels = labels.clamp(min=0)
     differentiate = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}[divergence]
     for first in range(0, rows, size):
@@ -285,7 +285,7 @@ def kd_rows_torch_(
             # The logits are overwritten last, rounded once from the arithmetic dtype.
             student_logits[here] = grad
     if labels is not None:
-        hard.masked_fill_(~labelled, 0.0)
+        hard.masked_fill_(~labeled, 0.0)
     return soft.mul_(temperature**2), hard
 
 

@@ -117,7 +117,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Scaled:
 
 
 class Source(NamedTuple):
-    """A matrix to be quantised, see `quantize`."""
+    """A matrix to be quantized, see `quantize`."""
 
     x: Tensor
     past: Tensor | None = None
@@ -316,7 +316,7 @@ def check_scaled_mm_constraints(a: Scaled, b: Scaled) -> None:
 def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return ``(Â·B̂ᵀ)·(s_a·s_b)``, accumulated in float32, on hardware without FP8 products.
 
-    If scales change along K, the dequantised values are multiplied.
+    If scales change along K, the dequantized values are multiplied.
 
     Args:
         a: (M, K).

@@ -1,4 +1,4 @@
-"""Compute masks by rank in groups of neighbours, and pack and unpack masks at eight elements per byte."""
+"""Compute masks by rank in groups of neighbors, and pack and unpack masks at eight elements per byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
-    """Return a mask of the `n` largest scores of every `m` neighbours along an axis. Ties go to the lowest index.
+    """Return a mask of the `n` largest scores of every `m` neighbors along an axis. Ties go to the lowest index.
 
     Small groups are ranked by comparing pairs, with 6 comparisons for 2:4, which is several times faster than a
     stable sort of rows of 4.
@@ -27,7 +27,7 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
         scores: Floating point, any shape; `m` divides the axis.
         n: Number of scores to keep per group, from 1 to `m`.
         m: Size of a group.
-        axis: Axis of the neighbours.
+        axis: Axis of the neighbors.
 
     Returns:
         bool of the same shape, contiguous, True = keep. Each group keeps exactly `n`.

@@ -1,4 +1,4 @@
-"""Distillation in a Lightning Trainer: teachers from its files, unlabelled examples, and clipping of peers."""
+"""Distillation in a Lightning Trainer: teachers from its files, unlabeled examples, and clipping of peers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Distillation(Adapter):
         self.technique.one_by_one(lambda: original(*args, **kwargs))
 
     def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Remove labels of unlabelled examples. Lightning passes the batch by position."""
-        if not self.technique.config.unlabelled_field:
+        """Remove labels of unlabeled examples. Lightning passes the batch by position."""
+        if not self.technique.config.unlabeled_field:
             return args
         return self.technique.prepare_batch(args[0]), *args[1:]
 

@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record what it allocated."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # sharded or quantised: called again for the plain tensors inside
+            return NotImplemented  # sharded or quantized: called again for the plain tensors inside
         output = func(*args, **(kwargs or {}))
         given = {_address(value) for value in _plain_tensors((args, kwargs))}
         for value in _plain_tensors(output):

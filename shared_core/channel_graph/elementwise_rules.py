@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from shared_core.channel_graph import graph as constants
 from shared_core.channel_graph.graph import (
     FIXED,
-    Normalised,
+    Normalized,
     Role,
     Tracer,
     Tracked,
@@ -139,7 +139,7 @@ def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 @rule("constant_pad_nd")
 def pad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
-    """Return the labels of a padded tensor. Padding along a labelled dim fixes its size."""
+    """Return the labels of a padded tensor. Padding along a labeled dim fixes its size."""
     source = tracer.get(args[0]) or Tracked()
     # Padding adds positions without an id, so the size would be the old one plus the padding.
     labels = _resized(tracer, source.labels, out.shape, "it is padded to a fixed size in")
@@ -301,7 +301,7 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 @rule("sum", "mean", "linalg_vector_norm", "norm", "amax", "amin", "var", "std", "var_mean", "logsumexp", "prod")
 def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return labels over the remaining dims. A sum over labelled positions needs removed ones to be zero."""
+    """Return labels over the remaining dims. A sum over labeled positions needs removed ones to be zero."""
     source = tracer.get(args[0]) or Tracked()
     name = func._schema.name.removeprefix("aten::")
     if isinstance(out, tuple):
@@ -338,7 +338,7 @@ def reduce_label(tracer: Tracer, label: Tensor, dims: tuple[int, ...], value: Te
     elif name in ("mean", "rms", "layer"):
         _summed(tracer, label, value)
         # A mean divides by the number of positions. Whoever removes some must rescale.
-        tracer.norms.append(Normalised(name, tracer.here(), core(label), dims))
+        tracer.norms.append(Normalized(name, tracer.here(), core(label), dims))
     else:
         tracer.positions.pin(label, f"{name} in {tracer.here()} needs all of it")
 
@@ -419,7 +419,7 @@ def batch_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
 def layer_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tracked:
-    """Return the labels, united with the parameters. If a labelled dim is normalised over, record the norm."""
+    """Return the labels, united with the parameters. If a labeled dim is normalized over, record the norm."""
     tensor, shape = args[:2]
     is_rms = "rms" in func._schema.name
     weight, bias = (args[2] if len(args) > 2 else None), (None if is_rms else args[3])
@@ -433,7 +433,7 @@ def layer_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if isinstance(weight, Tensor):
         restrict(tracer, source.labels, weight.expand(tensor.shape), operands[1])
     for label in source.labels:
-        # Normalised over labelled positions: removing some changes the mean and variance of the others.
+        # Normalized over labeled positions: removing some changes the mean and variance of the others.
         over = tuple(dim for dim in varying_dims(label) if dim in dims)
         if over:
             reduce_label(tracer, label, over, source.value, "rms" if is_rms else "layer")
@@ -457,12 +457,12 @@ def group_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
         operands.append([label.reshape(shape).expand(tensor.shape) for label in _parameter(tracer, item, Role.NORM)])
     for label in source.labels:
         if varying_dims(label) != (1,):
-            tracer.positions.pin(label, f"{tracer.here()} normalises over it")
+            tracer.positions.pin(label, f"{tracer.here()} normalizes over it")
             continue
         # (groups, channels per group): each group has its own statistics, so it is removed whole or not at all.
         channels = along(label, 1).reshape(groups, -1)
         if groups == 1:
-            tracer.positions.pin(label, f"{tracer.here()} normalises over all of it")
+            tracer.positions.pin(label, f"{tracer.here()} normalizes over all of it")
         else:
             tracer.positions.unite(channels, channels[:, :1])
     value = _affine(tracer, weight, bias, shape)

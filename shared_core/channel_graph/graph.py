@@ -251,8 +251,8 @@ class Tracked:
 
 
 @dataclass(frozen=True)
-class Normalised:
-    """A norm over labelled positions. Narrowing `label` along `dims` changes its divisor."""
+class Normalized:
+    """A norm over labeled positions. Narrowing `label` along `dims` changes its divisor."""
 
     kind: str
     module: str
@@ -294,7 +294,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constant_of: NDArray[np.float64] = np.zeros(self.positions.count)
         """Constant values at positions that are summed over, NaN where unknown."""
         self.is_summed = np.zeros(self.positions.count, dtype=bool)
-        self.norms: list[Normalised] = []
+        self.norms: list[Normalized] = []
         self.module_names: list[str] = [""]
         self._viewed: set[int] = set()
         self.inputs: set[int] = set()

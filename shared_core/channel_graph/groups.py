@@ -219,7 +219,7 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
             # A whole axis in one unit: removing it would leave an empty tensor.
             if len(members) == axis.size:
                 reasons.setdefault(int(root), "all of it is one unit")
-    wide = _normalised(tracer, components)
+    wide = _normalized(tracer, components)
     alike: dict[tuple[Any, ...], list[_Unit]] = defaultdict(list)
     for root in sorted(units):
         # Units of one group have equally many positions in the same axes, and the same reason to stay. They are
@@ -265,7 +265,7 @@ def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
     return slices
 
 
-def _normalised(tracer: Tracer, components: Ids) -> set[int]:
+def _normalized(tracer: Tracer, components: Ids) -> set[int]:
     """Return the components that norms divide by."""
     return {int(root) for norm in tracer.norms for root in np.unique(components[norm.label.reshape(-1).numpy()])}
 

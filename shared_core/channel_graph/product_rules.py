@@ -120,7 +120,7 @@ def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None
     here = tracer.here()
     firsts = [label for label in found[0].labels if columns in varying_dims(label)]
     seconds = [label for label in found[1].labels if rows in varying_dims(label)]
-    # Only one side is labelled along the sum. The other side has a fixed size, so no single position can be removed.
+    # Only one side is labeled along the sum. The other side has a fixed size, so no single position can be removed.
     if not firsts or not seconds:
         if any(map(tracer.takes_zeros, found)):
             return

@@ -39,7 +39,7 @@ _NOT_LINEAR = {
     "arrow_config": "Arrow routes between adapters",
     "target_parameters": "adapters of stacked experts are not supported",
 }
-# These initialise A and B at random or from data. All others (PiSSA, OLoRA, CorDA, LoftQ, ...) also change the base
+# These initialize A and B at random or from data. All others (PiSSA, OLoRA, CorDA, LoftQ, ...) also change the base
 # weight, by an amount that depends on the rank.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 # Fields that may differ: the algebra handles them, or they don't change the function.

@@ -150,7 +150,7 @@ def _weights_of(content: Mapping[str, Any], path: Path) -> Mapping[str, Tensor]:
     if key is None:
         return content
     weights = content[key]
-    # A checkpoint of quantised weights holds the rounded ones. Averages need the latent ones, so use those.
+    # A checkpoint of quantized weights holds the rounded ones. Averages need the latent ones, so use those.
     raw = state_dict_in(content.get(RAW_KEY, {}), path)
     return {key: raw.get(key, value) for key, value in weights.items()}
 

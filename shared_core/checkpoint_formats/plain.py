@@ -42,7 +42,7 @@ class PlainKeys:
         """
         lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
         if lazy:
-            rule = f"lazy layers are not initialised: {', '.join(lazy[:5])}"
+            rule = f"lazy layers are not initialized: {', '.join(lazy[:5])}"
             raise TrainingError("session", rule, "pass a batch through the model first")
         state = model.state_dict()
         # Extra state (`get_extra_state`) may be any object. Only tensors have a shape to check.

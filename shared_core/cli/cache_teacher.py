@@ -37,7 +37,7 @@ class CacheOptions(CommandOptions):
     top_k: int | None = option(None, "Classes to keep per position. Default: 64, or all if an example has one output.")
     dtype: Literal["float16", "float32"] = option("float16", "Format of the log-probabilities.")
     batch_size: int = option(8, "Examples per batch, for a data set.", low=1)
-    labelled: bool = option(False, "Store only positions whose label is not -100.")
+    labeled: bool = option(False, "Store only positions whose label is not -100.")
     fields: str | None = option(None, "Inputs that identify an example, as input_ids,pixel_values. Default: all.")
     vocabulary: int | None = option(None, "Number of classes to use, if the student's vocabulary is smaller.")
     logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
@@ -87,7 +87,7 @@ def cache_teacher(asked: CacheOptions) -> None:
         with bar("batches", is_shown=job.is_main) as advance:
             made = write_teacher_cache(
                 network, batches, out, temperature=asked.temperature, top_k=asked.top_k, dtype=asked.dtype,
-                fields=names, vocabulary=asked.vocabulary, labelled=asked.labelled, logits=asked.logits,
+                fields=names, vocabulary=asked.vocabulary, labeled=asked.labeled, logits=asked.logits,
                 fingerprints=fingerprints, shard_bytes=asked.shard_mb * 2**20, progress=advance, resume=asked.resume,
                 job=job,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`eff export`: write a model as a file or folder for another runtime. Also loads quantised models for commands."""
+"""`eff export`: write a model as a file or folder for another runtime. Also loads quantized models for commands."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ BETWEEN = "between_layers"
 
 
 def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
-    """Return the model for `eff export`, quantising as in training, and example inputs."""
+    """Return the model for `eff export`, quantizing as in training, and example inputs."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
     from shared_core.quantization import apply_ranges
 

@@ -122,7 +122,7 @@ GOALS: dict[Goal, str] = {
     "smaller": "a smaller file: half of the weights zero, the others 16 values a tensor; pack it with eff compress",
     "faster-inference": "int8 integer products after training; convert with eff export",
     "less-memory": "less memory for activations in training, with the same gradients",
-    "better-accuracy": "an average of the weights, which usually generalises better, for one pass a step",
+    "better-accuracy": "an average of the weights, which usually generalizes better, for one pass a step",
     "private": "differential privacy: no single example shows in the trained model",
 }
 _PRUNE: Lines = (

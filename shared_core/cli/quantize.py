@@ -1,4 +1,4 @@
-"""`eff quantize`: quantise a trained model without training."""
+"""`eff quantize`: quantize a trained model without training."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     values["bytes"]["float"] = float_bytes
     _write(asked, result, values, folder, study.data)
     if asked.report is not None:
-        write_page(asked.report, f"Quantisation of {asked.model}", sections(values))
+        write_page(asked.report, f"Quantization of {asked.model}", sections(values))
     if asked.as_json:
         echo(json_text(values))
         return
@@ -179,7 +179,7 @@ def _write(
 
 
 def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig, GptqConfig | None]:
-    """Return (how to quantise, GPTQ's options if it is used)."""
+    """Return (how to quantize, GPTQ's options if it is used)."""
     from shared_core.quantization import BitPlan, QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
     from shared_core.quantization.post_training.quantize import as_config
@@ -195,7 +195,7 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
         options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
     config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
-    told = f"--set must hold options of quantising, got {', '.join(useless)}, which only training has"
+    told = f"--set must hold options of quantizing, got {', '.join(useless)}, which only training has"
     asked.require(not useless, told, "drop it")
     return config, gptq
 
@@ -214,7 +214,7 @@ def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _in_float32(network: nn.Module) -> list[str]:
-    """Convert 16-bit weights to float32, so that quantised values are exact. Return a note if there were any."""
+    """Convert 16-bit weights to float32, so that quantized values are exact. Return a note if there were any."""
     found = {str(value.dtype) for value in network.parameters() if value.is_floating_point() and value.itemsize == 2}
     if not found:
         return []

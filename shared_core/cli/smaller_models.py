@@ -187,7 +187,7 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
             example = made_up_inputs(network, asked.key)
     dense = copy.deepcopy(network)
     quality = {"dense": judge(dense)} if judge else {}  # first, so that a wrong return value shows early
-    with bar("factorising") as advance:
+    with bar("factorizing") as advance:
         done = factorize(network, config, data, loss=run_batch, allow_partial=asked.allow_partial, progress=advance)
     values: dict[str, Any] = {"asked": config.to_dict(), **done.to_dict(), "merged": asked.merged}
     if asked.merged:
@@ -268,7 +268,7 @@ class ShrinkOptions(LossOptions):
     )
     inputs: str | None = option(None, "module:function that returns example inputs; without it a folder's are made up.")
     multiple_of: int = option(1, "Leave a multiple of this many neurons or channels.")
-    allow_inexact: bool = option(False, "Also narrow what layer norms normalise, which is not exact.")
+    allow_inexact: bool = option(False, "Also narrow what layer norms normalize, which is not exact.")
     layers: int | None = option(None, "Layers, of a model cut to sizes.")
     hidden_size: int | None = option(None, "Channels of the residual stream, of a model cut to sizes.")
     intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")

@@ -13,7 +13,7 @@ RUN_ENVIRONMENTS = {
     "fsdp2": "FSDP version 2",
     "efficient_loading": "cpu_ram_efficient_loading of FSDP",
     "lbfgs": "an LBFGS optimizer",
-    "manual_optimization": "Lightning's manual optimisation",
+    "manual_optimization": "Lightning's manual optimization",
     "several_optimizers": "more than one optimizer",
     "data_parallel": "torch.nn.DataParallel",
     "unequal_ranks": "average_tokens_across_devices=False with several processes",

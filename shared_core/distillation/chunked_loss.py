@@ -117,12 +117,12 @@ def checked_rows(
     device: torch.device,
     classes: int,
 ) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return flat labels (-1: no label), the indices of rows that count (None: all), and the number of labelled rows.
+    """Return flat labels (-1: no label), the indices of rows that count (None: all), and the number of labeled rows.
 
     Waits for the device once.
     """
     check_mask(_WHERE, mask, shape)
-    kept, labelled = None if mask is None else mask.to(device).reshape(-1), 0
+    kept, labeled = None if mask is None else mask.to(device).reshape(-1), 0
     if labels is not None:
         if labels.is_floating_point() or labels.dtype == torch.bool or tuple(labels.shape) != shape:
             rule = f"labels must be integers of shape {shape}, one for each row of student_hidden"
@@ -132,7 +132,7 @@ def checked_rows(
         # On a GPU, out-of-range labels would read outside the buffer.
         wrong = ((labels < 0) | (labels >= classes)).logical_and_(~ignored)
         kept = ~ignored if kept is None else kept
-        refused, number, labelled = torch.stack([wrong, kept, kept & ~ignored]).sum(-1).tolist()
+        refused, number, labeled = torch.stack([wrong, kept, kept & ~ignored]).sum(-1).tolist()
         if refused:
             got = "{} to {}".format(*map(int, labels[~ignored].aminmax()))
             raise ConfigError(_WHERE, f"labels must be in 0 to {classes - 1} or {ignore_index}, got {got}")
@@ -141,8 +141,8 @@ def checked_rows(
         number = int(kept.sum())
     # None for all rows: slices of `hidden` are views, but indexing would copy it.
     if kept is None or number == len(kept):
-        return labels, None, labelled
-    return labels, torch.nonzero_static(kept, size=number).squeeze(-1), labelled
+        return labels, None, labeled
+    return labels, torch.nonzero_static(kept, size=number).squeeze(-1), labeled
 
 
 def checked_chunk_rows(
@@ -170,7 +170,7 @@ class ChunkedSums(NamedTuple):
     """The divergence including T², without gradients."""
     hard: Tensor
     """The cross-entropy, without gradients; 0 with alpha 0."""
-    labelled: Tensor
+    labeled: Tensor
     """Number of rows that count and have a label, int64."""
 
 
@@ -221,7 +221,7 @@ def chunked_kd_loss(
         chunk_rows: At most twice this many rows of logits exist at a time, including the teacher's and scratch. None:
             as many as fit into `budget_mib`.
         mask: ``(...)`` bool, True = the row counts, and its cross-entropy too if it has a label. None: all rows count,
-            or with `labels` all labelled ones.
+            or with `labels` all labeled ones.
         divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
         beta: β of ``"jsd"`` in [0, 1]: 0 is the forward KL, 1 the reverse.
         scale_by_temperature: Multiply the divergence by T².
@@ -231,7 +231,7 @@ def chunked_kd_loss(
 
     Returns:
         Scalar, float32 (float64 if the logits are). The divergence is averaged over the rows that count, the
-        cross-entropy over the labelled ones among them. 0 with zero gradients if there are none. Other rows are never
+        cross-entropy over the labeled ones among them. 0 with zero gradients if there are none. Other rows are never
         read.
 
     Raises:
@@ -260,7 +260,7 @@ def chunked_kd_sum(
 ) -> ChunkedSums:
     """Return the sums behind `chunked_kd_loss`, and the number of rows.
 
-    ``total / rows`` equals that loss if all rows that count have labels. If a `mask` includes unlabelled rows, the two
+    ``total / rows`` equals that loss if all rows that count have labels. If a `mask` includes unlabeled rows, the two
     means have different denominators: choose ``alpha`` accordingly.
 
     Args: Same as `chunked_kd_loss`.
@@ -307,12 +307,12 @@ def _sums(
     if shape != tuple(teacher_hidden.shape[:-1]):
         got = tuple(teacher_hidden.shape[:-1])
         raise ConfigError(_WHERE, f"teacher_hidden must have the rows of student_hidden, {shape}, got {got}")
-    labels, rows, labelled = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
+    labels, rows, labeled = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
-    if reduction == "mean" and labelled:
-        # Both sums are divided by `count` at the end, but the hard one needs `labelled` as its divisor.
-        terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
+    if reduction == "mean" and labeled:
+        # Both sums are divided by `count` at the end, but the hard one needs `labeled` as its divisor.
+        terms = replace(terms, hard_weight=terms.hard_weight * count / labeled)
     inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
     if not torch.is_grad_enabled():
         # With detached inputs needs_input_grad is False, so forward computes no gradients.
@@ -321,7 +321,7 @@ def _sums(
     arguments = terms, theirs, student, teacher, labels, rows, chunk_rows
     total, soft, hard = ChunkedDistillation.apply(*inputs, *arguments)  # type: ignore[no-untyped-call]
     # Created on the device: copying would make the host wait.
-    counts = [torch.full((), number, dtype=torch.int64, device=student_hidden.device) for number in (count, labelled)]
+    counts = [torch.full((), number, dtype=torch.int64, device=student_hidden.device) for number in (count, labeled)]
     return ChunkedSums(total, counts[0], soft, hard, counts[1])
 
 

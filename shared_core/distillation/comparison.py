@@ -52,8 +52,8 @@ class StudentBatch:
     labels: Any
     causal: bool
     temperature: float
-    unlabelled: Tensor | None = None
-    """``(B,)`` bool, True for unlabelled examples, all of whose positions count; None if unknown."""
+    unlabeled: Tensor | None = None
+    """``(B,)`` bool, True for unlabeled examples, all of whose positions count; None if unknown."""
     task_share: Callable[[Tensor], float] | None = None
     """Returns, for a number of positions, the weight of the summed cross-entropy next to the summed divergence; 0 if
     the task loss is not such a sum. None: the task loss has its own gradient."""
@@ -77,7 +77,7 @@ class StudentBatch:
         if not of_classes and isinstance(self.labels, Tensor) and self.labels.is_floating_point():
             return None  # regression, multi-label: no -100
         mask = self.inputs.get("attention_mask")
-        return counted_positions(logits, self.labels, mask, causal=self.causal, unlabelled=self.unlabelled)
+        return counted_positions(logits, self.labels, mask, causal=self.causal, unlabeled=self.unlabeled)
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
 
 def share_of(count: Tensor, context: Context) -> Tensor:
     """Return the micro-batch's weight in its window: 1, or less if the trainer divides by the window's positions."""
-    # normalise(1 * count, count) is 1 if the trainer takes means, and count / positions of the window otherwise.
-    return context.normalise(count.to(torch.float32), count)
+    # normalize(1 * count, count) is 1 if the trainer takes means, and count / positions of the window otherwise.
+    return context.normalize(count.to(torch.float32), count)
 
 
 def _joined(outputs: list[Outputs]) -> Outputs:

@@ -73,7 +73,7 @@ class DistillConfig(TechniqueConfig):
         "attention_loss": Figure("mean term of attention pairs, before its weight", only="with `attention`"),
         "alpha": Figure("weight of the task loss in the latest step", only="with `alpha_end`"),
         "temperature": Figure("T in the latest step", only="with `temperature_end`"),
-        "unlabelled_share": Figure("share of unlabeled examples in the latest step", only="with `unlabelled_field`"),
+        "unlabeled_share": Figure("share of unlabeled examples in the latest step", only="with `unlabeled_field`"),
         "peer_task_loss": Figure("mean task loss of the other students", only="with `teacher: mutual`"),
     }
 
@@ -135,7 +135,7 @@ class DistillConfig(TechniqueConfig):
         "mean",
         only_with={"of_classes": (True,), "teaching": ("one model", "several models", "ema")},
     )
-    unlabelled_field: str | None = option(
+    unlabeled_field: str | None = option(
         None,
         help="key of a batch (column of a data set) that tells with a bool which examples have no label: the soft term "
         "alone trains them",
@@ -227,8 +227,8 @@ class DistillConfig(TechniqueConfig):
         peers = self.given_peers or (MUTUAL,) * self.drawn_peers
         if not peers or not all(map(_is_model, peers)):
             yield "peers", "must be the number of students (at least 2), or names or modules of the other students"
-        if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
-            yield "unlabelled_field", "must be a separate column"
+        if self.unlabeled_field in ("labels", "input_ids", "attention_mask"):
+            yield "unlabeled_field", "must be a separate column"
         for name in ("hidden", "attention"):
             sides = [[side.strip() for side in pair.split("=")] for pair in getattr(self, name)]
             if any(len(pair) != 2 or not all(pair) for pair in sides):
@@ -296,7 +296,7 @@ class DistillConfig(TechniqueConfig):
     @property
     def works_on_single_examples(self) -> bool:
         """True if the soft term is a mean over single examples and trains only the student's own modules."""
-        return not (self.mutual or self.hidden or self.attention or self.chunked or self.unlabelled_field)
+        return not (self.mutual or self.hidden or self.attention or self.chunked or self.unlabeled_field)
 
     @property
     def of_classes(self) -> bool:

@@ -31,7 +31,7 @@ from shared_core.distillation.forward_capture import trains
 from shared_core.distillation.outputs import LOGITS, Outputs, find_logits
 from shared_core.distillation.task_gradient import hard_term, routed, without_factors
 from shared_core.distillation.teachers import Teachers
-from shared_core.distillation.unlabelled import IGNORED
+from shared_core.distillation.unlabeled import IGNORED
 from shared_core.errors import ConfigError, TrainingError
 
 # Calls that only read metadata, which a wrapper subclass has. All of these are matched by ``func.__name__``.
@@ -327,7 +327,7 @@ def _not_deferrable(model: nn.Module, whose: str, heads: list[Any]) -> Iterator[
         yield (
             f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {type(heads[0]).__name__}"
             f"{' with hooks or a replaced forward' if changed else ''}",
-            "exclude the head from adapters, quantisation and device maps, or switch chunked off",
+            "exclude the head from adapters, quantization and device maps, or switch chunked off",
         )
     if any(getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod") for part in model.modules()):
         yield f"chunked must run in eager mode, got a compiled {whose}", "do not use torch.compile"
@@ -381,7 +381,7 @@ class ChunkedComparison(Comparison):
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
         share, labels = self._task(batch, logits, mask)
         if labels is not None and mask is None:
-            mask = torch.ones_like(labels, dtype=torch.bool)  # None would mean the labelled rows
+            mask = torch.ones_like(labels, dtype=torch.bool)  # None would mean the labeled rows
         # Heads over one tokenizer may be padded differently: vocab_size cuts both to the shared classes.
         sums = chunked_kd_sum(
             *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
@@ -407,7 +407,7 @@ class ChunkedComparison(Comparison):
                 return 0.0, None
             labels = found.labels.masked_fill(found.labels < 0, IGNORED).view(logits.shape[:-1])
             return found.ratio / (1 + found.ratio), labels
-        if batch.task_share is None or mask is None or not batch.causal or batch.unlabelled is not None:
+        if batch.task_share is None or mask is None or not batch.causal or batch.unlabeled is not None:
             return 0.0, None
         labels = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)
         if ((labels != IGNORED) & ~mask.to(labels.device)).any():

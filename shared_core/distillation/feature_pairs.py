@@ -22,7 +22,7 @@ from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
 
-Normalise = Callable[[Tensor, Tensor | int], Tensor]
+Normalize = Callable[[Tensor, Tensor | int], Tensor]
 
 
 class WatchedPairs:
@@ -49,9 +49,9 @@ class WatchedPairs:
         """Record the outputs of the next forward for `try_out`."""
         WatchedPairs.activate(self, True)
 
-    def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> None:
+    def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalize: Normalize) -> None:
         """Raise the errors that `loss` would raise for the recorded forward."""
-        self.loss(mask, inputs, normalise)
+        self.loss(mask, inputs, normalize)
 
     def outputs(self) -> Iterator[tuple[tuple[str, str], Any, Any]]:
         """Yield each pair's names and its modules' outputs in the latest forward, once."""
@@ -64,7 +64,7 @@ class WatchedPairs:
                 raise TrainingError("distill", rule)
             yield names, found.output, target
 
-    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalize: Normalize) -> Tensor:
         """Return the sum over pairs for the latest forward. `mask`: positions that the loss counts, None: examples."""
         raise NotImplementedError
 
@@ -206,7 +206,7 @@ class AttentionPairs(WatchedPairs):
         elif not active:
             self._switch_back()
 
-    def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> None:
+    def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalize: Normalize) -> None:
         """Raise `TrainingError` if a module did not run. Maps cannot be checked before attention is eager."""
         for _ in self.outputs():
             pass
@@ -221,7 +221,7 @@ class AttentionPairs(WatchedPairs):
         super().detach()
         self._switch_back()
 
-    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalize: Normalize) -> Tensor:
         """Return the sum over pairs for the latest forward."""
         terms = []
         for (ours, theirs), found, target in self.outputs():
@@ -237,7 +237,7 @@ class AttentionPairs(WatchedPairs):
             _check_probabilities(student, ours, "student")
             _check_probabilities(teacher, theirs, "teacher")
             distances = attention_kl(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
-            terms.append(normalise(*summed_over_positions(distances, real, mask)))
+            terms.append(normalize(*summed_over_positions(distances, real, mask)))
         return torch.stack(terms).sum()
 
 
@@ -342,11 +342,11 @@ class HiddenPairs(WatchedPairs):
                 "use a hidden_loss on relations (rkd, similarity_preserving, cka), or DDP",
             )
 
-    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalize: Normalize) -> Tensor:
         """Return the sum over pairs for the latest forward. Relations are averaged over the micro-batch."""
         found = enumerate(self.outputs())
         terms = [self._term(index, *pair, mask, inputs) for index, pair in found]
-        return torch.stack([normalise(*term) for term in terms]).sum()
+        return torch.stack([normalize(*term) for term in terms]).sum()
 
     def _term(
         self, index: int, names: tuple[str, str], ours: Any, theirs: Any, mask: Tensor | None, inputs: Mapping[str, Any]

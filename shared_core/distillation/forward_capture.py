@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distillation.outputs import EMBEDDINGS, holds
-from shared_core.distillation.unlabelled import IGNORED, rows_that_count
+from shared_core.distillation.unlabeled import IGNORED, rows_that_count
 from shared_core.errors import ConfigError, TrainingError
 
 # With labels the teacher would compute an unneeded loss, or reject arguments that trainers add.
@@ -255,13 +255,13 @@ def labels_are_inputs(labels: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def counted_positions(
-    logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None = None
+    logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool, unlabeled: Tensor | None = None
 ) -> Tensor | None:
     """Return a bool mask of the logits' rows that count, None if all do.
 
     A position counts if its label is not -100. In a causal LM the logits at i predict label i + 1, so the last position
-    never counts. In unlabelled examples, and without labels, all positions except padding (by the attention mask)
-    count. With one label per example all examples count: a label of -100 means unlabelled.
+    never counts. In unlabeled examples, and without labels, all positions except padding (by the attention mask)
+    count. With one label per example all examples count: a label of -100 means unlabeled.
     """
     shape = tuple(logits.shape[:-1])
     is_tensor = isinstance(labels, Tensor)
@@ -276,7 +276,7 @@ def counted_positions(
             f"got {got}",
             way_out,
         )
-    counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
+    counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabeled=unlabeled)
     return None if counts is None else counts.to(logits.device)
 
 

@@ -1,4 +1,4 @@
-"""Initialise a shallower student with some of its teacher's layers."""
+"""Initialize a shallower student with some of its teacher's layers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
         raise MatchError(
             "distill",
             "init_layers needs a torch.nn.ModuleList of the same name in student and teacher, got none",
-            "use a student of the teacher's architecture with fewer layers, or initialise it yourself",
+            "use a student of the teacher's architecture with fewer layers, or initialize it yourself",
         )
     chosen = {name: chosen_layers(layers, *sizes) for name, sizes in stacks.items()}
     ours, theirs = student.state_dict(), teacher.state_dict()
@@ -126,5 +126,5 @@ def _renamed(name: str, stack: str, chosen: list[int]) -> str:
 def _fits(tensor: Tensor, source: Tensor) -> bool:
     # A DTensor is also a wrapper subclass, but its values can be copied.
     if is_traceable_wrapper_subclass(source) and not is_sharded(source):
-        return False  # quantised, by teacher_dtype or before
+        return False  # quantized, by teacher_dtype or before
     return source.shape == tensor.shape and source.is_floating_point() == tensor.is_floating_point()

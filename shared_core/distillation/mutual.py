@@ -1,6 +1,6 @@
 """Deep mutual learning: students train together, each also towards the predictions of the others.
 
-The other students are copies of the user's model with re-initialised weights. They live outside the model, and the
+The other students are copies of the user's model with re-initialized weights. They live outside the model, and the
 user's own optimizer trains them.
 """
 
@@ -285,13 +285,13 @@ def _placed(value: Any, device: torch.device, scalars_too: bool) -> Any:
 
 
 # torch's modules have one of the first two; transformers' models, and many users' models, the third.
-_INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
+_INITIALIZERS = ("reset_parameters", "_reset_parameters", "init_weights")
 
 
 def redrawn(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy whose trained weights are re-initialised by the modules' own initialisers.
+    """Return a copy whose trained weights are re-initialized by the modules' own initializers.
 
-    Children are initialised before their parent, as in `torch.nn.Module.apply`. Frozen weights and their buffers are
+    Children are initialized before their parent, as in `torch.nn.Module.apply`. Frozen weights and their buffers are
     the model's. The global random state does not change.
 
     Example:
@@ -306,17 +306,17 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         for parameter, _ in trained:
             # On the CPU: a GPU draws other numbers, and some trainers have not moved the model yet.
-            # Fill with NaN: weights that are still NaN afterwards were not initialised.
+            # Fill with NaN: weights that are still NaN afterwards were not initialized.
             parameter.data = torch.full_like(parameter, torch.nan, device="cpu")
-        # Children first, so that a parent's initialiser (transformers' `_init_weights`) overrides their defaults.
+        # Children first, so that a parent's initializer (transformers' `_init_weights`) overrides their defaults.
         for module in _children_first(other):
             vars(module).pop("_is_hf_initialized", None)  # otherwise transformers skips it
-            draw = next((getattr(module, name) for name in _INITIALISERS if hasattr(module, name)), None)
+            draw = next((getattr(module, name) for name in _INITIALIZERS if hasattr(module, name)), None)
             if draw is not None:
                 draw()
         for parameter, device in trained:
             parameter.data = parameter.data.to(device)
-        # Frozen weights and their buffers (a quantised base with scales) come from the original.
+        # Frozen weights and their buffers (a quantized base with scales) come from the original.
         for name, tensor in _kept(model):
             prefix, _, own = name.rpartition(".")
             getattr(other.get_submodule(prefix), own).copy_(tensor)
@@ -324,7 +324,7 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         if parameter.requires_grad and parameter.isnan().any():
             raise MatchError(
                 "distill",
-                f"every trained weight of a peer must be re-initialised, but nothing initialised {name}",
+                f"every trained weight of a peer must be re-initialized, but nothing initialized {name}",
                 "give its module a reset_parameters method, or create the other students yourself and pass them as "
                 "peers",
             )
@@ -397,7 +397,7 @@ class MutualComparison(Comparison):
 
     def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
         """Return a loss with the student's value and the gradients of all students' losses."""
-        losses = [mix(task, context.normalise(total, count), alpha) for task, total in self._latest]
+        losses = [mix(task, context.normalize(total, count), alpha) for task, total in self._latest]
         tasks = [task.detach() for task, _ in self._latest]
         self._peers.note_losses([task_loss, *tasks], share_of(count, context))
         self.figures = {"distill/peer_task_loss": torch.stack([task.to(mixed.device) for task in tasks]).mean()}

@@ -207,7 +207,7 @@ def num_classes(module: nn.Module) -> int | None:
     """Return the width of a Transformers model's logits if known, else None."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
-    if isinstance(classes, int):  # a quantised weight is packed
+    if isinstance(classes, int):  # a quantized weight is packed
         return classes
     if isinstance(weight, Tensor):
         return weight.shape[0]

@@ -61,7 +61,7 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return True if a weight is floating point and not packed by a quantisation library."""
+    """Return True if a weight is floating point and not packed by a quantization library."""
     return weight.is_floating_point() and type(weight.data) is Tensor
 
 
@@ -79,7 +79,7 @@ def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
     """Shard a teacher over the student's processes, in place. A no-op if the student is not sharded.
 
     Each layer of a stack (``nn.ModuleList``) is gathered separately, and the rest of the model together. A teacher that
-    is already sharded or quantised does not change. Products are computed in the student's dtype.
+    is already sharded or quantized does not change. Products are computed in the student's dtype.
     """
     mesh = next((part.device_mesh for part in student.parameters() if isinstance(part, DTensor)), None)
     # Packed weights have no rows to shard. They are small, so every process holds them.
@@ -315,7 +315,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy that shares the quantised weights of a frozen base."""
+    """Return a copy that shares the quantized weights of a frozen base."""
     codes = [parameter for parameter in module.parameters() if _is_codes(parameter)]
     return copied(module, {id(parameter): parameter for parameter in codes})
 
@@ -326,7 +326,7 @@ def _is_codes(parameter: Tensor | None) -> bool:
 
 
 def _is_placed(module: nn.Module) -> bool:
-    """Return True if Accelerate placed a model or bitsandbytes quantised it, so that `to` would fail or undo this."""
+    """Return True if Accelerate placed a model or bitsandbytes quantized it, so that `to` would fail or undo this."""
     return hasattr(module, "hf_device_map") or bool(getattr(module, "is_quantized", False))
 
 

@@ -36,7 +36,7 @@ from shared_core.distillation.mutual import Peers, make_peers
 from shared_core.distillation.opening import open_comparison
 from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.task_gradient import FusedHead, Task, TaskLoss, with_own_forward
-from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
+from shared_core.distillation.unlabeled import Examples, is_per_token, labeled_part, zero_of
 from shared_core.engine.observers.micro_batches import StepMeans
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
@@ -71,7 +71,7 @@ class Distillation(Technique):
         """True if the student returns log-probabilities of the labels instead of logits; set before `attach`."""
         self.is_causal = False
         """True if position i predicts label i + 1; known after `attach`."""
-        self._examples = Examples(config.unlabelled_field)
+        self._examples = Examples(config.unlabeled_field)
         self._schedule = Schedule(config)
         self._comparison: Comparison | None = None
         self._pairs: dict[str, WatchedPairs] = {}
@@ -191,8 +191,8 @@ class Distillation(Technique):
         forward, student, comparison = self._hook.take(), self._student, self._comparison
         inputs = {} if forward is None or student is None else named_inputs(student, forward)
         labels = inputs.get("labels") if self.labels is None else self.labels
-        self.labels, unlabelled = None, self._examples.take()
-        given, task_loss = task_loss, labelled_part(task_loss, labels, causal=self.is_causal)
+        self.labels, unlabeled = None, self._examples.take()
+        given, task_loss = task_loss, labeled_part(task_loss, labels, causal=self.is_causal)
         if not torch.is_grad_enabled():
             return task_loss
         if not (active := self._schedule.is_active(context)):
@@ -202,15 +202,15 @@ class Distillation(Technique):
                 return task_loss
         if student is None or comparison is None or forward is None:
             raise unseen(missed)
-        self._examples.check_told(unlabelled)
+        self._examples.check_told(unlabeled)
         if not self._batches and not torch.compiler.is_compiling():
             self._check_causal(student, labels, inputs)
         if not active:
-            batch = StudentBatch(student, forward, inputs, labels, self.is_causal, self.config.temperature, unlabelled)
+            batch = StudentBatch(student, forward, inputs, labels, self.is_causal, self.config.temperature, unlabeled)
             self._try_out(batch, comparison, context)
             return task_loss
         alpha, temperature = self._schedule.options(context)
-        batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabelled)
+        batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabeled)
         task, ratio = None, functools.partial(_task_ratio, alpha, context)
         if self._fused is not None:
             task = self._fused.take(task_loss)
@@ -225,13 +225,13 @@ class Distillation(Technique):
             task_loss = task.rejoined()
         elif task is None and compared.with_task:
             task_loss = task_loss.detach()
-        # `normalise` averages as this trainer does: over the micro-batch or over the whole accumulation window.
-        soft = context.normalise(compared.total, compared.count)
+        # `normalize` averages as this trainer does: over the micro-batch or over the whole accumulation window.
+        soft = context.normalize(compared.total, compared.count)
         figures = {"distill/soft_loss": soft.detach(), "distill/task_loss": task_loss.detach()}
         mixed = mix(task_loss, soft, alpha)
         mixed = comparison.join(mixed, task_loss, alpha, compared.count, context)
         for name, pairs in self._pairs.items():
-            term = pairs.loss(compared.mask, inputs, context.normalise)
+            term = pairs.loss(compared.mask, inputs, context.normalize)
             figures[f"distill/{name}_loss"] = term.detach()
             mixed = mixed + pairs.weight * term.to(mixed.device)
         self._moving = self._schedule.figures(alpha, temperature)
@@ -253,9 +253,9 @@ class Distillation(Technique):
         """Count a micro-batch and keep its figures as tensors, since reading them would wait for the GPU."""
         count, mask = compared.count, compared.mask
         self._means.add(figures, share_of(count, context))
-        flags = self._examples.add(batch.labels, batch.unlabelled, batch.inputs.get("attention_mask"), mask, count)
-        if flags is not None and self.config.unlabelled_field:
-            self._means.add({"distill/unlabelled_share": flags.sum()}, len(flags))
+        flags = self._examples.add(batch.labels, batch.unlabeled, batch.inputs.get("attention_mask"), mask, count)
+        if flags is not None and self.config.unlabeled_field:
+            self._means.add({"distill/unlabeled_share": flags.sum()}, len(flags))
         self._batches += 1
         self._positions = self._positions + (count if mask is None else mask.sum())
 
@@ -271,7 +271,7 @@ class Distillation(Technique):
         if not (self.config.chunked or self.fuses_head):
             compared = comparison.compare(batch)
             for pairs in self._pairs.values():
-                pairs.try_out(compared.mask, batch.inputs, context.normalise)
+                pairs.try_out(compared.mask, batch.inputs, context.normalize)
         self._switch(context)
 
     def _switch(self, context: Context) -> None:
@@ -296,11 +296,11 @@ class Distillation(Technique):
     # -- examples without a label
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch for the student's forward, and remember its unlabelled examples for the next loss.
+        """Return the batch for the student's forward, and remember its unlabeled examples for the next loss.
 
         Args:
-            batch: A mapping with or without ``labels``, and with `unlabelled_field` if that option is set. The field
-                is removed, and labels of unlabelled examples become -100 (NaN if they are floats).
+            batch: A mapping with or without ``labels``, and with `unlabeled_field` if that option is set. The field
+                is removed, and labels of unlabeled examples become -100 (NaN if they are floats).
 
         Raises:
             ConfigError: If the field is missing or does not hold one bool per example.
@@ -313,7 +313,7 @@ class Distillation(Technique):
         """Return how many positions of a batch the soft term will count, before the student's forward."""
         return self._examples.positions_ahead(batch, causal=self.is_causal, per_token=self._per_token)
 
-    def unlabelled_task(self, output: Any) -> Tensor:
+    def unlabeled_task(self, output: Any) -> Tensor:
         """Return the task loss of a batch without labels: 0, connected to the student's output.
 
         Raises:
@@ -327,7 +327,7 @@ class Distillation(Technique):
                     "distill",
                     "a batch must have labels, because the student's class does not tell whether its logits "
                     f"{tuple(logits.shape)} are per example or per token",
-                    "add labels of -100, and for sequences also set unlabelled_field",
+                    "add labels of -100, and for sequences also set unlabeled_field",
                 )
         return zero_of(output)
 
@@ -431,18 +431,18 @@ class Distillation(Technique):
         size = report.get("teacher_parameters")
         taught = f"{report['teacher']}{f' ({amount(size)} parameters)' if size else ''}"
         seen = f"{counted(report['positions'], 'position')} in {counted(report['batches'], 'batch', 'batches')}"
-        unlabelled = report.get("unlabelled_examples")
+        unlabeled = report.get("unlabeled_examples")
         return [
             f"Learned from a teacher on {seen}. Teacher: {taught}.",
             f"The soft loss had temperature {report['temperature']:g}, and the task loss weight {report['alpha']:g}.",
-            *([f"{counted(unlabelled, 'example')} had no label."] if unlabelled else []),
+            *([f"{counted(unlabeled, 'example')} had no label."] if unlabeled else []),
             *([f"The best student is {report['best']}."] if report.get("best") else []),
         ]
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:
     """Return the weight of a position's cross-entropy divided by the weight of its divergence."""
-    of_divergence = (1 - alpha) * context.normalise(torch.ones_like(weight, dtype=torch.float64), count)
+    of_divergence = (1 - alpha) * context.normalize(torch.ones_like(weight, dtype=torch.float64), count)
     return alpha * weight / of_divergence.to(weight.device)
 
 

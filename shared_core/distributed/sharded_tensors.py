@@ -1,4 +1,4 @@
-"""FSDP2's sharded tensors: gather them for decisions and saving, cut whole tensors, and synchronise buffers."""
+"""FSDP2's sharded tensors: gather them for decisions and saving, cut whole tensors, and synchronize buffers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Touched:
     Attributes:
         tensors: Name → number of elements. Empty if the technique acts on the run as a whole.
         left_out: Name → why a tensor or module that the technique could handle stays as it is.
-        what: What the names are. For "weights", "layers" and "factorised layers", reaching less than half of the
+        what: What the names are. For "weights", "layers" and "factorized layers", reaching less than half of the
             model's multiplying weights is refused (`coverage`).
         reached: Those in `left_out` that the technique handles in another way.
         asked: Those in `left_out` that the user's options name.

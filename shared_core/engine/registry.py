@@ -58,7 +58,7 @@ class _Registered(Registration):
         return self.classes[1]
 
 
-# In the order of composition. Attach: a factorised layer can be pruned, and a pruned one quantised. The rest is cast
+# In the order of composition. Attach: a factorized layer can be pruned, and a pruned one quantized. The rest is cast
 # and then checkpointed. Loss: the task loss, then distillation. After the step: first 16-bit weights from their
 # copies, then masks, then averages, which must see masked weights.
 _OURS = (

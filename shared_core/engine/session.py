@@ -303,12 +303,12 @@ class Session:
         # In the first steps, weights are recorded after the forward pass.
         return self.steps.marking(around) if self.steps.is_comparing else around
 
-    def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
+    def loss(self, task_loss: Tensor, normalize: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
         """Return the loss to train on.
 
         Args:
             task_loss: The user's loss of this micro-batch, as the trainer would use it.
-            normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss. The default
+            normalize: ``normalize(total, count)`` averages a sum as the trainer averages the task loss. The default
                 averages over the micro-batch, so that all micro-batches of a step weigh the same.
         """
         if not self.hooks.loss or not self.is_live:
@@ -316,7 +316,7 @@ class Session:
             return task_loss
         context = self.attached("loss")
         self._means.open()
-        context.normalise = normalise or self._means.normalise
+        context.normalize = normalize or self._means.normalize
         task_loss = self.hooks.mixed(task_loss, context)
         self.steps.mark()
         return task_loss

@@ -50,8 +50,8 @@ class Context:
     steps_per_epoch: StepsPerEpoch | None = None
     clips_gradients: bool = True
     """True if the trainer clips by norm."""
-    normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
-    """``normalise(total, count)`` averages a sum over `count` positions as this trainer averages the task loss."""
+    normalize: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
+    """``normalize(total, count)`` averages a sum over `count` positions as this trainer averages the task loss."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
     """States of the techniques in the checkpoint whose weights are loaded next. Some techniques attach by them."""
     note: Callable[[str], None] = lambda text: None

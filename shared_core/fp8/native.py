@@ -90,7 +90,7 @@ def why_not_native(recipe: str, gradient_dtype: torch.dtype, device: torch.devic
 def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device) -> str | None:
     """Return how a scaled matmul differs from the emulation; None if it agrees.
 
-    Tests the three products of a layer, with bias where used, in every result type. Scales of neighbouring blocks
+    Tests the three products of a layer, with bias where used, in every result type. Scales of neighboring blocks
     differ by a factor of 8 or more, so that a scale read from the wrong place causes an error of that size.
     """
     block, weight_block, _ = BLOCKS[recipe]

@@ -93,7 +93,7 @@ class AdaptedStack:
         return self.module._parameters[self.name]  # type: ignore[return-value]
 
     # What peft's layers have: a tensor of the device and type of the user's weight, what holds the frozen weight, as
-    # bitsandbytes has no codes of stacks, and the module that qat may quantise.
+    # bitsandbytes has no codes of stacks, and the module that qat may quantize.
     plain = weight
     base_layer = property(lambda self: self)
     user_layer = property(lambda self: self.module)
@@ -102,8 +102,8 @@ class AdaptedStack:
     def base(self) -> Tensor:
         """The stack that the adapters are added to: rounded, where qat does so by now."""
         weight = self.weight.detach()
-        quantises = is_quantized(self.module) and self.module.quantizer.bank.quantizing  # type: ignore[union-attr]
-        return on_qat_grid(self.module, weight) if quantises else weight
+        quantizes = is_quantized(self.module) and self.module.quantizer.bank.quantizing  # type: ignore[union-attr]
+        return on_qat_grid(self.module, weight) if quantizes else weight
 
     @torch.no_grad()
     def merged(self, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ class AdaptedStack:
         adapted = STOCK.get(kind, kind)
         stock = next(before for before, after in _ADAPTED.items() if after is adapted)
         change_class(module, kind, stock)
-        if kind is not adapted:  # qat quantises it still
+        if kind is not adapted:  # qat quantizes it still
             know_layers(module)
             change_class(module, stock, FAKE_QUANT[stock])
 
@@ -259,7 +259,7 @@ def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], c
         return "it is the model itself, in which nothing can be replaced; put it into a module"
     weight = module._parameters.get("weight")
     if weight is None:
-        return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
+        return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
     if not weight.is_floating_point() or (config.base != "none" and weight.dtype not in _FLOATS):
         return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
     return None
@@ -303,7 +303,7 @@ def _inject(
     model: nn.Module, layers: dict[str, nn.Linear], config: LoraConfig, generator: torch.Generator
 ) -> dict[str, Any]:
     """Put frozen bases with adapters in the place of `layers` and return peft's layers by plain name."""
-    # Hu et al., 2021, arXiv:2106.09685, section 4.1. `A` is drawn by He's uniform initialisation, as peft does it, and
+    # Hu et al., 2021, arXiv:2106.09685, section 4.1. `A` is drawn by He's uniform initialization, as peft does it, and
     # `B` is zero: the model computes what its frozen base does.
     peft = optional("peft", "lora", "lora")
     paths = {id(module): path for path, module in model.named_modules()}
@@ -405,7 +405,7 @@ def base_weight(layer: Any) -> Tensor:
 
 @torch.no_grad()
 def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
+    """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantizes the base.
 
     Of a sharded layer it is sharded alike; then every process must call it.
     """
@@ -465,7 +465,7 @@ def set_base_(layer: Any, weight: Tensor) -> None:
     if user.weight.numel():
         user.weight.data.copy_(value)
     if layer.base_layer is not user:
-        # Quantised anew by the same rules, and restored in place, as optimizers and state dicts hold the tensors.
+        # Quantized anew by the same rules, and restored in place, as optimizers and state dicts hold the tensors.
         frozen = freeze(linear_of(as_rows(user, value)), layer.eff_config)
         restore_(layer.base_layer, frozen_tensors(frozen))
         layer.eff_loaded_db = sqnr(value, base_weight(layer))  # told at the end: rounding was not asked for

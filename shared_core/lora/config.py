@@ -27,7 +27,7 @@ class LoraConfig(TechniqueConfig):
     key: ClassVar[str] = "lora"
     switch: ClassVar[str] = "rank"
 
-    # adapters are merged while quantisers are live, so that the sum is what is baked
+    # adapters are merged while quantizers are live, so that the sum is what is baked
     finishes_after: ClassVar[tuple[str, ...]] = ("prune", "lottery", "cluster")
     conflicts: ClassVar[Mapping[str, str]] = {
         "tensor_parallel": "parallel plans split stock layers and do not know layers with adapters; use DDP or FSDP2",

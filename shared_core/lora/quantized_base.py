@@ -50,16 +50,16 @@ def int8_sums_exactly() -> bool:
 
 
 def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
-    """Return a layer that computes with the quantised weight of `linear`, finite, which stays as it is.
+    """Return a layer that computes with the quantized weight of `linear`, finite, which stays as it is.
 
     With ``base="none"`` this is `linear` itself.
 
-    Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
+    Source: NF4 and double quantization: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
-    # (outputs, inputs), whatever the layer's own layout; bitsandbytes quantises in blocks along rows.
+    # (outputs, inputs), whatever the layer's own layout; bitsandbytes quantizes in blocks along rows.
     weight = as_rows(linear, linear.weight.detach())
     if not torch.isfinite(weight).all():
-        raise TrainingError("lora", "weights must be finite before they are quantised, got NaN or infinity")
+        raise TrainingError("lora", "weights must be finite before they are quantized, got NaN or infinity")
     if config.base == "none":
         return linear
     bnb = optional("bitsandbytes", "bnb", "lora")
@@ -76,7 +76,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer = bnb.nn.Linear8bitLt(
                 inputs, outputs, linear.bias is not None, has_fp16_weights=False, threshold=_OUTLIERS, device="meta"
             )
-            # bitsandbytes quantises only what comes from the CPU
+            # bitsandbytes quantizes only what comes from the CPU
             codes = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
             layer.weight = codes.to(weight.device)
             layer.init_8bit_state()
@@ -118,7 +118,7 @@ def frozen_tensors(layer: Any) -> dict[str, Tensor]:
     quant_state = getattr(layer.weight, "quant_state", None)
     if quant_state is not None:
         tensors = {"codes": layer.weight.data, "absmax": quant_state.absmax}
-        # Double quantisation: absmax itself is 8-bit codes, with an offset and scales of their own.
+        # Double quantization: absmax itself is 8-bit codes, with an offset and scales of their own.
         if quant_state.nested:
             tensors |= {"offset": quant_state.offset, "absmax_of_absmax": quant_state.state2.absmax}
         return tensors
@@ -154,7 +154,7 @@ def restore_(layer: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
-    """Return `weight` rounded to the base's grid: dequantised after quantisation, in its own dtype."""
+    """Return `weight` rounded to the base's grid: dequantized after quantization, in its own dtype."""
     return float_weight(freeze(linear_of(weight), config)).to(weight.dtype)
 
 
@@ -167,6 +167,6 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def on_qat_grid(layer: Any, weight: Tensor) -> Tensor:
-    """Return `weight` rounded as qat, which quantises `layer`, bakes it; if it is sharded every process calls it."""
+    """Return `weight` rounded as qat, which quantizes `layer`, bakes it; if it is sharded every process calls it."""
     # Whole, since a scale is of a row or a tensor; then each process keeps its part.
     return cut(layer.quantizer.baked_weight(layer, whole(weight)), weight)

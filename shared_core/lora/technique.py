@@ -43,7 +43,7 @@ from shared_core.quantization.fake_quant_layers import is_quantized
 
 
 class Lora(Technique):
-    """Trains ``y = Q⁻¹(Q(W))·x + alpha/rank·BAx + b`` in A and B alone; W is quantised once and frozen.
+    """Trains ``y = Q⁻¹(Q(W))·x + alpha/rank·BAx + b`` in A and B alone; W is quantized once and frozen.
 
     While it is attached, state dicts hold ``weight = Q⁻¹(Q(W)) + alpha/rank·BA`` under the user's own keys, so every
     checkpoint is the plain model's. Codes, scales, A and B are saved beside it, and a resumed run goes on from these,
@@ -92,7 +92,7 @@ class Lora(Technique):
     # -- start
 
     def attach(self, context: Context) -> Touched:
-        """Freeze the model, quantise the layers and put adapters on them."""
+        """Freeze the model, quantize the layers and put adapters on them."""
         model = context.model
         context.undo.callback(self._detach, context.model)
         optional("peft", "lora", "lora")
@@ -249,7 +249,7 @@ class Lora(Technique):
         return self._touched()
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all."""
+        """Drop the float weights of quantized layers, after a look at whether adapters will be trained at all."""
         reshard_(context.model)  # an evaluation may have come before
         if state is not None:
             self._restore(state)
@@ -307,10 +307,10 @@ class Lora(Technique):
 
     def finish(self, context: Context) -> None:
         """Merge in float, round to the base's grid again if asked to, and leave the user's own layers."""
-        # Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
+        # Those that qat quantizes it still does: it bakes the merged weight when its own turn comes.
         reshard_(context.model)
         self._tell_loaded(context)
-        self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
+        self._last = self._state()  # a run that trains on goes on from here, not from a newly quantized base
         for name, layer in self.layers.items():
             # The merge in float64 is the measure of how large the adapters are, and of what rounding loses.
             merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))

@@ -36,7 +36,7 @@ class LossScaleConfig(TechniqueConfig):
         "deepspeed": DEEPSPEED,
         "fsdp1": "FSDP1 has its own scaler; use FSDP2 or DDP",
         "lbfgs": "LBFGS evaluates its closure many times a step and cannot skip one; use another optimizer",
-        "manual_optimization": "with manual optimisation your code calls optimizer.step itself; pass LossScaler to it "
+        "manual_optimization": "with manual optimization your code calls optimizer.step itself; pass LossScaler to it "
         "directly",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)

@@ -73,11 +73,11 @@ class LowRankConfig(TechniqueConfig):
 
     needs_values: ClassVar[bool] = True
     saved_structure: ClassVar[tuple[str, str] | None] = (
-        "whose layers are factorised in the checkpoint",
+        "whose layers are factorized in the checkpoint",
         "load the weights with shared_core.low_rank.load and start a new run",
     )
     own_checkpoints: ClassVar[tuple[str, str] | None] = (
-        "whose layers are not factorised",
+        "whose layers are not factorized",
         "load its weights into the model and start a new run",
     )
     finishes_after: ClassVar[tuple[str, ...]] = ("primary_weights",)
@@ -96,7 +96,7 @@ class LowRankConfig(TechniqueConfig):
         "the factors",
         "zero3": ZERO3,
         "fsdp1": FSDP1,
-        "peft": "only adapters are saved, without the factors below them. Factorise before adding adapters, or merge "
+        "peft": "only adapters are saved, without the factors below them. Factorize before adding adapters, or merge "
         "them first",
         "averaging_callback": AVERAGED_COPY,
     }
@@ -153,7 +153,7 @@ class LowRankConfig(TechniqueConfig):
             raise ConfigError("low_rank", f"force {rule}", "leave force out")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return True if the model stays factorised, for techniques whose result the product would destroy."""
+        """Return True if the model stays factorized, for techniques whose result the product would destroy."""
         return other in ("prune", "cluster", "qat") and not self.merge
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

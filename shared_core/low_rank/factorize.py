@@ -1,4 +1,4 @@
-"""Factorise a trained model in one go, by its weights alone or with a few batches, and load saved factors."""
+"""Factorize a trained model in one go, by its weights alone or with a few batches, and load saved factors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shared_core.low_rank.layers import (
     InputStatistics,
     LowRankLayer,
     as_matrix,
-    factorised,
+    factorized,
     is_transposed,
     put_in_,
     relative_error,
@@ -48,7 +48,7 @@ class LowRankReport:
     """The result of `factorize`.
 
     Args:
-        layers: One entry per factorised layer: name, scheme, rank, full_rank, parameters before and after, the share of
+        layers: One entry per factorized layer: name, scheme, rank, full_rank, parameters before and after, the share of
             energy kept, the relative error of its weight and, with calibration, of its output.
         left_out: Every other layer within reach → why it is left unchanged.
         parameters: Of the whole model, before and after.
@@ -97,8 +97,8 @@ def factorize(
 
     Raises:
         ConfigError: If an option is invalid, or batches are missing.
-        MatchError: If there is nothing to factorise, or too little (see `allow_partial`).
-        CompatibilityError: If the model is already factorised or sharded, or batches are spread over processes.
+        MatchError: If there is nothing to factorize, or too little (see `allow_partial`).
+        CompatibilityError: If the model is already factorized or sharded, or batches are spread over processes.
         TrainingError: If a weight or an input is not finite, or a layer received no input.
 
     Source: Eckart and Young, 1936; Wang et al., 2024 (SVD-LLM), arXiv:2403.07378; of convolutions Zhang et al., 2015,
@@ -116,8 +116,8 @@ def factorize(
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     if config.merge:
         raise ConfigError("low_rank", "merge must be left out here, got true", "call shared_core.low_rank.merge(model)")
-    if factorised(model):
-        raise CompatibilityError("low_rank", "model must not be factorised already", "merge it first")
+    if factorized(model):
+        raise CompatibilityError("low_rank", "model must not be factorized already", "merge it first")
     data = _checked(config, batches)
     before = sum(parameter.numel() for parameter in model.parameters())
     layers, left_out = select(model, config)
@@ -126,7 +126,7 @@ def factorize(
     left = left_out | kept_out
     sizes = {name: candidate.numel for name, (candidate, _) in plan.items()}
     reached = coverage.after_training(
-        coverage.count(model), Touched(sizes, left, "factorised layers"), config, model, where="low_rank",
+        coverage.count(model), Touched(sizes, left, "factorized layers"), config, model, where="low_rank",
         allow_partial=allow_partial,
     )  # fmt: skip
     told = apply(model, plan, moments)
@@ -158,7 +158,7 @@ def plan_ranks(
         ]  # fmt: skip
         if unfit:
             got = {name: structure[name]["scheme"] for name in unfit[:5]}
-            wrong = f"report {rule.value} must name layers that can be factorised here with its scheme, got {got}"
+            wrong = f"report {rule.value} must name layers that can be factorized here with its scheme, got {got}"
             remedy = "use the model that it was written for, and the same include, skip and min_size"
             raise ConfigError("low_rank", wrong, remedy)
         plan = {}
@@ -166,7 +166,7 @@ def plan_ranks(
             scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
             each = candidates({name: layers[name]}, scheme, moments)[name]
             plan[name] = (each, min(told["rank"], each.full))
-        return plan, {name: "the report does not factorise it" for name in layers if name not in structure}
+        return plan, {name: "the report does not factorize it" for name in layers if name not in structure}
     found = candidates(layers, config, moments)
     worth = measure_worth(found, loss, config.multiple_of, progress) if rule.kind == "sensitivity" and loss else None
     ranks, left_out = choose_ranks(found, config, worth)
@@ -174,7 +174,7 @@ def plan_ranks(
 
 
 def apply(model: nn.Module, plan: Plan, moments: Mapping[tuple[str, str], Tensor]) -> list[dict[str, Any]]:
-    """Put the factorised layers into a model, and return an entry for each."""
+    """Put the factorized layers into a model, and return an entry for each."""
     new = put_in_(model, {name: {"rank": rank, "scheme": each.scheme} for name, (each, rank) in plan.items()})
     told = []
     for name, (each, rank) in plan.items():
@@ -204,7 +204,7 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
         return []
     if world_size() > 1:
         rule = f"batches must run in one process, got {world_size()}"
-        raise CompatibilityError("low_rank", rule, "factorise before starting several processes")
+        raise CompatibilityError("low_rank", rule, "factorize before starting several processes")
     if not (data := list(itertools.islice(() if batches is None else batches, config.calibration_batches))):
         raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     return data
@@ -250,18 +250,18 @@ def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
 
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"
-"""A name that `from_pretrained` ignores: it would load the rest, and initialize the factorised layers randomly."""
+"""A name that `from_pretrained` ignores: it would load the rest, and initialize the factorized layers randomly."""
 _OURS, _PLAIN = "low_rank*.safetensors", "model*.safetensors"
 
 
 def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Module:
-    """Factorise a model like saved weights, load them, and return the model.
+    """Factorize a model like saved weights, load them, and return the model.
 
     Ranks and schemes come from the names and shapes of the weights, so every file works: a trainer's checkpoint or
     final model, the output of `eff low-rank`, or a state dict.
 
     Args:
-        model: The user's model before it was factorised, trained or not, changed in place. For transformers
+        model: The user's model before it was factorized, trained or not, changed in place. For transformers
             ``AutoModel….from_config(AutoConfig.from_pretrained(folder))``.
         weights: A folder with ``.safetensors``, such a file, a Lightning ``.ckpt``, or a state dict.
 
@@ -297,8 +297,8 @@ def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing, others = unlike(model, state)
     if missing or others:
         got = f"missing {missing[:3]} and others {others[:3]}"
-        rule = f"weights must be those of a factorised {type(model).__name__}, got {got}"
-        raise CheckpointError("low_rank", rule, "build the model as it was before it was factorised")
+        rule = f"weights must be those of a factorized {type(model).__name__}, got {got}"
+        raise CheckpointError("low_rank", rule, "build the model as it was before it was factorized")
     check_values(model, state, "low_rank")
 
 
@@ -319,13 +319,13 @@ def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
             scheme = CHANNEL if second.shape[2:].numel() == 1 and first.shape[2:] == layer.kernel_size else SPATIAL
         structure[name] = {"rank": len(first), "scheme": scheme}
     if not structure:
-        rule = f"weights must hold factorised layers of {type(model).__name__}, got none"
+        rule = f"weights must hold factorized layers of {type(model).__name__}, got none"
         raise CheckpointError("low_rank", rule, "load weights of the whole model without this function")
     return structure
 
 
 def hide(folder: Path | str) -> None:
-    """Rename the weights of a factorised model in a folder, so that `from_pretrained` ignores them."""
+    """Rename the weights of a factorized model in a folder, so that `from_pretrained` ignores them."""
     for old in Path(folder).glob(_OURS):
         old.unlink()
     for file in Path(folder).glob(_PLAIN):
@@ -353,5 +353,5 @@ def _read(path: Path) -> dict[str, Tensor]:
             return dict(load_checkpoint(path)["state_dict"])
         return {name: tensor for file in files or [path / WEIGHTS_FILE] for name, tensor in load_file(file).items()}
     except Exception as error:  # libraries raise various errors for damaged files
-        rule = f"{path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
+        rule = f"{path} must hold safetensors of a factorized model, got {type(error).__name__}: {error}"
         raise CheckpointError("low_rank", rule) from error

@@ -1,4 +1,4 @@
-"""Layers as matrices, their best low-rank products, and the factorised layer."""
+"""Layers as matrices, their best low-rank products, and the factorized layer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def schemes(layer: nn.Module) -> tuple[str, ...]:
-    """Return the ways in which a layer can be factorised."""
+    """Return the ways in which a layer can be factorized."""
     if not isinstance(layer, nn.Conv2d):
         return (LINEAR,)
     return (CHANNEL, SPATIAL) if max(layer.kernel_size) > 1 else (CHANNEL,)
 
 
 def as_matrix(weight: Tensor, scheme: str, transposed: bool) -> Tensor:
-    """Return a layer's weight as the matrix to factorise.
+    """Return a layer's weight as the matrix to factorize.
 
     ``linear``: (out, in). ``channel``: (out, in·kh·kw). ``spatial``: (out·kw, in·kh).
     """
@@ -106,7 +106,7 @@ def product(first: Tensor, second: Tensor, scheme: str) -> Tensor:
 def input_rows(layer: Any, inputs: Tensor, scheme: str) -> Tensor:
     """Return the inputs of a scheme's matrix, one per row, (n, columns).
 
-    For ``spatial`` these are the pixel columns that its first layer sees. The second combines neighbouring columns.
+    For ``spatial`` these are the pixel columns that its first layer sees. The second combines neighboring columns.
     """
     if scheme == LINEAR:
         return inputs.flatten(0, -2) if inputs.dim() > 1 else inputs[None]
@@ -219,8 +219,8 @@ class LowRankLayer(nn.Module):
         return f"rank={self.rank}, scheme={self.scheme}"
 
 
-def factorised(model: nn.Module) -> dict[str, LowRankLayer]:
-    """Return the factorised layers of a model by name, each only once."""
+def factorized(model: nn.Module) -> dict[str, LowRankLayer]:
+    """Return the factorized layers of a model by name, each only once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LowRankLayer)}
 
 
@@ -233,7 +233,7 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRankLayer]:
-    """Replace layers by factorised ones of zeros, into which weights are loaded later."""
+    """Replace layers by factorized ones of zeros, into which weights are loaded later."""
     layers = {}
     for name, told in structure.items():
         dense = model.get_submodule(name)
@@ -250,13 +250,13 @@ def structure_of(layers: Mapping[str, LowRankLayer]) -> dict[str, dict[str, Any]
 
 
 def merge(model: nn.Module) -> list[str]:
-    """Replace factorised layers by plain ones whose weights are the products, and return their names.
+    """Replace factorized layers by plain ones whose weights are the products, and return their names.
 
     Exact except for rounding the product to the weights' dtype. The model's own layers are restored, with the original
     classes and keys.
 
     Args:
-        model: A model with factorised layers, changed in place.
+        model: A model with factorized layers, changed in place.
 
     Example:
         >>> from shared_core.low_rank import LowRankConfig, factorize
@@ -265,7 +265,7 @@ def merge(model: nn.Module) -> list[str]:
         >>> merge(net), int(torch.linalg.matrix_rank(net[0].weight))
         (['0'], 8)
     """
-    layers = factorised(model)
+    layers = factorized(model)
     for layer in layers.values():
         replace_(model, layer, layer.merged())
     return list(layers)
@@ -307,7 +307,7 @@ class Spectrum:
 
 
 def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
-    r"""Return the decomposition whose truncation minimises ``‖(W − BA) X‖_F`` for every rank.
+    r"""Return the decomposition whose truncation minimizes ``‖(W − BA) X‖_F`` for every rank.
 
     With ``M = X Xᵀ = S Sᵀ`` the norm is ``‖(W − BA) S‖_F``, and ``W S = U Σ Vᵀ`` gives the best ``BA = U_r Σ_r V_rᵀ S⁻¹
     = U_r U_rᵀ W`` without any inversion. S comes from eigenvectors, because every root of M gives the same U, and
@@ -389,7 +389,7 @@ class InputStatistics:
             for scheme in schemes:
                 found = self._sums.get((name, scheme))
                 total = None if found is None else all_reduce_(found.to(layer.weight.device), "sum")
-                # One NaN input makes all directions NaN. Stop instead of factorising noise.
+                # One NaN input makes all directions NaN. Stop instead of factorizing noise.
                 if total is None or not bool(total.isfinite().all()):
                     got = "no input" if total is None else "NaN or infinity"
                     rule = f"{name} must be reached by the calibration batches with finite inputs, got {got}"

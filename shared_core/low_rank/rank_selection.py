@@ -1,4 +1,4 @@
-"""Which layers can be factorised, and to which rank. A budget is spent where each parameter helps most.
+"""Which layers can be factorized, and to which rank. A budget is spent where each parameter helps most.
 
 The cost of a low rank can be measured: the loss on calibration batches with one layer at a time truncated.
 """
@@ -34,7 +34,7 @@ Point = tuple[int, float]
 
 
 def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, int]:
-    """Return the choice for each layer that maximises the total value within a budget of parameters.
+    """Return the choice for each layer that maximizes the total value within a budget of parameters.
 
     Follows the upper concave hulls of the layers' points by decreasing value per parameter. This is optimal if the
     budget ends exactly at a step of a hull. Between two such budgets the result is less than one step below the
@@ -107,7 +107,7 @@ class Candidate:
 
 
 def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the layers that can be factorised, by name, and why other candidates are left unchanged."""
+    """Return the layers that can be factorized, by name, and why other candidates are left unchanged."""
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
     found = chosen_modules(config, model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank")
     inside = _not_ours(model)
@@ -145,7 +145,7 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from others"
-    # A tied weight would have to be factorised in all its uses at once.
+    # A tied weight would have to be factorized in all its uses at once.
     if holders[id(weight)] > 1:
         return "its weight is tied to another layer's"
     if not weight.is_floating_point():
@@ -160,7 +160,7 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
 def _check_weight(name: str, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh") or weight.is_meta:
         what = "a weight without values" if weight.is_meta else "a sharded weight"
-        rule = f"{name} must be factorised while its weight is whole, got {what}"
+        rule = f"{name} must be factorized while its weight is whole, got {what}"
         raise CompatibilityError("low_rank", rule, "load the model in full first")
     if not bool(weight.isfinite().all()):
         raise TrainingError("low_rank", f"{name} must be finite, got NaN or infinity in its weight")
@@ -169,7 +169,7 @@ def _check_weight(name: str, weight: Tensor) -> None:
 def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
-        rule = f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})"
+        rule = f"at least one layer must be factorized, got none with rank {config.rank!r} ({told})"
         raise MatchError("low_rank", rule, "choose other layers or a lower rank, or use force")
 
 
@@ -234,7 +234,7 @@ def _by_budget(
 ) -> dict[str, int]:
     """Return ranks within a share of all parameters. Full rank means that the layer is left unchanged."""
     # Without measurements, the value of a rank is the logarithm of the share of energy it keeps. Layers follow one
-    # another, so this maximises the product of their shares. A sum would starve large layers at small budgets.
+    # another, so this maximizes the product of their shares. A sum would starve large layers at small budgets.
     points: dict[str, list[Point]] = {}
     ranks: dict[str, list[int]] = {}
     for name, each in found.items():

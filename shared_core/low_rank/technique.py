@@ -1,4 +1,4 @@
-"""Low-rank training: layers are factorised before a run, trained as two, and optionally multiplied at the end."""
+"""Low-rank training: layers are factorized before a run, trained as two, and optionally multiplied at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared_core.low_rank.layers import (
     LowRankLayer,
     as_matrix,
     decompose,
-    factorised,
+    factorized,
     put_in_,
     replace_,
     structure_of,
@@ -73,15 +73,15 @@ class LowRank(Technique):
     # -- start
 
     def attach(self, context: Context) -> Touched:
-        """Factorise the model as the options say, or as the checkpoint to resume from needs it."""
+        """Factorize the model as the options say, or as the checkpoint to resume from needs it."""
         model = context.model
         context.undo.callback(self._detach, context.model)
         config, before = self.config, sum(parameter.numel() for parameter in model.parameters())
         resumed = context.resumed.get(self.key)
-        self.layers = factorised(model)
+        self.layers = factorized(model)
         if self.layers:
             self._stays = True
-            context.services.say(f"efftrain: low_rank: {len(self.layers)} layers are already factorised and stay so")
+            context.services.say(f"efftrain: low_rank: {len(self.layers)} layers are already factorized and stay so")
         elif resumed is not None:
             self.layers = self._as_saved(model, resumed)
         else:
@@ -92,7 +92,7 @@ class LowRank(Technique):
             chosen, left_out = select(model, config)
             plan, kept_out = plan_ranks(config, chosen, {})
             self._told, self.left_out = apply(model, plan, {}), left_out | kept_out
-            self.layers, self._is_fresh = factorised(model), True
+            self.layers, self._is_fresh = factorized(model), True
         self._structure = structure_of(self.layers)
         every_name = model.named_modules(remove_duplicate=False)  # a layer used twice has two names
         self._of_name = {name: layer for name, layer in every_name if isinstance(layer, LowRankLayer)}
@@ -168,11 +168,11 @@ class LowRank(Technique):
     def plan(self, context: Context) -> Plan:
         """Return what happens before and after training. The layers must stay."""
         after = [(None, "factors are multiplied")] if self.config.merge else []
-        return Plan([(0, "layers are factorised"), *after], guards=self.layers)
+        return Plan([(0, "layers are factorized"), *after], guards=self.layers)
 
     def _touched(self) -> Touched:
-        """Return the factorised layers, with the sizes of their factors."""
-        return Touched.modules(self.layers, self.left_out, "factorised layers")
+        """Return the factorized layers, with the sizes of their factors."""
+        return Touched.modules(self.layers, self.left_out, "factorized layers")
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Calibrate on inputs if the decomposition needs them, then release the user's weights."""
@@ -289,12 +289,12 @@ class LowRank(Technique):
     # -- figures
 
     def figures(self) -> dict[str, float]:
-        """Return how many layers are factorised, and the share of the model's parameters that remains."""
+        """Return how many layers are factorized, and the share of the model's parameters that remains."""
         before, after = self._parameters
         return {"low_rank/layers": float(len(self._structure)), "low_rank/parameters": after / before}
 
     def report(self) -> dict[str, Any]:
-        """Return which layers were factorised to which rank, what that saved and lost, and what was left unchanged."""
+        """Return which layers were factorized to which rank, what that saved and lost, and what was left unchanged."""
         return {
             "decomposition": self.config.decomposition,
             "calibration_batches": self._looked_at,

@@ -22,9 +22,9 @@ def linear_of_four_bits(weight: Tensor, *, bias: bool, quant_type: str = "nf4", 
     bnb: Any = importlib.import_module("bitsandbytes")
     outputs, inputs = weight.shape
     kind = _of_part_blocks() if inputs % _BLOCK else bnb.nn.Linear4bit
-    # On meta, because bitsandbytes' layer would otherwise allocate and initialise a weight that is not used.
+    # On meta, because bitsandbytes' layer would otherwise allocate and initialize a weight that is not used.
     layer = kind(inputs, outputs, bias=bias, compute_dtype=weight.dtype, device="meta")
-    # .to() quantises: bitsandbytes (0.50) does it when the parameter reaches its device.
+    # .to() quantizes: bitsandbytes (0.50) does it when the parameter reaches its device.
     layer.weight = bnb.nn.Params4bit(
         weight, requires_grad=False, compress_statistics=double_quant, quant_type=quant_type, module=layer
     ).to(weight.device)
@@ -35,7 +35,7 @@ def linear_of_four_bits(weight: Tensor, *, bias: bool, quant_type: str = "nf4", 
 
 
 def dequantized(weight: Any) -> Tensor:
-    """Return the values of a bitsandbytes parameter's 4-bit codes, in the dtype before quantisation."""
+    """Return the values of a bitsandbytes parameter's 4-bit codes, in the dtype before quantization."""
     bnb: Any = importlib.import_module("bitsandbytes")
     state = weight.quant_state
     if weight.device.type == "cpu" and state.shape[-1] % state.blocksize:

@@ -56,11 +56,11 @@ def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
             other, such as a masked weight or one times a constant.
 
     Example:
-        >>> class Centred(nn.Linear):
+        >>> class Centered(nn.Linear):
         ...     __module__ = "users_code"
         ...     def forward(self, x):
         ...         return nn.functional.linear(x, self.weight - self.weight.mean())
-        >>> why_computed(nn.Linear(2, 2)), why_computed(Centred(2, 2))
+        >>> why_computed(nn.Linear(2, 2)), why_computed(Centered(2, 2))
         (None, 'its forward multiplies by a weight that it computes from the stored one')
     """
     kind: Any = own_class(module)

@@ -477,12 +477,12 @@ class SignalToNoise:
 
     @property
     def decibels(self) -> float:
-        """The signal-to-quantisation-noise ratio ``10·log10(Σy² / Σ(ŷ - y)²)``, infinite without noise."""
+        """The signal-to-quantization-noise ratio ``10·log10(Σy² / Σ(ŷ - y)²)``, infinite without noise."""
         return decibels(self._signal, self._noise)
 
 
 def sqnr(exact: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Return the signal-to-quantisation-noise ratio of one tensor, see `SignalToNoise`."""
+    """Return the signal-to-quantization-noise ratio of one tensor, see `SignalToNoise`."""
     sums = SignalToNoise()
     sums.add(exact, rounded)
     return sums.decibels

@@ -40,7 +40,7 @@ def compensated(
         rows: A weight (outputs, inputs), finite.
         hessian: ``X Xᵀ`` of the inputs, (inputs, inputs), times any factor.
         sparsity: Share to prune.
-        n_m: (kept, of how many neighbours), instead of `sparsity`. The second must divide the inputs.
+        n_m: (kept, of how many neighbors), instead of `sparsity`. The second must divide the inputs.
         grid: Rounds values to the allowed ones; None: any value.
         actorder: Process columns by decreasing ``diag H``. Not with pruning.
         damping: As above. It is multiplied by ten if the matrix is not positive definite in float32.

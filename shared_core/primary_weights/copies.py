@@ -73,7 +73,7 @@ def compensated(weight: Tensor, lost: Tensor) -> Tensor:
     is detected where half of c would change the rounded weight.
     """
     wide, extra = weight.float(), lost.float()
-    # Half, because c may be half an ulp, and a tie would round to the other neighbour.
+    # Half, because c may be half an ulp, and a tie would round to the other neighbor.
     is_own = torch.add(wide, extra, alpha=0.5).to(weight.dtype) == weight
     return wide.add_(extra.mul_(is_own))
 

@@ -75,7 +75,7 @@ class PrimaryWeights(Technique):
         >>> session.attach(model)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> session.begin([optimizer], total_steps=100)
-        >>> for _ in range(100):  # bfloat16's neighbour of 1 is 0.00390625 away
+        >>> for _ in range(100):  # bfloat16's neighbor of 1 is 0.00390625 away
         ...     model[0].grad = torch.full((1,), 1e-3)
         ...     session.before_step()
         ...     optimizer.step()

@@ -55,7 +55,7 @@ class PrivacyConfig(TechniqueConfig):
         "fsdp1": "flat shards of FSDP1 have no gradient of one example; use DDP",
         "lbfgs": LBFGS,
         "manual_optimization": "your code steps the optimizer itself, so nothing tells which batches a step has; use "
-        "automatic optimisation",
+        "automatic optimization",
         "several_optimizers": "each step must be one draw over all parameters; use one optimizer with groups",
     }
     figures: ClassVar[Mapping[str, Figure]] = {"epsilon": Figure("epsilon spent so far", in_bar=True)}
@@ -124,7 +124,7 @@ class PrivacyConfig(TechniqueConfig):
             yield (
                 "dp with these options of distill cannot be combined: other students, projections, relations between "
                 "examples and chunked heads bypass the gradients of single examples; leave out teacher mutual, hidden, "
-                "attention, chunked and unlabelled_field"
+                "attention, chunked and unlabeled_field"
             )
         if low_rank is not None and low_rank.needs_batches:
             yield (

@@ -465,7 +465,7 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
     trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     if isinstance(module, _BatchNorm):
         return (
-            "normalises each example with others of its batch; replace it by torch.nn.GroupNorm, or convert the "
+            "normalizes each example with others of its batch; replace it by torch.nn.GroupNorm, or convert the "
             "model with opacus.validators.ModuleValidator.fix"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (reason := _embedding_reason(module, is_vmapped)):

@@ -1,6 +1,6 @@
 """Masks with a fixed pattern (tiles, N:M, rows), and Erdős–Rényi sparsities.
 
-N:M keeps N of every M neighbours along the input axis. Blocks keep or prune whole tiles of a matrix.
+N:M keeps N of every M neighbors along the input axis. Blocks keep or prune whole tiles of a matrix.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Te
 
 @torch.no_grad()
 def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
-    """Return the mask that keeps, of every `m` neighbours along the input axis, the `n` of largest magnitude.
+    """Return the mask that keeps, of every `m` neighbors along the input axis, the `n` of largest magnitude.
 
     Among equal magnitudes the lowest index is kept (Mishra et al. 2021, arXiv:2104.08378: 2:4).
 

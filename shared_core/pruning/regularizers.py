@@ -112,7 +112,7 @@ class Penalty:
 
     @property
     def names(self) -> list[str]:
-        """Names of the penalised tensors."""
+        """Names of the penalized tensors."""
         return list(self._modules)
 
     def add_(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -238,7 +238,7 @@ class Pruning(Technique):
     def finish(self, context: Context) -> None:
         """Write the zeros without pruning any further. Masks stay until `detach`."""
         reshard_(context.model)
-        self._finalise(context)
+        self._finalize(context)
         for note in self._policy.layers_report()["notes"]:
             context.note(note)
         self._policy.store.apply()
@@ -337,14 +337,14 @@ class Pruning(Technique):
         self._policy.scorer.reset()
         self._has_trained = False
         if step >= self._schedule.end:
-            self._finalise(context)
+            self._finalize(context)
 
     def _note_share(self) -> None:
         weights, gone = self._policy.weights, self._policy.store.num_pruned
         numel = sum(weights[name].numel() for name in gone if name in weights)
         self._pruned_share = sum(gone[name] for name in gone if name in weights) / numel if numel else 0.0
 
-    def _finalise(self, context: Context) -> None:
+    def _finalize(self, context: Context) -> None:
         """Make the current masks final: masked weights stop learning, and nothing is gathered."""
         policy = self._policy
         if policy.is_final:

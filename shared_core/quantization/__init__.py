@@ -1,4 +1,4 @@
-"""Quantization: fake quantisation in training, ranges, and conversion to an integer model."""
+"""Quantization: fake quantization in training, ranges, and conversion to an integer model."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -1,4 +1,4 @@
-"""Compute scales from values, and fake-quantise: round values to what small integers can represent.
+"""Compute scales from values, and fake-quantize: round values to what small integers can represent.
 
 Groups, tokens, output channels and rows have their own ranges. Their codes are available too.
 Results have the shape and type of the values; float16 and bfloat16 are computed in float32. Invalid arguments
@@ -45,7 +45,7 @@ def fake_quantize(
 
     Args:
         x: Values of any shape and floating type.
-        scale: Step between neighbouring values (divides); positive, finite; with `axis` one for each channel.
+        scale: Step between neighboring values (divides); positive, finite; with `axis` one for each channel.
         zero_point: The code of 0, a whole number in [qmin, qmax]; with `axis` one for each channel or one for
             all.
         qmin: Smallest code, inclusive.
@@ -212,7 +212,7 @@ def check_floats(where: str, x: Tensor, name: str = "x", *, elements: bool = Fal
     if not isinstance(x, Tensor) or not x.is_floating_point() or (elements and not x.numel()):
         got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         wanted = "a floating-point tensor with elements" if elements else "a floating-point tensor"
-        raise ConfigError(where, f"{name} must be {wanted}, got {got}", "quantise values, not codes")
+        raise ConfigError(where, f"{name} must be {wanted}, got {got}", "quantize values, not codes")
 
 
 def check_axis(where: str, dims: int, axis: int | None) -> None:
@@ -285,7 +285,7 @@ def fake_quantize_groups(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `x` fake-quantised with one range per group along the last axis.
+    """Return `x` fake-quantized with one range per group along the last axis.
 
     Symmetric: codes ±(2^(b−1) − 1), ``s = max|x|/(2^(b−1) − 1)``. Affine: codes −2^(b−1) … 2^(b−1) − 1 over the
     group's range widened to contain 0, ``s = (max − min)/(2^b − 1)``, ``z = clamp(ne(qmin − min/s))``. A group of
@@ -322,7 +322,7 @@ def fake_quantize_tokens(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return activations fake-quantised with one range per token, computed from the token's values.
+    """Return activations fake-quantized with one range per token, computed from the token's values.
 
     Same as `fake_quantize_groups` with the whole last axis as the group.
 
@@ -406,7 +406,7 @@ def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, dtype: t
 
 
 def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = False, groups: int = 1) -> Tensor:
-    """Return a layer's weight fake-quantised symmetrically with one scale per output channel; gradient 1.
+    """Return a layer's weight fake-quantized symmetrically with one scale per output channel; gradient 1.
 
     ``s = max|w|/(2^(b−1) − 1)`` over all weights of one output: rows of a Linear, Conv or Embedding weight, and for a
     transposed convolution the slices of `output_channels_first`.
@@ -449,5 +449,5 @@ def _check_groups(where: str, x: Tensor, group_size: int, bits: int) -> None:
         raise ConfigError(
             where,
             f"group_size must be a whole number that divides the last axis, {x.shape[-1]}, got {group_size!r}",
-            "use a divisor, or quantise per channel",
+            "use a divisor, or quantize per channel",
         )

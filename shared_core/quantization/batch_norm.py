@@ -1,6 +1,6 @@
 """Fold batch norms into the layers before them, in training and after it.
 
-Training quantises the folded weight, because inference uses that one. Learned scales of layers stay out of state dicts
+Training quantizes the folded weight, because inference uses that one. Learned scales of layers stay out of state dicts
 (`PlainState`).
 """
 
@@ -25,7 +25,7 @@ from shared_core.modules.weight_views import compute, num_outputs, scaled_output
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
 
 LEARNED = ("weight_magnitude", "input_magnitude", "input_offset", "input_clip")
-"""Names of the parameters that quantisation adds to a layer."""
+"""Names of the parameters that quantization adds to a layer."""
 
 
 class PlainState(nn.Module):
@@ -69,14 +69,14 @@ def own_parameters(model: nn.Module) -> Iterator[None]:
 
 
 class FoldQuantizer(Protocol):
-    """The fake quantisation of a folded layer."""
+    """The fake quantization of a folded layer."""
 
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Return the layer's input, fake-quantised."""
+        """Return the layer's input, fake-quantized."""
         ...
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return the folded weight, fake-quantised."""
+        """Return the folded weight, fake-quantized."""
         ...
 
 
@@ -124,7 +124,7 @@ class Fold:
     Attributes:
         batch_norm: The module whose parameters, buffers and mode are used. It stays in the model, so that both
             modules keep their keys, and is not registered here.
-        quantizer: Fake-quantises input and folded weight; None: nothing is quantised.
+        quantizer: Fake-quantizes input and folded weight; None: nothing is quantized.
         frozen: Use running statistics, and don't update them, in training too.
     """
 
@@ -148,10 +148,10 @@ class FoldedLayer(PlainState):
 
     ``y = (x ∗ Q(w·γ/σ)) · σ/σ_B + β + (b − μ_B)·γ/σ_B``:
 
-    the weight is quantised as in inference, so that its codes do not jitter from batch to batch, and the
-    output is normalised by the batch, as training needs it. Once frozen, and in evaluation,
+    the weight is quantized as in inference, so that its codes do not jitter from batch to batch, and the
+    output is normalized by the batch, as training needs it. Once frozen, and in evaluation,
     ``y = x ∗ Q(w·γ/σ) + β + (b − μ)·γ/σ``. Until then a training step computes the layer twice, once without
-    weight quantisation for its statistics.
+    weight quantization for its statistics.
 
     The batch norm's mode, momentum, ε and buffers apply, and its buffers are updated as usual.
     As in torch, recomputing a forward for activation checkpointing updates them again.
@@ -164,7 +164,7 @@ class FoldedLayer(PlainState):
     training: bool
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:
-        """Return the normalised output. Takes the arguments of the layer."""
+        """Return the normalized output. Takes the arguments of the layer."""
         layer: Any = self
         norm, quantizer = self.fold.batch_norm, self.fold.quantizer
         x = input if quantizer is None else quantizer.input(layer, input)
@@ -210,7 +210,7 @@ def _batch_statistics(layer: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor
             "increase the batch size, or drop the smaller last batch",
         )
     axes = [0, *range(2, y.dim())]
-    # As in torch, the biased variance normalises and the unbiased one updates the running estimate.
+    # As in torch, the biased variance normalizes and the unbiased one updates the running estimate.
     variance, mean = torch.var_mean(y.to(dtype), axes, correction=0)
     # b cancels in the output and its gradient is zero, as in batch norm, but DDP needs it in the graph.
     return mean if layer.bias is None else mean + layer.bias, variance, count
@@ -245,7 +245,7 @@ def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer
     Args:
         layer: A stock Linear, Conv or transposed Conv layer.
         batch_norm: The stock batch norm that is the only reader of the layer's output.
-        quantizer: Fake-quantises input and folded weight; None: the pair computes the same as before.
+        quantizer: Fake-quantizes input and folded weight; None: the pair computes the same as before.
 
     Returns:
         The handle of the pair. Set ``frozen`` on it at the step where statistics freeze.
@@ -310,7 +310,7 @@ class BatchNormPair:
         layer: The Linear, Conv or transposed Conv.
         batch_norm: The batch norm that follows it.
         activation: The module or function name of the ReLU or ReLU6 that is the only reader of the batch norm, or
-            None. A quantiser need not round before it.
+            None. A quantizer need not round before it.
     """
 
     layer: str
@@ -381,7 +381,7 @@ def _why_not(flow: Flow, node: Node) -> str | None:
     if reason is not None:
         return f"layer {layer.label!r}: {reason}"
     if isinstance(layer.module, nn.Linear) and layer.shape is not None and len(layer.shape) != 2:
-        return f"it normalises axis 1 of {tuple(layer.shape)}, which does not hold the channels of the Linear layer"
+        return f"it normalizes axis 1 of {tuple(layer.shape)}, which does not hold the channels of the Linear layer"
     return _why_no_pair(layer.module, node.module)  # type: ignore[arg-type]
 
 

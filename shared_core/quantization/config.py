@@ -48,7 +48,7 @@ class QatConfig(OverridableConfig):
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
 
-    # The soup evaluates with active quantisers. Hooks on a layer's forward must be gone before layers become plain.
+    # The soup evaluates with active quantizers. Hooks on a layer's forward must be gone before layers become plain.
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
     conflicts: ClassVar[Mapping[str, str]] = {
         "fp8": "both replace the same linear layers; train in FP8 first and for int8 afterwards, or drop one",
@@ -179,7 +179,7 @@ class QatConfig(OverridableConfig):
         if self.keep and "lora" in recipe:
             yield (
                 "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
-                "apply_ranges restores quantisers in these"
+                "apply_ranges restores quantizers in these"
             )
         if self.learns_ranges and "efficient_loading" in environment:
             yield (
@@ -190,7 +190,7 @@ class QatConfig(OverridableConfig):
             yield (
                 f"qat with range {self.range}{' and clip_gelu' if self.clip_gelu else ''} cannot be combined with "
                 f"{RUN_ENVIRONMENTS['tensor_parallel']}: replicated inputs would be counted once per process, "
-                "the plan has no learned scales, and GELU outputs cannot be recognised; use ema or "
+                "the plan has no learned scales, and GELU outputs cannot be recognized; use ema or "
                 "minmax, without clip_gelu"
             )
         for key in averages:

@@ -1,6 +1,6 @@
-"""Layers that fake-quantise weight and input. Stock layers become one by changing their class, and back.
+"""Layers that fake-quantize weight and input. Stock layers become one by changing their class, and back.
 
-Also writes quantised weights in place, reports their error, and rewrites layers as linear ones for some runtimes.
+Also writes quantized weights in place, reports their error, and rewrites layers as linear ones for some runtimes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from shared_core.quantization.schemes import LayerScheme
 
 
 class _FakeQuant(PlainState):
-    """Computes with fake-quantised weight and input."""
+    """Computes with fake-quantized weight and input."""
 
     quantizer: LayerQuantizer
 
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
-        """Run the stock layer on fake-quantised input and weight."""
+        """Run the stock layer on fake-quantized input and weight."""
         x, weight = self.operands(input)
         return compute(self, x, weight, self.bias, *args)
 
     def operands(self: Any, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the fake-quantised input and weight."""
+        """Return the fake-quantized input and weight."""
         return self.quantizer.input(self, input), self.quantizer.weight(self, self.weight)
 
     def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the stock forward, which reads weights as attributes, with fake-quantised weights."""
+        """Run the stock forward, which reads weights as attributes, with fake-quantized weights."""
         weights = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
         try:
             vars(self).update(weights)  # Python finds these before the parameters of the same names
@@ -56,14 +56,14 @@ class _FakeQuant(PlainState):
 
 
 class FakeQuantLinear(_FakeQuant, nn.Linear):
-    """`torch.nn.Linear` with fake-quantised weight and input."""
+    """`torch.nn.Linear` with fake-quantized weight and input."""
 
 
 class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
-    """`torch.nn.Embedding` that fake-quantises the vectors it looks up."""
+    """`torch.nn.Embedding` that fake-quantizes the vectors it looks up."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the fake-quantised vectors of the indices."""
+        """Return the fake-quantized vectors of the indices."""
         if self.quantizer.scheme.spans_rows:  # the scale also depends on vectors that are not looked up
             weight = self.quantizer.weight(self, self.weight)
             return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
@@ -79,7 +79,7 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
 
 
 class _FakeQuantRecurrent(_FakeQuant):
-    """Computes with fake-quantised weights and input; states between steps stay in float."""
+    """Computes with fake-quantized weights and input; states between steps stay in float."""
 
     # cuDNN and oneDNN take the whole sequence at once, which dynamo cannot trace either
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -108,22 +108,22 @@ class _FakeQuantCell(_FakeQuant):
 
 
 class FakeQuantLSTMCell(_FakeQuantCell, nn.LSTMCell):
-    """`torch.nn.LSTMCell` with fake-quantised weights and input. Its state stays in float."""
+    """`torch.nn.LSTMCell` with fake-quantized weights and input. Its state stays in float."""
 
 
 class FakeQuantGRUCell(_FakeQuantCell, nn.GRUCell):
-    """`torch.nn.GRUCell` with fake-quantised weights and input. Its state stays in float."""
+    """`torch.nn.GRUCell` with fake-quantized weights and input. Its state stays in float."""
 
 
 class _FakeQuantExperts(_FakeQuant):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the stock experts with fake-quantised weights, and inputs if the scheme quantises those."""
+        """Run the stock experts with fake-quantized weights, and inputs if the scheme quantizes those."""
         if self.quantizer.scheme.input != "none":
             if not gates_between_products(self):
                 raise CompatibilityError(
                     "qat",
-                    "experts implementation must stay batched_mm or grouped_mm if inputs of experts are quantised, "
+                    "experts implementation must stay batched_mm or grouped_mm if inputs of experts are quantized, "
                     f"got {self.config._experts_implementation}",
                     "set it before training, or use a weight-only scheme",
                 )
@@ -163,7 +163,7 @@ def know_layers(model: nn.Module) -> None:
     ]
     for kind, base in made:
         if kind not in FAKE_QUANT:
-            about = {"__doc__": f"{kind.__name__}, fake-quantised.", "__module__": __name__}
+            about = {"__doc__": f"{kind.__name__}, fake-quantized.", "__module__": __name__}
             FAKE_QUANT[kind] = type(f"FakeQuant{kind.__name__}", (base, kind), about)
             STOCK[FAKE_QUANT[kind]] = kind
 
@@ -193,20 +193,20 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
 
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
-    """Make a stock layer fake-quantise. Its parameters and keys stay as they are."""
+    """Make a stock layer fake-quantize. Its parameters and keys stay as they are."""
     module.quantizer = quantizer  # type: ignore[assignment]
     kind = own_class(module)
     change_class(module, kind, FAKE_QUANT[kind])
 
 
 def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuantizer) -> None:
-    """Make a stock layer compute itself and the following batch norm with one fake-quantised weight."""
+    """Make a stock layer compute itself and the following batch norm with one fake-quantized weight."""
     module.quantizer = quantizer  # type: ignore[assignment]
     fold_pair_(module, batch_norm, quantizer)
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Return True if a layer has a quantiser."""
+    """Return True if a layer has a quantizer."""
     return own_class(module) in STOCK or (type(module) in STOCK_OF_FOLDED and "quantizer" in vars(module))
 
 
@@ -222,7 +222,7 @@ def restore(module: nn.Module) -> None:
 
 
 def layer_entry(module: nn.Module) -> dict[str, Any] | None:
-    """Return a layer's scheme and range, from its quantiser or from an earlier training; None if it has none."""
+    """Return a layer's scheme and range, from its quantizer or from an earlier training; None if it has none."""
     if not is_quantized(module):
         return getattr(module, "quantized_range", None)
     quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
@@ -231,7 +231,7 @@ def layer_entry(module: nn.Module) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def bake_(module: nn.Module, baked: set[int]) -> None:
-    """Overwrite a fake-quantising layer's weights with their quantised values.
+    """Overwrite a fake-quantizing layer's weights with their quantized values.
 
     Weights that FSDP2 shards are gathered one at a time, so every process must call it.
     """
@@ -243,7 +243,7 @@ def bake_(module: nn.Module, baked: set[int]) -> None:
 
 @torch.no_grad()
 def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float | int]:
-    """Return a fake-quantising layer's size, its weights' SQNR in dB, and its largest error / largest weight.
+    """Return a fake-quantizing layer's size, its weights' SQNR in dB, and its largest error / largest weight.
 
     For weights that FSDP2 shards it returns only the size, unless `gather`: then every process must call it.
     """
@@ -340,9 +340,9 @@ class LinearGRUCell(_LinearCell):
 
 
 def cells_as_linear(model: nn.Module) -> nn.Module:
-    """Replace fake-quantising LSTM and GRU cells by two linear layers, ``ih`` and ``hh``, in place; return the model.
+    """Replace fake-quantizing LSTM and GRU cells by two linear layers, ``ih`` and ``hh``, in place; return the model.
 
-    Weight codes and input quantisation stay the same, and the state stays in float.
+    Weight codes and input quantization stay the same, and the state stays in float.
 
     Example:
         >>> from shared_core.quantization import apply_ranges

@@ -116,7 +116,7 @@ class Flow:
             return "a forward hook may change its input or output"
         weight = module._parameters.get("weight")
         if isinstance(module, LAYERS) and weight is None:
-            return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
+            return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
         if weight is not None and not weight.is_floating_point():
             return f"its weight is {weight.dtype}, not floating point"
         return None

@@ -1,4 +1,4 @@
-"""The state of a fake-quantising layer: its scheme, its row in the range bank, and its own scales.
+"""The state of a fake-quantizing layer: its scheme, its row in the range bank, and its own scales.
 
 Most layers have a `LayerQuantizer`. The subclasses add clipped, learned and saved ranges.
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class LayerQuantizer:
-    """Quantise a layer's weight by its values, and its input by its values or by the observed range."""
+    """Quantize a layer's weight by its values, and its input by its values or by the observed range."""
 
     baked = False
-    """True if the weight already holds quantised values. Quantising again could change one by an ulp."""
+    """True if the weight already holds quantized values. Quantizing again could change one by an ulp."""
 
     def __init__(self, bank: RangeBank, index: int | None, scheme: LayerScheme, *, number: int = 0) -> None:
         self.bank, self.index, self.scheme, self.number = bank, index, scheme, number
@@ -40,7 +40,7 @@ class LayerQuantizer:
         """Searched or learned scales of the weight; None: computed from the weight."""
 
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Observe `x` in training, and return it fake-quantised once quantisation is on and a range exists."""
+        """Observe `x` in training, and return it fake-quantized once quantization is on and a range exists."""
         bank = self.bank
         if is_sharded(x):  # the scale is shared by all elements, or by all features of a token
             return apply_in_parts(
@@ -59,7 +59,7 @@ class LayerQuantizer:
         self.bank.observe(index, x)
 
     def in_range(self, module: nn.Module, index: int, x: Tensor) -> Tensor:
-        """Return an input fake-quantised with the layer's range, once quantisation is on and a range exists."""
+        """Return an input fake-quantized with the layer's range, once quantization is on and a range exists."""
         bank = self.bank
         if not (bank.quantizing and self.has_range):
             return x
@@ -69,7 +69,7 @@ class LayerQuantizer:
         return kernels.fake_quantize(x, bank.scale[index], bank.zero_point[index], qmin, qmax, bank.rounded_gate)
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return one of the layer's weights, fake-quantised once that is switched on."""
+        """Return one of the layer's weights, fake-quantized once that is switched on."""
         if not self.bank.quantizing:
             return weight
         if is_sharded(weight):
@@ -77,7 +77,7 @@ class LayerQuantizer:
         return self.rounded(module, weight, self.bank.noise(weight, self.number) if module.training else None)
 
     def _whole_axes(self, module: nn.Module, weight: Tensor) -> set[int]:
-        """Return the axes of a weight along which parts cannot be quantised separately."""
+        """Return the axes of a weight along which parts cannot be quantized separately."""
         axes = {*range(weight.dim())}
         by_row = self.weight_scale is None and self.bank.noise_seed is None and not self.scheme.spans_rows
         return axes - {output_axis(module)} if by_row else axes
@@ -90,7 +90,7 @@ class LayerQuantizer:
 
     @torch.no_grad()
     def baked_weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return the weight with which a plain layer computes the quantised result, rounded to nearest."""
+        """Return the weight with which a plain layer computes the quantized result, rounded to nearest."""
         if self.baked:
             return weight
         if self.batch_norm is not None:
@@ -127,7 +127,7 @@ class LayerQuantizer:
 
 
 class LearnedQuantizer(LayerQuantizer):
-    """Quantise with scales that the layer learns. `register` sets which."""
+    """Quantize with scales that the layer learns. `register` sets which."""
 
     learned_input: InputRange | None = None
 
@@ -146,7 +146,7 @@ class LearnedQuantizer(LayerQuantizer):
         return stay_in_graph(super().in_range(module, index, x), *learned.parameters(module))
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return one of the layer's weights, fake-quantised once that is switched on."""
+        """Return one of the layer's weights, fake-quantized once that is switched on."""
         if self.weight_scale is not None and not self.bank.quantizing:
             return stay_in_graph(weight, module.weight_magnitude)
         return super().weight(module, weight)
@@ -186,7 +186,7 @@ class ClippedLearnedQuantizer(LearnedQuantizer, ClippedQuantizer):
 
 
 class SavedQuantizer(LayerQuantizer):
-    """Quantise a layer that was restored from saved ranges."""
+    """Quantize a layer that was restored from saved ranges."""
 
     def __init__(
         self,

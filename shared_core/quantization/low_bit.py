@@ -1,4 +1,4 @@
-"""Fake quantisation to ternary, binary, FP8 and block formats, with straight-through gradients."""
+"""Fake quantization to ternary, binary, FP8 and block formats, with straight-through gradients."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
     """Return `weight` rounded to −α, 0 and α.
 
     ``Δ = 0.7·E|w|``; ``ŵ = α·sign(w)`` where ``|w| > Δ`` and 0 elsewhere; α is the mean of the remaining
-    ``|w|``, which minimises ``‖w − ŵ‖`` for that Δ. The gradient passes straight through. A channel of zeros stays
+    ``|w|``, which minimizes ``‖w − ŵ‖`` for that Δ. The gradient passes straight through. A channel of zeros stays
     zero. A channel with a non-finite value becomes NaN.
 
     Args:

@@ -1,4 +1,4 @@
-"""The quantisation scheme of a layer, and fake quantisation of its weight and input by that scheme."""
+"""The quantization scheme of a layer, and fake quantization of its weight and input by that scheme."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITH_RANGE = ("static", "fp8_static")
 
 @dataclasses.dataclass(frozen=True)
 class LayerScheme:
-    """The quantisation of one layer, as plain values.
+    """The quantization of one layer, as plain values.
 
     Args:
         weight: Granularity of scales, or the number format. ``channel`` and ``fp8``: one scale per output channel;
@@ -118,7 +118,7 @@ _QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
 
 
 def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
-    """Return a layer's input fake-quantised dynamically, with a straight-through gradient.
+    """Return a layer's input fake-quantized dynamically, with a straight-through gradient.
 
     Each token has its own scale. For convolutions, a token is one spatial position.
     """
@@ -161,7 +161,7 @@ _QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tenso
 
 
 def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
-    """Return `weight` fake-quantised, with a straight-through gradient."""
+    """Return `weight` fake-quantized, with a straight-through gradient."""
     noise = None if noise is None else as_rows(module, noise)
     quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
     if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale spans two experts

@@ -1,4 +1,4 @@
-"""Select the layers to quantise and their schemes, with a reason for each layer left out."""
+"""Select the layers to quantize and their schemes, with a reason for each layer left out."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
 
 BASE = ".base_layer"
 """Name suffix of a layer wrapped by PEFT's adapters."""
-_ADAPTER = "a LoRA adapter, which trains in float on a quantised base"
+_ADAPTER = "a LoRA adapter, which trains in float on a quantized base"
 _TABLE = re.compile(r"position|token_type|segment|^wpe$")
-_EVERY_TOKEN = "a table of positions or token types, whose error affects every token; name it in `include` to quantise"
+_EVERY_TOKEN = "a table of positions or token types, whose error affects every token; name it in `include` to quantize"
 _ORIGINAL = "peft trains a copy of it instead (modules_to_save)"
 
 
 def select_layers(
     model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...], min_size: int = 0, *, trains: bool = False
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return (name → layer to quantise, name → why a matched layer stays in float).
+    """Return (name → layer to quantize, name → why a matched layer stays in float).
 
-    For a layer with adapters, the base layer is quantised, and `include` and `skip` match the layer's own name too.
+    For a layer with adapters, the base layer is quantized, and `include` and `skip` match the layer's own name too.
     With `lora`, whose adapters are merged at the end, the base layer keeps that name. In a PEFT model it has PEFT's
     name (``…base_layer``).
     """
     know_layers(model)
     if any(is_quantized(module) for module in model.modules()):
-        raise CompatibilityError("qat", "the model already has quantisers", "detach or finish the earlier run first")
+        raise CompatibilityError("qat", "the model already has quantizers", "detach or finish the earlier run first")
     adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
     reach = [_reach_bases(model, patterns, list(adapted)) for patterns in (include, skip)]
     matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=reach[0], skip=reach[1], min_size=min_size)
@@ -59,19 +59,19 @@ def select_layers(
         if id(found.module) in replaced
         else _why_adapted(found, adapted, include)
         or _why_not(found.module)
-        or (f"{readers[id(found.module)]}, which bypasses a quantiser" if id(found.module) in readers else None)
+        or (f"{readers[id(found.module)]}, which bypasses a quantizer" if id(found.module) in readers else None)
         or _in_every_token(found, include)
         for found in matched
     ]
     able = [found.module for found, reason in zip(matched, reasons, strict=True) if reason is None]
-    quantised = Counter(id(weight) for module in able for weight in weights_of(module).values())
+    quantized = Counter(id(weight) for module in able for weight in weights_of(module).values())
     layers: dict[str, nn.Module] = {}
     left_out: dict[str, str] = {}
     for found, why in zip(matched, reasons, strict=True):
         reason = why
-        # an embedding and a head that share a weight quantise its rows in the same way
-        if reason is None and any(owners[id(w)] > quantised[id(w)] for w in weights_of(found.module).values()):
-            reason = "its weight is tied to another module, which would not be quantised"
+        # an embedding and a head that share a weight quantize its rows in the same way
+        if reason is None and any(owners[id(w)] > quantized[id(w)] for w in weights_of(found.module).values()):
+            reason = "its weight is tied to another module, which would not be quantized"
         own = found.name.removesuffix(BASE)
         if reason is None:
             layers[own if hasattr(adapted.get(own), "user_layer") else found.name] = found.module
@@ -79,13 +79,13 @@ def select_layers(
             type(found.module).__name__ in include and reason not in (_ADAPTER, _ORIGINAL)
         ):
             raise CompatibilityError(
-                "qat", f"include must name only layers that can be quantised, not {found.name}: {reason}"
+                "qat", f"include must name only layers that can be quantized, not {found.name}: {reason}"
             )
         else:
             left_out[found.name] = reason
     if not layers:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError("qat", "must match at least one module that can be quantised", told)
+        raise MatchError("qat", "must match at least one module that can be quantized", told)
     return layers, left_out
 
 
@@ -126,7 +126,7 @@ def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[s
         raise CompatibilityError(
             "qat",
             f"bitsandbytes has already quantized the weights of {found.name}",
-            "load the model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip "
+            "load the model without quantization_config and let the scheme quantize it (int4_weight, nvfp4), or skip "
             "the layer",
         )
     if isinstance(found.module, StackedExperts) and found.name.removesuffix(BASE) in adapted:
@@ -147,7 +147,7 @@ def _why_not(module: nn.Module) -> str | None:
         return f"{type(module).__name__} is a custom class, whose forward is unknown"
     weights = weights_of(module)
     if not weights:
-        return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
+        return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
     dtypes = {weight.dtype for weight in weights.values() if not weight.is_floating_point()}
     return f"its weight is {dtypes.pop()}, not floating point" if dtypes else None
 
@@ -157,7 +157,7 @@ _GROUP_SIZES = (128, 64, 32)
 
 def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
     """Return the scheme of each layer: the config's, with the overrides that match the layer."""
-    options = options_by_module("qat", config.override_options(), layers, "quantised layer")
+    options = options_by_module("qat", config.override_options(), layers, "quantized layer")
     resolved = {}
     for name, layer in layers.items():
         own = config
@@ -185,7 +185,7 @@ def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme])
             if schemes[first].of_weight != schemes[name].of_weight:
                 raise ConfigError(
                     "qat",
-                    f"{name} shares its weight with {first} and must be quantised like it, got "
+                    f"{name} shares its weight with {first} and must be quantized like it, got "
                     f"{schemes[name].of_weight} and {schemes[first].of_weight}",
                     "override both",
                 )
@@ -207,7 +207,7 @@ def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme
             change["input"] = "static"
     if scheme.input == "fp8_static" and isinstance(layer, StackedExperts):
         change["input"] = "fp8"  # values inside the experts have no observed range
-    # For experts, tokens of both products are quantised, the second inside. An embedding's inputs are indices.
+    # For experts, tokens of both products are quantized, the second inside. An embedding's inputs are indices.
     seen = change.get("input", scheme.input) not in ("none", *WITH_RANGE) and gates_between_products(layer)
     if isinstance(layer, nn.Embedding) or (
         isinstance(layer, StackedExperts) and not seen

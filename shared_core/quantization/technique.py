@@ -42,11 +42,11 @@ from shared_core.quantization.selection import BASE, layer_schemes, select_layer
 
 
 class QuantizationAwareTraining(Technique):
-    """Train with fake-quantised weights and activations, so that the weights tolerate quantisation.
+    """Train with fake-quantized weights and activations, so that the weights tolerate quantization.
 
     Args:
         config: The options, already checked.
-        trains: True before a training run; False to quantise a trained model.
+        trains: True before a training run; False to quantize a trained model.
     """
 
     key: ClassVar[str] = "qat"
@@ -75,7 +75,7 @@ class QuantizationAwareTraining(Technique):
         return self.policy.bank
 
     def attach(self, context: Context) -> Touched:
-        """Swap the classes of the layers to quantise. Nothing is observed yet."""
+        """Swap the classes of the layers to quantize. Nothing is observed yet."""
         model = context.model
         context.undo.callback(self._detach)
         config = self.config
@@ -95,15 +95,15 @@ class QuantizationAwareTraining(Technique):
                 fold_and_swap(module, modules[folds[name]], quantizer)
             else:
                 swap(module, quantizer)
-        adapted = any(hasattr(module, "get_base_layer") for module in model.modules())  # the base layers are quantised
+        adapted = any(hasattr(module, "get_base_layer") for module in model.modules())  # the base layers are quantized
         if self._trains and not adapted and (frozen := self._frozen(model)):
             context.note(
-                f"qat: frozen layers are also quantised: {frozen}. Name them in skip if they are not part of the "
+                f"qat: frozen layers are also quantized: {frozen}. Name them in skip if they are not part of the "
                 "model that you deploy"
             )
         if floats := self.float_inputs:
             named = ", ".join(floats[:5])
-            context.note(f"qat: only the weights of {named} are quantised: inputs of these experts stay in float")
+            context.note(f"qat: only the weights of {named} are quantized: inputs of these experts stay in float")
         if any(name.endswith(BASE) for name in self.layers):
             context.note(
                 "qat: PEFT saves only the adapters, not the rounded base they were trained on. Also save "
@@ -111,7 +111,7 @@ class QuantizationAwareTraining(Technique):
             )
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
-        # Every key of a tied module leads to the layer whose quantiser knows the grid.
+        # Every key of a tied module leads to the layer whose quantizer knows the grid.
         names = {id(module): name for name, module in self.layers.items()}
         # a module with two names has two keys in the state dict
         self._weight_keys = {
@@ -137,7 +137,7 @@ class QuantizationAwareTraining(Technique):
             if all(weight in context.unheld for weight in weights_of(module).values())
         }
         if len(out) == len(self.layers):
-            raise MatchError("qat", "no optimizer holds the weights of any layer to quantise")
+            raise MatchError("qat", "no optimizer holds the weights of any layer to quantize")
         learns = self.config.learns_ranges
         copied = layers_of_copies("qat", context.model, context.unheld, context.shapes) if learns else ()
         if name := next((name for name, module in out.items() if module in copied), None):
@@ -157,13 +157,13 @@ class QuantizationAwareTraining(Technique):
 
     @property
     def float_inputs(self) -> list[str]:
-        """Stacked experts whose inputs stay in float although the scheme quantises inputs."""
+        """Stacked experts whose inputs stay in float although the scheme quantizes inputs."""
         asked = SCHEMES[self.config.scheme].input != "none" or self.config.activation_bits is not None
         found = (name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts))
         return [name for name in found if self.schemes[name].input == "none"]
 
     def _frozen(self, model: nn.Module) -> str:
-        """Return the names of quantised frozen parts, if other quantised layers train; else an empty string."""
+        """Return the names of quantized frozen parts, if other quantized layers train; else an empty string."""
         keys = {
             value: f"{name}.{own}" for name, layer in self.layers.items() for own, value in layer.named_parameters()
         }
@@ -210,7 +210,7 @@ class QuantizationAwareTraining(Technique):
         self._set_switches(context.step)
 
     def plan(self, context: Context) -> Plan:
-        """Return when quantisation starts and when ranges and batch norms freeze. The layers must stay in the model."""
+        """Return when quantization starts and when ranges and batch norms freeze. The layers must stay in the model."""
         moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
         return Plan(
             moments_told(self.config, moments, context.total_steps),
@@ -223,13 +223,13 @@ class QuantizationAwareTraining(Technique):
     def _missing(self, context: Context) -> str:
         """Say if layers still compute in float, or if ranges still move that freeze before the end."""
         if not self.bank.quantizing:
-            return f"fake quantisation is not on yet: it starts at step {self._begin}"
+            return f"fake quantization is not on yet: it starts at step {self._begin}"
         if self.bank.observing and context.total_steps is not None and self._freeze < context.total_steps:
             return f"ranges still change: they freeze at step {self._freeze}"
         return ""
 
     def _touched(self) -> Touched:
-        """Return the layers to quantise."""
+        """Return the layers to quantize."""
         return Touched.modules(self.layers, self.left_out)
 
     def _set_switches(self, step: int) -> None:
@@ -287,9 +287,9 @@ class QuantizationAwareTraining(Technique):
             fold.frozen = True
 
     def finish(self, context: Context) -> None:
-        """Bake the quantised weights in place, and restore stock layers that carry their range."""
-        # A run that ended before `begin` leaves its layers in float, because no step trained them quantised. A trained
-        # model given to be quantised has no steps.
+        """Bake the quantized weights in place, and restore stock layers that carry their range."""
+        # A run that ended before `begin` leaves its layers in float, because no step trained them quantized. A trained
+        # model given to be quantized has no steps.
         bank = self.bank
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
@@ -315,7 +315,7 @@ class QuantizationAwareTraining(Technique):
         self._detach()
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy in which quantised layers hold their quantised weights, once quantisation has begun."""
+        """Return a copy in which quantized layers hold their quantized weights, once quantization has begun."""
         if not self.bank.quantizing or (self._final is not None and not self.config.keep):
             return state_dict
         baked = dict(state_dict)
@@ -351,7 +351,7 @@ class QuantizationAwareTraining(Technique):
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
     def figures(self) -> dict[str, float]:
-        """Return 1 if quantisation is on, else 0, and the numbers of layers and range updates."""
+        """Return 1 if quantization is on, else 0, and the numbers of layers and range updates."""
         return {
             "qat/active": float(self.bank.quantizing),
             "qat/layers": float(len(self.layers)),
@@ -443,7 +443,7 @@ def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: 
     """Return the events at the steps of `resolve_moments`, without those at the end of the run."""
     begin, freeze, freeze_bn = moments
     told: list[tuple[int, str]] = [(0, "ranges are observed, layers compute in float")] if begin else []
-    told += [(begin, f"fake quantisation on, scheme {config.scheme}"), (freeze, "ranges freeze")]
+    told += [(begin, f"fake quantization on, scheme {config.scheme}"), (freeze, "ranges freeze")]
     told += [(freeze_bn, "folded batch norms switch to running statistics")] if config.fold_batch_norm else []
     return [event for event in told if event[0] < (sys.maxsize if total_steps is None else total_steps)]
 

@@ -42,7 +42,7 @@ def _asked(values: Values) -> list[Block]:
     options = [option for option in values["config"].items() if option[1] not in (None, [], ())]
     return [
         Table(["option", "value"], [[name.replace("_", "-"), value] for name, value in given.items()]),
-        "Of the quantisation, with defaults:",
+        "Of the quantization, with defaults:",
         Table(["option of qat", "value"], options),
     ]
 
@@ -90,9 +90,9 @@ def _outputs(values: Values) -> list[Block]:
     measured = {name: value for name, value in found.items() if value is not None}
     unknown = [name for name in found if name not in measured]
     return [
-        f"Signal to quantisation noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(values)} of "
+        f"Signal to quantization noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(values)} of "
         "the whole model's output. Of each layer's output below, given the inputs that it has in the float model.",
-        bar_plot(measured, "SQNR (dB)", "Signal to quantisation noise of the outputs, by layer", lowest=True),
+        bar_plot(measured, "SQNR (dB)", "Signal to quantization noise of the outputs, by layer", lowest=True),
         Table(
             ["layer", "SQNR (dB)"],
             [[name, round(measured[name], 2)] for name in sorted(measured, key=measured.__getitem__)],
@@ -113,8 +113,8 @@ def _weights(values: Values) -> list[Block]:
         "largest error / largest weight": "largest_relative_error",
     }  # fmt: skip
     return [
-        "Signal to quantisation noise of each layer's weights, 10·log₁₀(Σw² / Σ(ŵ − w)²); one bit is worth about 6 dB.",
-        bar_plot(found, "SQNR (dB)", "Signal to quantisation noise of the weights, by layer", lowest=True),
+        "Signal to quantization noise of each layer's weights, 10·log₁₀(Σw² / Σ(ŵ − w)²); one bit is worth about 6 dB.",
+        bar_plot(found, "SQNR (dB)", "Signal to quantization noise of the weights, by layer", lowest=True),
         table_of(sorted(values["layers"], key=lambda entry: float(entry["sqnr_db"])), columns),
     ]
 
@@ -147,7 +147,7 @@ def _sensitivity(values: Values) -> list[Block]:
     ranked = sorted(found["layers"].items(), key=lambda layer: -costs[layer[0]])
     return [
         f"What rounding the weight of one layer alone to nearest costs: {what}.",
-        bar_plot(costs, what, "Cost of each layer quantised alone"),
+        bar_plot(costs, what, "Cost of each layer quantized alone"),
         Table(
             ["layer", "bits", found["metric"]], [[name, int(next(iter(bits))), costs[name]] for name, bits in ranked]
         ),
@@ -158,15 +158,15 @@ def _plan(values: Values) -> list[Block]:
     plan = values["plan"]
     if plan is None:
         return []
-    starts = {"quantized": "from all layers quantised, the most sensitive back to float", "float": "from all in float"}
+    starts = {"quantized": "from all layers quantized, the most sensitive back to float", "float": "from all in float"}
     curves = {starts[name]: points for name, points in plan["curves"].items()}
     lines = {name: [(point["quantized"], point["quality"]) for point in points] for name, points in curves.items()}
     steps = [{"search": name, **point} for name, points in curves.items() for point in points]
-    searched = {"search": "search", "layers quantised": "quantized", "bits a weight": "average_bits"}
+    searched = {"search": "search", "layers quantized": "quantized", "bits a weight": "average_bits"}
     return [
         f"The plan quantizes {_planned(plan)}. It changes the format {counted(plan['conversions'], 'time')}. The "
         f"largest loss asked for is {values['asked']['largest_loss']}.",
-        line_plot(lines, "layers quantised", "quality", "Quality against the number of quantised layers, as searched"),
+        line_plot(lines, "layers quantized", "quality", "Quality against the number of quantized layers, as searched"),
         table_of(steps, {**searched, "quality": "quality"}),
         Table(
             ["layer", "bits in the plan", "kept by rule"],
@@ -195,7 +195,7 @@ def _robustness(values: Values) -> list[Block]:
     }  # fmt: skip
     return [
         f"Accuracy on {rows[0]['examples']:,} examples, unchanged and with no input element changed by more than eps, "
-        f"within {bounds}; PGD takes {found['steps']} steps from a random start. In a quantised model the gradient "
+        f"within {bounds}; PGD takes {found['steps']} steps from a random start. In a quantized model the gradient "
         "passes straight through the rounding and is not the slope of what is computed: attacks made on the float "
         "model are tried as well, and the plot has the lowest accuracy of each strength.",
         line_plot(lines, "eps", "accuracy", "Lowest accuracy under attack, against the strength of the attack"),

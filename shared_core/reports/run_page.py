@@ -71,7 +71,7 @@ def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
     ] or ["It loads as it would without efftrain: `from_pretrained` of this folder."]
     if has_deployment:
         lines.append(
-            "Beside the weights, `eff_deployment.json` has what quantised inference needs, such as ranges of inputs: "
+            "Beside the weights, `eff_deployment.json` has what quantized inference needs, such as ranges of inputs: "
             "`eff export FOLDER --out model.onnx` reads it (`--format` has other runtimes)."
         )
     return lines

@@ -201,7 +201,7 @@ def _config_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
         "rank_pattern": {names[module]: rank for module, (rank, _) in wanted.items() if rank != usual_rank},
         "alpha_pattern": {names[module]: alpha for module, (_, alpha) in wanted.items() if alpha != usual_alpha},
         # With rsLoRA, PEFT would divide alpha by sqrt(r), but scales here are alpha / r. The fields below request
-        # initialisations from data or a quantised base (LoftQ, EVA), which must not run again for a loaded soup.
+        # initializations from data or a quantized base (LoftQ, EVA), which must not run again for a loaded soup.
         "use_rslora": False,
         "init_lora_weights": True,
         "loftq_config": {},
@@ -325,7 +325,7 @@ def _resize(layer: Any, name: str, rank: int) -> None:
 
 def _set_rank(holder: Any, name: str, old: Tensor, dimension: int, rank: int) -> None:
     shape = (*old.shape[:dimension], rank, *old.shape[dimension + 1 :])
-    # A new uninitialised Parameter, which `set_peft_model_state_dict` fills next.
+    # A new uninitialized Parameter, which `set_peft_model_state_dict` fills next.
     if shape != tuple(old.shape):
         setattr(holder, name, nn.Parameter(old.new_empty(shape), requires_grad=old.requires_grad))
 

@@ -17,7 +17,7 @@ _GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
 
 
 TWO_AVERAGES = "each would put its own weights into the model for validation. Keep only one of them"
-# Techniques with masks, clusters, copies or quantisers of single parameters.
+# Techniques with masks, clusters, copies or quantizers of single parameters.
 _HOLD_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
 
 
@@ -34,7 +34,7 @@ class SoupConfig(TechniqueConfig):
     key: ClassVar[str] = "soup"
     switch: ClassVar[str] = "kind"
 
-    # It evaluates through live masks and quantisers, while checkpoints hold merged adapters.
+    # It evaluates through live masks and quantizers, while checkpoints hold merged adapters.
     finishes_after: ClassVar[tuple[str, ...]] = ("lora",)
     conflicts: ClassVar[Mapping[str, str]] = {
         "averaging_callback": TWO_AVERAGES,

@@ -199,12 +199,12 @@ class RunIngredients:
         context = self._context
         saved = sorted(context.services.checkpoints(), key=lambda checkpoint: checkpoint.step)
         first = context.first_usable_step
-        # Averages with earlier weights, dense or unquantised, would undo what the recipe trained for.
+        # Averages with earlier weights, dense or unquantized, would undo what the recipe trained for.
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
         if usable and len(usable) < len(saved):
             context.services.say(
                 f"efftrain: soup: {len(saved) - len(usable)} checkpoints from before step {first} are left out, "
-                "because their weights were not yet pruned or quantised like the final ones"
+                "because their weights were not yet pruned or quantized like the final ones"
             )
         # Not an error: it would lose the whole training, and early stopping is a normal end.
         if not saved:
@@ -215,7 +215,7 @@ class RunIngredients:
             )
         elif not usable:
             self._not_made(
-                f"the run saved no checkpoint at or after step {first}, when pruning or quantisation is complete, and "
+                f"the run saved no checkpoint at or after step {first}, when pruning or quantization is complete, and "
                 f"the last at step {saved[-1].step}",
                 "Save later ones or end the schedule earlier",
             )

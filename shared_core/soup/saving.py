@@ -114,9 +114,9 @@ def save_soup(
         with atomic_folder(target) as folder:
             had_ranges = _write_folder(state_dict, like, like.path, folder, say)
             if _lost_ranges(state_dict, like, like.path, folder):
-                say(_requantise(target, str(target)))
+                say(_requantize(target, str(target)))
             elif had_ranges:
-                say(_requantise(target, f"module:function --weights {target}"))
+                say(_requantize(target, f"module:function --weights {target}"))
             if beside is not None:
                 beside(folder)
         return target
@@ -128,7 +128,7 @@ def save_soup(
             content = load_checkpoint(like.path)
             torch.save({**_kept(content, say), "state_dict": dict(state_dict)}, temporary)
             if _has_ranges(content):
-                say(_requantise(target, f"module:function --weights {target}"))
+                say(_requantize(target, f"module:function --weights {target}"))
         else:
             key = None if like.path is None else weights_key(load_checkpoint(like.path))
             torch.save(dict(state_dict) if key is None else {key: dict(state_dict)}, temporary)
@@ -187,7 +187,7 @@ def _lost_ranges(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pat
     return lost
 
 
-def _requantise(target: Path, model: str) -> str:
+def _requantize(target: Path, model: str) -> str:
     return (
         f"soup: {target} has no qat ranges, because averaged weights are off the grid and ranges are not averaged. "
         f"Quantize it again: eff quantize {model} --out NEW --scheme SCHEME, with --calibration if SCHEME has ranges"

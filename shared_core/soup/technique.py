@@ -183,7 +183,7 @@ class ModelSoup(Technique):
         return float(broadcast_(torch.tensor(score, dtype=torch.float64, device=device)))
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return the claim that parameters stay those of the soup, including masks and quantisers."""
+        """Return the claim that parameters stay those of the soup, including masks and quantizers."""
         return {plain_name(name): Same() for name, _ in context.model.named_parameters()}
 
     def report(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
     counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
-            # Techniques attach one after another, as in a run: the next one sees a factorised layer.
+            # Techniques attach one after another, as in a run: the next one sees a factorized layer.
             if isinstance(technique, LooksFirst):
                 technique.before_attach(context)
             told.touched[key] = technique.attach(context)

@@ -1,4 +1,4 @@
-"""Quantise a trained model and measure it: quality, layer sensitivity, a plan by quality, attacks, latency, bytes."""
+"""Quantize a trained model and measure it: quality, layer sensitivity, a plan by quality, attacks, latency, bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A quantised model and its measurements."""
+    """A quantized model and its measurements."""
 
     model: nn.Module
     values: dict[str, Any]
@@ -64,16 +64,16 @@ class StudyResult:
 
 @dataclass(kw_only=True)
 class QuantizationStudy:
-    """Quantise a trained model and measure the result.
+    """Quantize a trained model and measure the result.
 
     Args:
         network: A trained float model. It is not changed.
-        config: How to quantise it.
+        config: How to quantize it.
         gptq: Options of GPTQ, used instead of rounding.
         data: Calibration batches: tensors, tuples or dicts of inputs.
         options: Corrections and measurements.
         judge: Function from a model to its quality, a number.
-        qat_model: The same model after quantisation-aware training, for comparison.
+        qat_model: The same model after quantization-aware training, for comparison.
         images: Batches (inputs, classes) for measuring accuracy under attack.
         latency_inputs: Inputs for timing a forward pass; None: not timed.
         allow_partial: Continue if less than half of the weights that multiply activations are in scope.
@@ -118,7 +118,7 @@ class QuantizationStudy:
         self._quantized(self.config, candidate=True, job=self.job)
 
     def run(self) -> StudyResult:
-        """Quantise and measure."""
+        """Quantize and measure."""
         self.check()
         # Once before the long part, so that unsuitable inputs are reported at once.
         if self.latency_inputs is not None:
@@ -199,7 +199,7 @@ class QuantizationStudy:
             yield {"attack": attack, "eps": eps, "model": name, "made_on": origin, **dataclasses.asdict(found)}
 
     def _costs(self, report: QuantizationReport) -> dict[str, dict[int, float]] | None:
-        """Return layer → bits → cost of quantising only its weight, in its scheme and width.
+        """Return layer → bits → cost of quantizing only its weight, in its scheme and width.
 
         Measured on the first `SENSITIVITY_BATCHES` batches. Recurrent layers are left out, because one cost cannot
         describe several weights.
@@ -250,7 +250,7 @@ class QuantizationStudy:
                 apply=lambda _, bits: self._quantized(with_only(bits), candidate=True)[0],
             )
         if not found.plan.quantized:
-            rule = f"largest_loss {largest_loss} must leave a layer to quantise, but each one loses more"
+            rule = f"largest_loss {largest_loss} must leave a layer to quantize, but each one loses more"
             raise TrainingError("quantize", rule, "raise it")
         return with_only(found.plan.quantized), found, keep
 

@@ -1,4 +1,4 @@
-"""Options of a quantisation study: corrections and measurements."""
+"""Options of a quantization study: corrections and measurements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StudyOptions(Options):
         None, "Measure what each layer costs alone: rmse of the output, or kl."
     )
     largest_loss: float | None = option(
-        None, "Quantise as many layers as lose at most this much of --eval, in its own unit.", low=0
+        None, "Quantize as many layers as lose at most this much of --eval, in its own unit.", low=0
     )
     all_layers: bool = option(False, "Do not keep first, last and the like in float.")
     attack_eps: str = option("2/255,8/255", "Largest changes of an input, in its own unit, such as 2/255,0.03.")

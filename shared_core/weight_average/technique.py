@@ -500,7 +500,7 @@ class WeightAverage(Technique):
         running.kept = []
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
-        """Return the claim that parameters stay as the average left them, including masks and quantisers."""
+        """Return the claim that parameters stay as the average left them, including masks and quantizers."""
         names = [plain_name(name) for name, _ in context.model.named_parameters()]
         return dict.fromkeys(names if self._running.num_updates else [], Same())
 

@@ -30,7 +30,7 @@ def kmeans_1d(ordered: Floats, num_clusters: int) -> tuple[NDArray[np.float64], 
     """Return the centroids at a fixed point of Lloyd's iterations, and the smallest value of each except the first.
 
     ``min Σ_i Σ_{w in C_i} (w - c_i)²``, starting from centroids spaced linearly between the smallest and the largest
-    value. This initialisation preserved accuracy best, because the few but important large weights get their own
+    value. This initialization preserved accuracy best, because the few but important large weights get their own
     centroids (Han, Mao and Dally 2016, arXiv:1510.00149, sections 3.1 and 3.2). In one dimension a cluster is a run of
     the sorted values, so one pass costs a binary search per centroid, for any number of values. Clusters that end up
     empty, such as those between the negative and positive weights of a pruned tensor, are moved into halves of the
@@ -60,12 +60,12 @@ def kmeans_1d(ordered: Floats, num_clusters: int) -> tuple[NDArray[np.float64], 
     shift = float(ordered[len(ordered) // 2])
     sums = np.zeros(len(ordered) + 1)
     np.cumsum(np.subtract(ordered, shift, dtype=np.float64), out=sums[1:])
-    # Linear initialisation over the range: Han, Mao and Dally (2016, arXiv:1510.00149), section 3.2, found it best,
+    # Linear initialization over the range: Han, Mao and Dally (2016, arXiv:1510.00149), section 3.2, found it best,
     # because it keeps centroids at large weights.
     centroids, edges = _lloyd(
         ordered, sums, shift, np.linspace(ordered[0], ordered[-1], num_clusters, dtype=np.float64)
     )
-    # Linear initialisation leaves clusters empty in sparse tails. Move their centroids where they lower the error most.
+    # Linear initialization leaves clusters empty in sparse tails. Move their centroids where they lower the error most.
     for _ in range(_ROUNDS):
         if np.diff(edges).all():
             break
@@ -222,7 +222,7 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
         return SharedValues(codes, torch.empty(0, dtype=weight.dtype))
     centroids, thresholds = kmeans_1d(ordered, 2**bits)
     # Adding zero turns -0.0, which a mean may round to, into +0.0.
-    # Neighbouring centroids may round to the same value, and then share a code.
+    # Neighboring centroids may round to the same value, and then share a code.
     values, index = torch.unique_consecutive(torch.from_numpy(centroids).to(weight.dtype) + 0.0, return_inverse=True)
     number = 1 + index.numpy()
     # 256 values and the code for zeros need 257 codes.

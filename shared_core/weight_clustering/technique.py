@@ -81,7 +81,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         name = f"{found.name}.weight".removeprefix(".")
         weight = found.module._parameters.get("weight")
         if weight is None:
-            targets.left_out[name] = "computed, by weight norm or another parametrisation"
+            targets.left_out[name] = "computed, by weight norm or another parametrization"
         # Only under its first name, because a tied weight appears once per module.
         elif name != holders[weight][0][0]:
             continue  # handled under its first name
@@ -90,7 +90,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         elif weight.dtype not in SHARED_DTYPES:
             targets.left_out[name] = f"not a float of 16 to 64 bits ({weight.dtype})"
         elif getattr(found.module, "sparse", False) or getattr(found.module, "max_norm", None) is not None:
-            targets.left_out[name] = "an embedding with sparse gradients, or one that is normalised in forward"
+            targets.left_out[name] = "an embedding with sparse gradients, or one that is normalized in forward"
         elif computed := next(filter(None, map(why_computed, (held for _, held in holders[weight]))), None):
             targets.left_out[name] = f"{type(found.module).__name__}: {computed}"
         elif not weight.requires_grad and not config.include:

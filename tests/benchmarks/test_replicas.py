@@ -95,14 +95,14 @@ def test_the_rule_leaves_the_papers_shares():
 
 def test_it_sees_weights_that_were_not_rewound():
     model = lenet(0)
-    assert lottery_ticket.is_initialisation(model, lenet(0))
+    assert lottery_ticket.is_initialization(model, lenet(0))
     with torch.no_grad():
         model[1].weight[0, 0] = 0.0
-        assert lottery_ticket.is_initialisation(model, lenet(0))
+        assert lottery_ticket.is_initialization(model, lenet(0))
         model[1].weight[0, 0] = -0.0
-        assert not lottery_ticket.is_initialisation(model, lenet(0))
+        assert not lottery_ticket.is_initialization(model, lenet(0))
         model[1].weight[0, 0] = 0.5
-        assert not lottery_ticket.is_initialisation(model, lenet(0))
+        assert not lottery_ticket.is_initialization(model, lenet(0))
 
 
 def test_images_are_new_in_every_batch_or_copies_made_once():

@@ -37,11 +37,9 @@ def reference(student, teacher, labels, temperature, soft_weight, hard_weight, d
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_rows_and_gradient(classes, caps, divergence):
     generator = torch.Generator().manual_seed(classes)
-    for rows, labelled, ruled_out, temperature in itertools.product(
-        (1, 37), (False, True), (False, True), (0.7, 2, 40)
-    ):
+    for rows, labeled, ruled_out, temperature in itertools.product((1, 37), (False, True), (False, True), (0.7, 2, 40)):
         student, teacher = (3 * torch.randn(rows, classes, generator=generator) for _ in range(2))
-        labels = torch.randint(-1, classes, (rows,), generator=generator) if labelled else None
+        labels = torch.randint(-1, classes, (rows,), generator=generator) if labeled else None
         options = (float(temperature), 0.7, 0.3, divergence, 0.3)
         expected = reference(student, teacher, labels, *options, caps)
         kept = teacher.clone()

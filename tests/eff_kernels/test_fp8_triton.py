@@ -176,7 +176,7 @@ def check_fake_quantize(device, switch, shapes=SHAPES):
 
 
 @pytest.mark.slow
-def test_fake_quantisation(monkeypatch):
+def test_fake_quantization(monkeypatch):
     from eff_kernels.quantization import group
 
     asked = []
@@ -185,7 +185,7 @@ def test_fake_quantisation(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_fake_quantisation_on_a_gpu():
+def test_fake_quantization_on_a_gpu():
     check_fake_quantize("cuda", lambda on: None, [*SHAPES, ((2049, 4100), (None, 0, 1))])
 
 

@@ -1,4 +1,4 @@
-"""Fake quantisation in Triton: through the functions that training calls, in the interpreter and on a GPU."""
+"""Fake quantization in Triton: through the functions that training calls, in the interpreter and on a GPU."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def cases(rows, columns):
-    """Yield a function, what it quantises, what else gets a gradient and what does not."""
+    """Yield a function, what it quantizes, what else gets a gradient and what does not."""
     generator = torch.Generator().manual_seed(columns)
     x = 2 * torch.randn(rows, columns, generator=generator)
     # ties, on the grid of the first row

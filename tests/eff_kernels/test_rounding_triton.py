@@ -94,7 +94,7 @@ def test_drawn_numbers_are_unbiased_repeat_and_differ(in_triton):
         assert not torch.equal(draws[0], draws[2])
         ups = (draws[0] > 1).double()
         assert abs(ups.mean().item() - fraction) < 5 * (fraction * (1 - fraction) / 4096) ** 0.5
-        # neighbours share words of the generator, and must not know of each other
+        # neighbors share words of the generator, and must not know of each other
         for apart in (1, 2, 3, 1024):
             both = (ups[apart:] * ups[:-apart]).mean().item()
             assert abs(both - fraction**2) < 5 * (fraction**2 / (4096 - apart)) ** 0.5

@@ -1,4 +1,4 @@
-"""Calls of the launchers, by family: over sizes at which Triton specialises differently, and those to be measured."""
+"""Calls of the launchers, by family: over sizes at which Triton specializes differently, and those to be measured."""
 
 from __future__ import annotations
 
@@ -179,10 +179,10 @@ def rounding_measured(dtype: torch.dtype) -> Iterator[Measured]:
         yield Measured(f"{rounding} {name}", _round(dtype, N * N, name, rounding), N * N, (moved,), dtype.itemsize)
 
 
-def _rows(dtype: torch.dtype, rows: int, classes: int, *, divergence: str, labelled: bool, caps=(0.0, 0.0), t=2.0):
+def _rows(dtype: torch.dtype, rows: int, classes: int, *, divergence: str, labeled: bool, caps=(0.0, 0.0), t=2.0):
     from eff_kernels._triton.distillation import kd_rows_triton_
 
-    labels = flat(rows, torch.int64) if labelled else None
+    labels = flat(rows, torch.int64) if labeled else None
     student, teacher = empty(rows, classes, dtype=dtype), empty(rows, classes, dtype=dtype)
     return lambda: kd_rows_triton_(student, teacher, labels, t, 0.5, 0.5, divergence, 0.5, *caps)
 
@@ -190,10 +190,10 @@ def _rows(dtype: torch.dtype, rows: int, classes: int, *, divergence: str, label
 def distillation_sweep() -> Iterator[Call]:
     shapes = (1, 1), (3, 1), (1, 16), (17, 33), (16, 32_001), (8, 128_256), (2**16, 2**16)
     kinds = ("forward_kl", "reverse_kl", "jsd"), (True, False), ((0.0, 0.0), (30.0, 30.0), (1.0, 0.0))
-    for dtype, (rows, classes), (kind, labelled, caps) in itertools.product(DTYPES, shapes, itertools.product(*kinds)):
+    for dtype, (rows, classes), (kind, labeled, caps) in itertools.product(DTYPES, shapes, itertools.product(*kinds)):
         if dtype == B or (kind, caps) == ("jsd", (30.0, 30.0)):
-            temperature = 1.0 if labelled else 2.0
-            yield _rows(dtype, rows, classes, divergence=kind, labelled=labelled, caps=caps, t=temperature)
+            temperature = 1.0 if labeled else 2.0
+            yield _rows(dtype, rows, classes, divergence=kind, labeled=labeled, caps=caps, t=temperature)
 
 
 def distillation_measured(dtype: torch.dtype) -> Iterator[Measured]:
@@ -201,7 +201,7 @@ def distillation_measured(dtype: torch.dtype) -> Iterator[Measured]:
     if dtype == B:
         chosen += [("reverse_kl", 128_256), ("jsd", 128_256), ("forward_kl", 50_257)]
     for kind, classes in chosen:
-        call = _rows(dtype, 1024, classes, divergence=kind, labelled=True)
+        call = _rows(dtype, 1024, classes, divergence=kind, labeled=True)
         sweeps = 2 if kind == "forward_kl" else 3
         moved = (2 * sweeps + 1) * dtype.itemsize
         yield Measured(f"{kind} {classes} classes", call, 1024 * classes, (moved,), 2 * dtype.itemsize)

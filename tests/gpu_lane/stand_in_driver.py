@@ -1,4 +1,4 @@
-"""A stand-in for Triton's driver: what the launchers pass is specialised as on a GPU and recorded; nothing runs."""
+"""A stand-in for Triton's driver: what the launchers pass is specialized as on a GPU and recorded; nothing runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST_GRID = 2**31 - 1, 65535, 65535
 
 
 class Launch(NamedTuple):
-    """A launch, specialised: an integer that equals 1 is among the constants, attributes say what 16 divides."""
+    """A launch, specialized: an integer that equals 1 is among the constants, attributes say what 16 divides."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -28,8 +28,8 @@ class Launch(NamedTuple):
     @property
     def key(self) -> str:
         """Equal for launches that lower alike: architectures differ in constants and in types, not otherwise."""
-        specialised = self.signature, self.constants, self.attributes, self.options.enable_fp_fusion
-        return repr((self.kernel.fn.__name__, *specialised))
+        specialized = self.signature, self.constants, self.attributes, self.options.enable_fp_fusion
+        return repr((self.kernel.fn.__name__, *specialized))
 
     @property
     def programs(self) -> int:

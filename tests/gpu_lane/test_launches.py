@@ -1,4 +1,4 @@
-"""Every launch lowers to Triton's own language, specialised as on a GPU, over the sizes that make a difference."""
+"""Every launch lowers to Triton's own language, specialized as on a GPU, over the sizes that make a difference."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu_lane
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_every_launch_lowers(family, tell):
     lowered, failures, texts, seen_values = {}, {}, {}, set()
-    # the least capable first: where a launch specialises alike on several, that one lowers it
+    # the least capable first: where a launch specializes alike on several, that one lowers it
     for architecture in ARCHITECTURES:
         seen = set()
         with stand_in_driver.recording(architecture) as record:
@@ -108,7 +108,7 @@ def _any_kernel(x, n, factor, y, block: tl.constexpr, flag: tl.constexpr):
     pass
 
 
-def test_launches_are_remembered_by_all_that_triton_specialises_for(monkeypatch):
+def test_launches_are_remembered_by_all_that_triton_specializes_for(monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

@@ -475,7 +475,7 @@ def counted(device: PretendedDevice) -> tuple[Any, ...]:
     for step in counts:
         for count in step:
             means.open()
-            means.normalise(total, count)
+            means.normalize(total, count)
         assert means.close() == ""
     return device.taken().total(), means.differing(), means.differing()
 

@@ -47,7 +47,7 @@ def make_examples(count=32, seed=1):
 
 
 def make_texts(count=32, seed=1):
-    """Sequences whose labelled part differs in length: the case where a mean of means is wrong."""
+    """Sequences whose labeled part differs in length: the case where a mean of means is wrong."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 24, (count, 8), generator=generator)
     texts = []

@@ -1,4 +1,4 @@
-"""Adapters in the Hugging Face Trainer, alone and over a base that qat quantises: exact resume, plain checkpoints."""
+"""Adapters in the Hugging Face Trainer, alone and over a base that qat quantizes: exact resume, plain checkpoints."""
 
 import copy
 import json

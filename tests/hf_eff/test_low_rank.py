@@ -93,7 +93,7 @@ def test_a_model_that_transformers_saves_by_other_names_or_in_other_pieces_resum
         assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
 
 
-def test_the_command_factorises_a_model_for_which_no_inputs_are_made_up(tmp_path):
+def test_the_command_factorizes_a_model_for_which_no_inputs_are_made_up(tmp_path):
     from transformers import PatchTSTConfig, PatchTSTModel
 
     sizes = {"d_model": 16, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

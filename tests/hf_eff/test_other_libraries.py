@@ -53,7 +53,7 @@ def test_techniques_attach_unchanged(make, tmp_path, name, recipe):
 
 
 @pytest.mark.parametrize("beside", [{}, {"distill": {"temperature": 3.0}}])
-def test_the_output_layer_trains_quantised_as_in_the_stock_trainer(make, tmp_path, beside):
+def test_the_output_layer_trains_quantized_as_in_the_stock_trainer(make, tmp_path, beside):
     recipe = {"qat": {"scheme": "int8"}, **beside}
     if beside:
         recipe["distill"]["teacher"] = make.language_model(seed=5)

@@ -53,7 +53,7 @@ OPTIONS = {
     "activations": "pack offload min_size group_size sparse",
     "distill": (
         "teacher peers teacher_weights teacher_dtype trust_remote_code ema_decay divergence beta temperature "
-        "temperature_end scale_by_temperature alpha alpha_end confidence unlabelled_field vocab_size chunked "
+        "temperature_end scale_by_temperature alpha alpha_end confidence unlabeled_field vocab_size chunked "
         "budget_mib begin end hidden hidden_loss hidden_weight attention attention_weight init_layers student "
         "logits causal"
     ),

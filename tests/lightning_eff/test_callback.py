@@ -285,7 +285,7 @@ def manual_module(**options):
     return Manual(**options)
 
 
-def test_manual_optimisation_with_two_optimizers(tmp_path):
+def test_manual_optimization_with_two_optimizers(tmp_path):
     callback, _, _module = run(tmp_path, {"prune": PRUNE, "qat": {"scheme": "int8"}}, manual_module())
     assert callback.session.step == callback.receipt["steps"]["planned"] == 36
     # what qat rounds to zero is zero too

@@ -1,4 +1,4 @@
-"""Adapters in Lightning, alone and over a base that qat quantises: exact resume, plain checkpoints, training on."""
+"""Adapters in Lightning, alone and over a base that qat quantizes: exact resume, plain checkpoints, training on."""
 
 import importlib
 

@@ -151,8 +151,8 @@ def as_said(key, receipt, weights, options):
             codes = rows / np.abs(rows).max(axis=1, keepdims=True) * 127
             assert np.abs(codes - codes.round()).max() < 1e-3
     if key == "low_rank":
-        factorised = {name: numbers(weights[f"{name}.weight"]) for name in told["structure"]}
-        assert all(np.linalg.matrix_rank(rows.reshape(len(rows), -1), tol=1e-5) <= 4 for rows in factorised.values())
+        factorized = {name: numbers(weights[f"{name}.weight"]) for name in told["structure"]}
+        assert all(np.linalg.matrix_rank(rows.reshape(len(rows), -1), tol=1e-5) <= 4 for rows in factorized.values())
     assert not [name for name in weights if "lora" in name or ".first." in name or name.endswith(("_mask", "_orig"))]
     steps = receipt["steps"]
     assert steps["applied"] + steps["skipped"] == steps["planned"] or any(

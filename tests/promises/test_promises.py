@@ -26,7 +26,7 @@ from torch import nn
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, EffError, MatchError
-from shared_core.low_rank import load as load_factorised
+from shared_core.low_rank import load as load_factorized
 from shared_core.quantization import apply_ranges
 
 FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}
@@ -133,7 +133,7 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
             weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
         is_merged = "hidden.weight" in weights  # Fabric's behind the last step
         if f"plain_{front_end}_checkpoints" in TECHNIQUES[key].exempt and not is_merged:
-            load_factorised(make_net(recipe=(key,)), weights)
+            load_factorized(make_net(recipe=(key,)), weights)
         else:
             make_net(recipe=(key,)).load_state_dict(weights, strict=True)
 
@@ -170,7 +170,7 @@ def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_
         layers = {name.removeprefix("net."): entry for name, entry in ranges["qat"]["ranges"].items()}
         ranged = apply_ranges(plain, layers)(images)["logits"]
     assert torch.equal(ranged, trained[0])
-    assert not torch.equal(alone, trained[0])  # the weights alone do not quantise activations
+    assert not torch.equal(alone, trained[0])  # the weights alone do not quantize activations
 
 
 @pytest.mark.parametrize(("key", "front_end"), CASES)

@@ -10,7 +10,7 @@ from real_models import BATCH, GROWING, MODELS, RECIPES, REFUSED, STEPS, VOCAB, 
 from torch import nn
 
 from shared_core.errors import EffError
-from shared_core.low_rank import load as load_factorised
+from shared_core.low_rank import load as load_factorized
 from shared_core.modules.experts import StackedExperts
 
 CELLS = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in REFUSED]
@@ -161,7 +161,7 @@ def test_stacked_experts_keep_the_promises(kind, key, tmp_path, monkeypatch):
         resumed = tmp_path / f"{name}-again"
         again = run(recipe(), resumed, resume=copied(whole, stop, resumed), **options | own)
         assert difference(saved_state(whole.checkpoints[STEPS]), saved_state(again.checkpoints[STEPS])) is None, name
-        check_plain(name, whole.checkpoints[STEPS], factorised=False)
+        check_plain(name, whole.checkpoints[STEPS], factorized=False)
         whole.model.save_pretrained(tmp_path / f"{name}-final")
         loaded, info = type(whole.model).from_pretrained(tmp_path / f"{name}-final", output_loading_info=True)
         assert not any(info.values())
@@ -169,10 +169,10 @@ def test_stacked_experts_keep_the_promises(kind, key, tmp_path, monkeypatch):
         check_stacks(key, whole.receipt["techniques"], stacks(loaded))
 
 
-def check_plain(front_end, path, factorised):
+def check_plain(front_end, path, factorized):
     net = promise_table.make_net()
-    if factorised and front_end == "hf":
-        load_factorised(net, path)
+    if factorized and front_end == "hf":
+        load_factorized(net, path)
     elif front_end == "hf":
         _, info = type(net).from_pretrained(path, output_loading_info=True)
         assert not any(info.values())

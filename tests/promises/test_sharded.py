@@ -25,10 +25,10 @@ def runs(tmp_path_factory):
 
 
 def assert_close(found, expected, recipe):
-    # gradients in 16 bits are rounded before they are summed over processes, and then weights to one of two neighbours
+    # gradients in 16 bits are rounded before they are summed over processes, and then weights to one of two neighbors
     tolerance = {"atol": 1e-3, "rtol": 2**-7} if "primary_weights" in RECIPES[recipe] else {"atol": 1e-6, "rtol": 0}
     if recipe.startswith("stochastic"):
-        tolerance["atol"] = 4e-3  # a neighbour drawn otherwise changes the gradients that follow
+        tolerance["atol"] = 4e-3  # a neighbor drawn otherwise changes the gradients that follow
     if "qat" in RECIPES[recipe]:
         tolerance = {"atol": 1e-4, "rtol": 1e-4}  # a code's share of a gradient
     group = RECIPES[recipe].get("qat", {}).get("group_size")

@@ -49,7 +49,7 @@ def test_two_processes_equal_one(runs):
             torch.testing.assert_close(two["qat"]["ranges"], alone["qat"]["ranges"], atol=1e-4, rtol=0)
 
 
-def test_adapters_over_a_base_that_qat_quantises_are_those_of_one(runs):
+def test_adapters_over_a_base_that_qat_quantizes_are_those_of_one(runs):
     for recipe in ADAPTERS:
         first, one = runs[recipe]
         two, alone = (found["state"]["techniques"]["lora"]["layers"] for found in (first, one))

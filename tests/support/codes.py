@@ -1,6 +1,6 @@
 """Codes: how wide this processor's kernels sum them exactly, and how far two computations of the same may differ.
 
-Two kernels that sum floats in another order may round a value that lies near a tie to either of two neighbouring codes.
+Two kernels that sum floats in another order may round a value that lies near a tie to either of two neighboring codes.
 So what lies behind a rounding is compared as codes: none moves by more than one, and few move.
 """
 
@@ -17,7 +17,7 @@ def assert_codes_close(actual, expected, scale, max_flips=0.01, rtol=1e-2):
     Args:
         actual: Values of codes.
         expected: The same, of another computation.
-        scale: Distance of neighbouring codes; a number, or a tensor that broadcasts.
+        scale: Distance of neighboring codes; a number, or a tensor that broadcasts.
         max_flips: Largest share of the values whose code differs; one always may.
         rtol: Largest relative difference of the others: scales follow from sums too.
     """
@@ -33,7 +33,7 @@ def assert_codes_close(actual, expected, scale, max_flips=0.01, rtol=1e-2):
 
 
 def code_step(told, weight):
-    """Return the largest distance of neighbouring codes at each value of a baked weight.
+    """Return the largest distance of neighboring codes at each value of a baked weight.
 
     Args:
         told: Of the layer, by the technique's `ranges`.

@@ -5,7 +5,7 @@ from shared_core.quantization import QatConfig, QuantizationAwareTraining
 
 
 def qat_step(model, inputs, **options):
-    """Train for a step; return the model, which quantises, and what trained it."""
+    """Train for a step; return the model, which quantizes, and what trained it."""
     technique = QuantizationAwareTraining(QatConfig(**options))
     context = Context(model=model, total_steps=1)
     technique.attach(context)

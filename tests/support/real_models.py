@@ -141,7 +141,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "prune": {**GROWING, "dynamic": "rigl", "criterion": "random", "schedule": "one_shot"},
         "qat": {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 5},
     },
-    "factorised": {
+    "factorized": {
         "low_rank": {"rank": 4, "min_size": 64, "force": True, "merge": True},
         "distill": {"chunked": True, "budget_mib": 0.001, **TAUGHT},
         "checkpointing": {"policy": "block"},
@@ -159,12 +159,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("resnet", "shared"): {"prune": {**GROWING, "criterion": "fisher", "granularity": "filter"}, "fp8": None},
-    ("resnet", "factorised"): {"distill": TAUGHT},
+    ("resnet", "factorized"): {"distill": TAUGHT},
 }
 """What a model needs other options for, or does without."""
 REFUSED = {
     ("moe", "private"): r"mlp\.experts \(Qwen2MoeExperts\) has no rule.*hidden_states, top_k_index, top_k_weights",
-    ("resnet", "private"): "BatchNorm2d.*normalises .* its batch",
+    ("resnet", "private"): "BatchNorm2d.*normalizes .* its batch",
     ("resnet", "adapted"): "lora: only linear layers can be adapted",
 }
 """Recipes that cannot be run on a model → what the refusal says."""

@@ -85,7 +85,7 @@ def _raised(
     return power
 
 
-def _normalisers(
+def _normalizers(
     a: tl.tensor,
     b: tl.tensor,
     student_max: tl.tensor,
@@ -94,7 +94,7 @@ def _normalisers(
     teacher_sum: tl.tensor,
     plain_sum: tl.tensor,
     temperature: tl.tensor,
-    labelled: tl.constexpr,
+    labeled: tl.constexpr,
     squarings: tl.constexpr,
     native: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -105,7 +105,7 @@ def _normalisers(
     apart_before = student_max - largest
     shrink = power_of_two(apart_before, native)
     student_sum = student_sum * shrink + tl.sum(power, 1)
-    if labelled:
+    if labeled:
         # The cross-entropy is at temperature 1: a T is the logit, and T (a - max) its distance from the largest.
         shrink = raised(shrink, apart_before, temperature, squarings, native)
         plain_sum = plain_sum * shrink + tl.sum(raised(power, apart, temperature, squarings, native), 1)
@@ -176,7 +176,7 @@ def _gradient(
     beta: tl.tensor,
     kind: tl.constexpr,
     capped: tl.constexpr,
-    labelled: tl.constexpr,
+    labeled: tl.constexpr,
     squarings: tl.constexpr,
     native: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -193,7 +193,7 @@ def _gradient(
         s, t, ratio, _ = mixed(a, b, student_log, teacher_log, beta, native)
         grad = s * (ratio - of_student)
     grad = soft_weight * grad
-    if labelled:
+    if labeled:
         plain = raised(s * student_sum, a - student_max, temperature, squarings, native)
         grad += plain_weight * plain - tl.where(places == label, weight, 0.0)
     if capped:
@@ -223,7 +223,7 @@ def _kd_rows(
     kind: tl.constexpr,
     student_capped: tl.constexpr,
     teacher_capped: tl.constexpr,
-    labelled: tl.constexpr,
+    labeled: tl.constexpr,
     shifted: tl.constexpr,
     native: tl.constexpr,
     tiles: tl.constexpr,
@@ -248,13 +248,13 @@ def _kd_rows(
     # Logarithms have base two, whose powers are one instruction.
     scale = 1.4426950408889634 / temperature
     label = tl.full((), -1, tl.int32)
-    labelled_logit = tl.zeros((), tl.float32)
-    if labelled:
+    labeled_logit = tl.zeros((), tl.float32)
+    if labeled:
         label = tl.load(labels + row).to(tl.int32)
         pair = tl.arange(0, 2)
         known = pair < tl.where(label >= 0, 1, 0)
         at = shift + label + pair
-        labelled_logit = tl.max(softened(student, at, known, scale, student_softcap, student_capped), 0)
+        labeled_logit = tl.max(softened(student, at, known, scale, student_softcap, student_capped), 0)
     if shifted:
         # What the row has of its first vector and of its last one, 16 places; a first one that begins with the row
         # is whole.
@@ -262,7 +262,7 @@ def _kd_rows(
         ends = tl.where(ends < 8, ends, (shift + classes) // 8 * 8 + ends - 8)
         ended = (ends >= tl.where(shift > 0, shift, 8)) & (ends < shift + classes)
 
-    # First sweep: both normalisers by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the sum so far
+    # First sweep: both normalizers by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the sum so far
     # shrinks whenever a larger maximum is found.
     # finite starts: a tile of -inf would make inf - inf
     student_max = tl.full((block // group,), -1e38, tl.float32)
@@ -274,8 +274,8 @@ def _kd_rows(
         places, inside = tile(i, shift, classes, shifted, block)
         a = grouped(softened(student, places, inside, scale, student_softcap, student_capped), group)
         b = grouped(softened(teacher, places, inside, scale, teacher_softcap, teacher_capped), group)
-        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
-            a, b, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature, labelled, squarings,
+        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalizers(
+            a, b, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature, labeled, squarings,
             native,
         )  # fmt: skip
     # all groups as one
@@ -283,7 +283,7 @@ def _kd_rows(
     apart = groups - row_max
     shrink = power_of_two(apart, native)
     student_sum = tl.sum(student_sum * shrink, 0)
-    if labelled:
+    if labeled:
         plain_sum = tl.sum(plain_sum * raised(shrink, apart, temperature, squarings, native), 0)
     student_max, groups = row_max, teacher_max
     teacher_max = tl.max(groups, 0)
@@ -293,14 +293,14 @@ def _kd_rows(
         # Read anew in each sweep: what is kept through one takes registers of all threads.
         student_ends = softened(student, ends, ended, scale, student_softcap, student_capped)
         teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
-        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
+        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalizers(
             grouped(student_ends, 16), grouped(teacher_ends, 16), one + student_max, one + teacher_max,
-            one + student_sum, one + teacher_sum, one + plain_sum, temperature, labelled, squarings, native,
+            one + student_sum, one + teacher_sum, one + plain_sum, temperature, labeled, squarings, native,
         )  # fmt: skip
         # of one number each
         student_max, teacher_max = tl.max(student_max, 0), tl.max(teacher_max, 0)
         student_sum, teacher_sum = tl.sum(student_sum, 0), tl.sum(teacher_sum, 0)
-        if labelled:
+        if labeled:
             plain_sum = tl.sum(plain_sum, 0)
     student_log = student_max + tl.log2(student_sum)
     teacher_log = teacher_max + tl.log2(teacher_sum)
@@ -333,7 +333,7 @@ def _kd_rows(
 
     # Last sweep: the gradient by a, times soft_weight T, as T² D has the gradient T ∂D/∂a by z; then the hard term.
     weight = tl.where(label >= 0, hard_weight, 0.0)
-    plain_weight = weight / plain_sum if labelled else weight
+    plain_weight = weight / plain_sum if labeled else weight
     soft_weight *= temperature
     if kind != 0:
         soft_weight *= 0.6931471805599453
@@ -346,7 +346,7 @@ def _kd_rows(
         b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
             a, b, places, shift + label, student_log, teacher_log, student_max, student_sum, of_student, soft_weight,
-            plain_weight, weight, temperature, cap, beta, kind, student_capped, labelled, squarings, native,
+            plain_weight, weight, temperature, cap, beta, kind, student_capped, labeled, squarings, native,
         )  # fmt: skip
         if kind == 0:
             divergences += tl.sum(grouped(of_tile, group), 1)
@@ -358,16 +358,16 @@ def _kd_rows(
         teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
             student_ends, teacher_ends, ends, shift + label, student_log, teacher_log, student_max, student_sum,
-            of_student, soft_weight, plain_weight, weight, temperature, cap, beta, kind, student_capped, labelled,
+            of_student, soft_weight, plain_weight, weight, temperature, cap, beta, kind, student_capped, labeled,
             squarings, native,
         )  # fmt: skip
         if kind == 0:
             divergence += tl.sum(of_tile, 0)
         tl.store(gradient + ends, grad.to(gradient.dtype.element_ty), mask=ended)
     tl.store(soft + row, temperature * temperature * 0.6931471805599453 * divergence)
-    if labelled:
+    if labeled:
         # logsumexp(z) - z_y, both in units of a.
-        loss = 0.6931471805599453 * (tl.log2(plain_sum) + temperature * (student_max - labelled_logit))
+        loss = 0.6931471805599453 * (tl.log2(plain_sum) + temperature * (student_max - labeled_logit))
         tl.store(hard + row, tl.where(label >= 0, loss, 0.0))
 
 
@@ -379,7 +379,7 @@ if has_triton():
     tile = triton.jit(_tile)
     grouped = triton.jit(_grouped)
     raised = triton.jit(_raised)
-    normalisers = triton.jit(_normalisers)
+    normalizers = triton.jit(_normalizers)
     mixed = triton.jit(_mixed)
     parts = triton.jit(_parts)
     gradient_of = triton.jit(_gradient)
@@ -447,7 +447,7 @@ def kd_rows_triton_(
         kind=_KINDS[divergence],
         student_capped=bool(student_softcap),
         teacher_capped=bool(teacher_softcap),
-        labelled=labels is not None,
+        labeled=labels is not None,
         shifted=shifted,
         native=not student_logits.is_cpu and torch.version.hip is None,
         tiles=cdiv(classes + 7 if shifted else classes, block),

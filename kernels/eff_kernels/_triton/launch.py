@@ -78,7 +78,7 @@ def remembering(kernel: Any) -> Any:
     compiled: dict[Any, tuple[Any, list[Any]]] = {}
 
     def run(*args: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
-        key = (args[0].get_device(), *map(_specialised, args), *constants.items())
+        key = (args[0].get_device(), *map(_specialized, args), *constants.items())
         if (found := compiled.get(key)) is None:
             made = type(kernel).run(kernel, *args, grid=grid, warmup=warmup, **constants)
             if made is not None and not warmup:
@@ -92,7 +92,7 @@ def remembering(kernel: Any) -> Any:
     return kernel
 
 
-def _specialised(value: Any) -> Any:
+def _specialized(value: Any) -> Any:
     kind = type(value)
     if kind is int:
         return value == 1 or (value & 15 == 0, -(2**31) <= value < 2**31)

@@ -164,7 +164,7 @@ def _rank_groups(
 ) -> None:
     group = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = group < groups
-    # m neighbours along an axis lie `inner` elements apart: the product of the dims behind it.
+    # m neighbors along an axis lie `inner` elements apart: the product of the dims behind it.
     first = group // inner * m * inner + group % inner
     nan = tl.zeros((block,), tl.uint32)
     kept = tl.zeros((block,), tl.int32)  # bits: a store between the loads would make the compiler repeat them

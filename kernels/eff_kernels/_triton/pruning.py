@@ -245,7 +245,7 @@ if importlib.util.find_spec("triton") is not None:
 
 
 def vector_block(dtype: torch.dtype, chunk: int, warps: int) -> int:
-    """Return how many elements make one vector of 16 bytes a thread, so that neighbours read whole sectors."""
+    """Return how many elements make one vector of 16 bytes a thread, so that neighbors read whole sectors."""
     return min(chunk, 32 * warps * 16 // dtype.itemsize)
 
 

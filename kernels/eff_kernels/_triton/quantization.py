@@ -1,6 +1,6 @@
-"""Fake quantisation and its gradient in Triton, with their tiles, grids and buffers.
+"""Fake quantization and its gradient in Triton, with their tiles, grids and buffers.
 
-Values are seen as rows of neighbours that share a scale. A program computes a tile of rows and columns, and leaves the
+Values are seen as rows of neighbors that share a scale. A program computes a tile of rows and columns, and leaves the
 sums over its columns in a buffer of its own, so that equal inputs give equal gradients.
 """
 
@@ -444,7 +444,7 @@ def rows_forward_triton(
         block_columns = next_power_of_2(columns)
     held, warps = columns <= block_columns, _warps(block_rows, block_columns)
     if held and block_rows > 1:
-        # A thread divides once a row: its vectors of 16 bytes lie in one, of which neighbours read 128 bytes or more.
+        # A thread divides once a row: its vectors of 16 bytes lie in one, of which neighbors read 128 bytes or more.
         block_columns //= max(1, min(x.itemsize, block_columns * x.itemsize // 128))
     rows_forward[(cdiv(rows, block_rows),)](
         x,

@@ -55,7 +55,7 @@ def _raised_in_interpreter(a: tl.tensor, low: tl.tensor, is_small: tl.tensor, sm
 def _words(seed: tl.tensor, at: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return random words for eight elements, (n, 2, 2, 2): higher bits and lower ones."""
     # Four words of Philox serve them: the halves of each are the higher bits of two, and all of it the lower bits of
-    # their neighbours, so that in one draw of 2^16 two elements know of each other. Seven rounds are enough: Salmon et
+    # their neighbors, so that in one draw of 2^16 two elements know of each other. Seven rounds are enough: Salmon et
     # al. 2011, table 2.
     a, b = at.to(tl.uint32), tl.zeros_like(at).to(tl.uint32)
     c, d = b, b

@@ -67,7 +67,7 @@ def _tally_in_interpreter(
 
 
 def _as_bytes(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, lanes: tl.constexpr) -> tl.tensor:
-    """Return the counts in bytes, ``[block / lanes, 8]``, those of `lanes` neighbours added up."""
+    """Return the counts in bytes, ``[block / lanes, 8]``, those of `lanes` neighbors added up."""
     words = tl.join(tl.join(a, c), tl.join(b, d))
     halves = tl.join(words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F)
     return tl.sum(tl.reshape(halves, (a.shape[0] // lanes, lanes, 8)), 1)

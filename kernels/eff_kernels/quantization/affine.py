@@ -1,4 +1,4 @@
-"""Affine quantisation without checks, for hot paths: scales, codes, fake quantisation and its gradient.
+"""Affine quantization without checks, for hot paths: scales, codes, fake quantization and its gradient.
 
 Nothing here reads a value on the host, so nothing waits for the device. Scales divide: ``code = x / scale``. On CUDA
 the operations are custom ops without a gradient. The functions that call them define it.
@@ -179,7 +179,7 @@ def _(
 
 @torch.library.custom_op("eff_kernels::round_rows", mutates_args=())
 def round_rows(x: Tensor, noise: Tensor | None, columns: int, qmin: int, qmax: int, symmetric: bool) -> Tensor:
-    """Return `x` fake-quantised with a range per `columns` neighbours, at 2 reads or writes for up to 16384 of them.
+    """Return `x` fake-quantized with a range per `columns` neighbors, at 2 reads or writes for up to 16384 of them.
 
     Args:
         x: Any shape with elements; float32, bfloat16 or float16.
@@ -203,7 +203,7 @@ def _(x: Tensor, noise: Tensor | None, columns: int, qmin: int, qmax: int, symme
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which quantisation is computed: float64 for float64, float32 for the rest.
+    """Return the type in which quantization is computed: float64 for float64, float32 for the rest.
 
     Args:
         dtype: Floating.
@@ -229,7 +229,7 @@ def symmetric_scale(weight: Tensor, axis: int | None, qmax: int) -> Tensor:
     if axis is None:
         low, high = torch.aminmax(weight)
     else:
-        # two reductions, because aminmax along a dimension is not vectorised on CPU (torch 2.13: 18 times slower)
+        # two reductions, because aminmax along a dimension is not vectorized on CPU (torch 2.13: 18 times slower)
         dims = [dim for dim in range(weight.dim()) if dim != axis % weight.dim()]
         low, high = (weight.amin(dims), weight.amax(dims)) if dims else (weight, weight)
     return scale_of_largest(torch.maximum(high, -low).to(compute_dtype(weight.dtype)), qmax)
@@ -323,7 +323,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int,
     # Widened first, because bfloat16 divided by a float32 scalar tensor is bfloat16. Divide by a
     # tensor like ONNX: for a number CUDA multiplies by 1/s, which changes ties.
     codes = round_codes(x.to(compute_dtype(x.dtype)) / scale, noise)
-    # clamp with two tensor bounds is not vectorised on CPU (torch 2.13: 7 times slower than with one)
+    # clamp with two tensor bounds is not vectorized on CPU (torch 2.13: 7 times slower than with one)
     # Clamped to [qmin - z, qmax - z], which is clamp(codes + z) - z without adding z to every element and back.
     codes.clamp_min_((qmin - zero_point).to(codes.dtype))
     return codes.clamp_max_((qmax - zero_point).to(codes.dtype))
@@ -493,7 +493,7 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
 
 
 def fake_quantize_symmetric(weight: Tensor, axis: int, qmax: int) -> Tensor:
-    """Return `weight` fake-quantised per channel with the scale of its largest magnitude.
+    """Return `weight` fake-quantized per channel with the scale of its largest magnitude.
 
     Equal to `fake_quantize` with `symmetric_scale` and zero point 0. No weight lies outside this range, so
     nothing is clamped and the gradient passes everywhere.

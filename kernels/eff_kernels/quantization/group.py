@@ -1,4 +1,4 @@
-"""Fake quantisation with scales computed from the values, without checks: groups, tokens, and FP8.
+"""Fake quantization with scales computed from the values, without checks: groups, tokens, and FP8.
 
 No value lies outside its range by more than half a step (from rounding a zero point), so the gradient
 passes everywhere and needs no saved tensors. Nothing here reads a value on the host.
@@ -56,7 +56,7 @@ def group_qparams(x: Tensor, group_size: int, bits: int, symmetric: bool) -> tup
         (tensor([[0.4667, 0.1000]]), tensor([[-8, -8]], dtype=torch.int32))
     """
     # widened first (exact), because bfloat16 reductions of short rows take ten times as long on CPU; two reductions,
-    # because aminmax along a dimension is not vectorised there (torch 2.13: 18 times slower)
+    # because aminmax along a dimension is not vectorized there (torch 2.13: 18 times slower)
     groups = _groups(x, group_size).to(compute_dtype(x.dtype))
     low, high = groups.amin(-1), groups.amax(-1)
     qmin, qmax = code_range(bits, symmetric)
@@ -117,7 +117,7 @@ class _FakeQuantizeGroups(torch.autograd.Function):
 def fake_quantize_groups(
     x: Tensor, group_size: int, bits: int, symmetric: bool = False, noise: Tensor | None = None
 ) -> Tensor:
-    """Return `x` fake-quantised in groups along the last axis, each with its own range; gradient 1.
+    """Return `x` fake-quantized in groups along the last axis, each with its own range; gradient 1.
 
     Args:
         x: (..., K) of any floating type.

@@ -1,4 +1,4 @@
-"""Fake quantisation with a learned grid, without checks, for hot paths: LSQ, LSQ+, learned ranges and PACT.
+"""Fake quantization with a learned grid, without checks, for hot paths: LSQ, LSQ+, learned ranges and PACT.
 
 Learned values are clamped to valid ones inside the function, so that no optimizer step can make a result
 invalid. Beyond the bound the gradient is that at the bound, which leads back. Nothing here reads a value on the host.
@@ -180,7 +180,7 @@ class _LearnedRange(torch.autograd.Function):
 def range_fake_quantize(
     x: Tensor, minimum: Tensor, maximum: Tensor, qmin: int, qmax: int, rounded_gate: bool = False
 ) -> Tensor:
-    """Return `x` fake-quantised over [minimum, maximum], widened to contain 0; both bounds get a gradient.
+    """Return `x` fake-quantized over [minimum, maximum], widened to contain 0; both bounds get a gradient.
 
     The grid is that of `affine_qparams`. Values below it pass their gradient to `minimum`, values above to
     `maximum`, and the rest to `x`.

@@ -39,7 +39,7 @@ _NOT_COUNTED = {
     "lora": "frozen weights in codes; gradients and moments only for adapters, 18·r·h per block",
     "loss_scale": "one flag and one number, shared by all ranks",
     "matmul": "no memory, no traffic",
-    "qat": "a few numbers per layer, synchronised each step; quantised weights are saved for backward as float",
+    "qat": "a few numbers per layer, synchronized each step; quantized weights are saved for backward as float",
 }
 _OF_CODES = {"nf4": 0.53, "fp4": 0.53, "int8": 1.0, "float32": 4.0}  # 4 bits: with one scale per 64 codes
 _PACKED_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.1}
@@ -175,7 +175,7 @@ def _(config: LotteryConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 @memory_costs.register
 def _(config: LowRankConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return no extra bytes: the factorised model has smaller sizes, see `reshaped`."""
+    """Return no extra bytes: the factorized model has smaller sizes, see `reshaped`."""
     if _kept_share(config, shape) is None:
         return [Cost("low_rank", why=f"not counted: only eff low-rank can tell what {config.rank} keeps")]
     return [Cost("low_rank", why="factors replace the blocks' matrices: counted in every line")]
@@ -301,7 +301,7 @@ def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
     """
     device = next(model.parameters()).device
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
-    # Parameters and buffers exist anyway. Compare storages to recognise views of them.
+    # Parameters and buffers exist anyway. Compare storages to recognize views of them.
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Any] = {}  # hold the storages, so that no address is reused
 

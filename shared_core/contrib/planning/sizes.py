@@ -253,7 +253,7 @@ class ModelShape:
         params_of_blocks = different * attention + _mlps(config, different, hidden, inner, dense)
         narrow = _size(config, "embedding_size", default=hidden)
         embeddings = vocab * narrow * (1 if config.get("tie_word_embeddings", True) else 2)
-        # A factorised embedding has a projection to the hidden width.
+        # A factorized embedding has a projection to the hidden width.
         embeddings += narrow * hidden if narrow != hidden else 0
         return cls(
             params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings,

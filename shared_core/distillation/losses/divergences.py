@@ -78,7 +78,7 @@ def divergence_sum(
 ) -> tuple[Tensor, Tensor]:
     r"""Return ``T²`` times a divergence of ``softmax(student / T)`` and ``softmax(teacher / T)``, summed over rows.
 
-    ``forward_kl`` is :math:`KL(p_t \,\|\, p_s)`, ``reverse_kl`` :math:`KL(p_s \,\|\, p_t)`, ``jsd`` the generalised
+    ``forward_kl`` is :math:`KL(p_t \,\|\, p_s)`, ``reverse_kl`` :math:`KL(p_s \,\|\, p_t)`, ``jsd`` the generalized
     Jensen-Shannon divergence of `jsd`. ``soft_cross_entropy`` is :math:`-\sum p_t \log p_s`: the forward KL plus the
     teacher's entropy, with the same gradient and a value that does not go to 0.
 
@@ -89,7 +89,7 @@ def divergence_sum(
         beta: Of ``jsd``: the teacher's share of the mixture, in [0, 1].
         options: ``temperature`` T, finite and > 0 (2.0). ``mask`` ``(...)`` bool, True = the row counts; None counts
             all. ``teacher_log_probs`` ``(..., C)``: the teacher's log-probabilities at this temperature in place of its
-            logits, as `mean_teacher` returns them; used as they are, never renormalised. ``scale_by_temperature``:
+            logits, as `mean_teacher` returns them; used as they are, never renormalized. ``scale_by_temperature``:
             multiply by ``T²``, which keeps the size of the gradient about the same for all T (True).
 
     Returns:
@@ -185,7 +185,7 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor | None = None, **o
 def jsd(
     student_logits: Tensor, teacher_logits: Tensor | None = None, *, beta: float = 0.5, **options: Unpack[Options]
 ) -> Tensor:
-    r"""Return the generalised Jensen-Shannon divergence times ``T²``, averaged over the rows that count.
+    r"""Return the generalized Jensen-Shannon divergence times ``T²``, averaged over the rows that count.
 
     .. math:: \beta \, KL(p_t \,\|\, m) + (1 - \beta) \, KL(p_s \,\|\, m), \quad m = \beta p_t + (1 - \beta) p_s
 
@@ -325,7 +325,7 @@ def kd_topk_sum(
 
     .. math:: T^2 \Big( \sum_{i \le k} p_i \log \frac{p_i}{q_i} + p_{tail} \log \frac{p_{tail}}{q_{tail}} \Big)
 
-    The mass outside the top k is never renormalised away: a student that spreads the tail's mass as it likes pays
+    The mass outside the top k is never renormalized away: a student that spreads the tail's mass as it likes pays
     nothing, one that gives it another size does. With ``k = C`` this is `kd_loss`; merging classes can only make the
     divergence smaller, so for ``k < C`` it is a lower bound.
 
@@ -374,7 +374,7 @@ def with_tail(
 ) -> tuple[Tensor, Tensor]:
     """Return both sides' log-probabilities ``(..., k + 1)``: last, of all other classes (-inf if k is C)."""
     classes, known = student_logits.shape[-1], topk_indices.shape[-1]
-    # The student's log-probabilities of all C classes first: normalising over the k alone would drop the tail's mass.
+    # The student's log-probabilities of all C classes first: normalizing over the k alone would drop the tail's mass.
     dtype = compute_dtype(student_logits.dtype, temperature)
     log_q = F.log_softmax(student_logits.to(dtype) / temperature, dim=-1)
     indices = topk_indices.long()

@@ -276,11 +276,11 @@ def cka_loss(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor
 
 
 def linear_cka(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    r"""Return the centred kernel alignment with linear kernels, a similarity in [0, 1].
+    r"""Return the centered kernel alignment with linear kernels, a similarity in [0, 1].
 
-    :math:`\|X_t^T X_s\|_F^2 / (\|X_s^T X_s\|_F \|X_t^T X_t\|_F)` of features centred over the batch. It does not change
-    under rotation, isotropic scaling or translation of either side. It is near 1 for any two sides of which b is not
-    well above the widths.
+    :math:`\|X_t^T X_s\|_F^2 / (\|X_s^T X_s\|_F \|X_t^T X_t\|_F)` of features centered over the batch. It does not
+    change under rotation, isotropic scaling or translation of either side. It is near 1 for any two sides of which b is
+    not well above the widths.
 
     Args:
         student_features: ``(b, ...)``, any float dtype.
@@ -303,7 +303,7 @@ def linear_cka(student_features: Tensor, teacher_features: Tensor, *, mask: Tens
     """
     student, teacher = _features("linear_cka", student_features, teacher_features, mask)
     with _without_autocast(student):
-        ours, theirs = _gram(_centred(student)), _gram(_centred(teacher))
+        ours, theirs = _gram(_centered(student)), _gram(_centered(teacher))
     # By Gram matrices: ‖X_tᵀ X_s‖² = ⟨X_s X_sᵀ, X_t X_tᵀ⟩, so two (b, b) products serve in place of one (D, D) each.
     size: Tensor = torch.linalg.vector_norm(ours)
     other: Tensor = torch.linalg.vector_norm(theirs)
@@ -394,7 +394,7 @@ def _gram(features: Tensor) -> Tensor:
     return features @ features.T
 
 
-def _centred(features: Tensor) -> Tensor:
+def _centered(features: Tensor) -> Tensor:
     # from the first example on: identical ones are exactly 0 then, which minus a rounded mean they are not
     features = features - features[:1]
     return features - features.mean(0, keepdim=True) if len(features) else features

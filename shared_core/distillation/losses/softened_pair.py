@@ -96,7 +96,7 @@ def counted_rows(
         # rows that do not count are taken out, not multiplied by 0: padding may hold Inf or NaN
         mask = mask.to(student.device)
         student, teacher = student[mask], teacher[mask]
-    # A tensor, not an int: it is summed over processes and divided by on the device, without a synchronisation.
+    # A tensor, not an int: it is summed over processes and divided by on the device, without a synchronization.
     count = torch.full((), student.shape[:-1].numel(), dtype=torch.int64, device=student.device)
     return student, teacher, count
 

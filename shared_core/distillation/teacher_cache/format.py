@@ -45,7 +45,7 @@ class Manifest:
         fields: The inputs that keys are made of.
         per_example: Whether the teacher has one output an example, ``(B, C)``, and not one a position.
         positions: The field whose positions the outputs follow; none: each example's outputs are taken as they are.
-        labelled: Whether only positions that count for the loss were stored.
+        labeled: Whether only positions that count for the loss were stored.
         fingerprints: Of the teacher, the files it came from, the tokenizer, the template and the data; none: not told.
         complete: Whether all examples are there.
         shards: Number of examples in each shard.
@@ -61,7 +61,7 @@ class Manifest:
     fields: tuple[str, ...]
     per_example: bool
     positions: str | None
-    labelled: bool
+    labeled: bool
     fingerprints: Mapping[str, str | None]
     complete: bool = False
     shards: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ def _rules(content: Mapping[str, Any]) -> dict[str, Any]:
         "fields": lambda value: isinstance(value, list) and value and all(isinstance(name, str) for name in value),
         "per_example": lambda value: isinstance(value, bool),
         "positions": lambda value: value is None or (isinstance(value, str) and value in content["fields"]),
-        "labelled": lambda value: isinstance(value, bool),
+        "labeled": lambda value: isinstance(value, bool),
         "fingerprints": _are_fingerprints,
         "complete": lambda value: isinstance(value, bool),
         "shards": lambda value: isinstance(value, list) and all(_is_int(count, 1) for count in value),
@@ -411,11 +411,11 @@ class CachedTargets(NamedTuple):
         mask = mask.to(self.mask.device)
         if lacking := int((mask & ~self.mask).sum()):
             rule = f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none"
-            raise TrainingError(WHERE, rule, "write the cache without --labelled, or with these labels")
+            raise TrainingError(WHERE, rule, "write the cache without --labeled, or with these labels")
         return mask
 
 
-def normalised(log_probs: Tensor, tail_log_mass: Tensor) -> tuple[Tensor, Tensor]:
+def normalized(log_probs: Tensor, tail_log_mass: Tensor) -> tuple[Tensor, Tensor]:
     """Return rounded log-probabilities and tail with their sum of probabilities, about 1 ± 2e-4, brought back to 1."""
     # As a distribution they must sum to 1, or the KL has a floor that is not 0.
     total = torch.logsumexp(torch.cat([log_probs, tail_log_mass.unsqueeze(-1)], -1), -1)
@@ -625,7 +625,7 @@ def _widened(indices: Tensor, log_probs: Tensor, tail: Tensor, mask: Tensor, *, 
     log_probs = log_probs.float()
     # float16 rounds each log-probability; positions without a row hold zeros and must not be rescaled.
     if not exact:
-        balanced, tails = normalised(log_probs, tail)
+        balanced, tails = normalized(log_probs, tail)
         log_probs = torch.where(mask.unsqueeze(-1), balanced, log_probs)
         tail = torch.where(mask, tails, tail)
     return CachedTargets(indices.long(), log_probs, tail, mask)

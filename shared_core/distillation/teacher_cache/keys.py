@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shared_core.distillation.unlabelled import IGNORED
+from shared_core.distillation.unlabeled import IGNORED
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.files.json_yaml import parse_json
 
@@ -303,7 +303,7 @@ def teacher_fingerprint(teacher: nn.Module) -> str:
     if callable(to_dict):
         digest.update(_canonical({name: item for name, item in to_dict().items() if name not in _NOT_THE_MODEL}))
     for name, value in sorted(teacher.state_dict().items()):
-        # a quantised layer's extra state may be anything
+        # a quantized layer's extra state may be anything
         if isinstance(value, Tensor):
             _add_tensor(digest, name, value)
         else:
@@ -380,7 +380,7 @@ def _canonical(value: Any) -> bytes:
 def _add_tensor(digest: Any, name: str, value: Tensor) -> None:
     digest.update(f"|{name}:{value.dtype}:{tuple(value.shape)}|".encode())
     flat = value.detach()
-    # subclasses that hold quantised codes have no bytes of their own
+    # subclasses that hold quantized codes have no bytes of their own
     dequantize = getattr(flat, "dequantize", None)
     if type(value) not in (Tensor, nn.Parameter) and callable(dequantize):
         flat = dequantize()

@@ -45,7 +45,7 @@ from shared_core.distillation.teacher_cache.keys import (
     example_rows,
     teacher_fingerprint,
 )
-from shared_core.distillation.unlabelled import IGNORED
+from shared_core.distillation.unlabeled import IGNORED
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.files.atomic import clean_strays
@@ -137,7 +137,7 @@ class Settings(NamedTuple):
     dtype: str
     fields: tuple[str, ...] | None
     vocabulary: int | None
-    labelled: bool
+    labeled: bool
     causal: bool
     logits: str
     fingerprints: dict[str, str | None]
@@ -192,7 +192,7 @@ class StoreWriter:
         """Run the teacher on a batch with an example that is new and this process's, and keep what is new."""
         fields = self._fields(batch)
         rows = example_rows(batch, fields)
-        counted = self._labelled_positions(batch) if self._settings.labelled else None
+        counted = self._labeled_positions(batch) if self._settings.labeled else None
         fresh = self._fresh(rows, counted, number)
         if not fresh:
             return
@@ -301,7 +301,7 @@ class StoreWriter:
         given = [
             ("temperature", made.temperature, asked.temperature),
             ("dtype", made.dtype, asked.dtype),
-            ("labelled", made.labelled, asked.labelled),
+            ("labeled", made.labeled, asked.labeled),
             ("fields", made.fields, made.fields if asked.fields is None else asked.fields),
             ("top_k", made.top_k, _kept(asked.top_k, made.vocabulary, per_example=made.per_example)),
             ("vocabulary", made.vocabulary, made.vocabulary if asked.vocabulary is None else asked.vocabulary),
@@ -316,7 +316,7 @@ class StoreWriter:
         # A shard is renamed into place when whole, so each that exists counts, also without the index.
         while (self._folder / shard_name(self._shards)).exists():
             shard = Shard(self._folder, made, self._shards)
-            places = [shard.places_of(row)[2] if made.labelled else None for row in range(len(shard))]
+            places = [shard.places_of(row)[2] if made.labeled else None for row in range(len(shard))]
             self._known.update(zip(as_keys(shard.keys), map(_digest, places), strict=True))
             self._shards += 1
         if made.complete and self._shards < len(made.shards):
@@ -332,7 +332,7 @@ class StoreWriter:
         """Return True if the batch's names are the teacher's arguments; else a mapping is its only argument."""
         return isinstance(batch, Mapping) and (self._accepted is None or not self._accepted.isdisjoint(batch))
 
-    def _labelled_positions(self, batch: Any) -> Array:
+    def _labeled_positions(self, batch: Any) -> Array:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.ndim != 2:
             rule = "batches must hold labels (examples, positions) to store only positions that have one, got none"
@@ -361,7 +361,7 @@ class StoreWriter:
                     WHERE,
                     f"examples with the same inputs must have labels at the same positions, got number {row} of batch "
                     f"{number} with others",
-                    "store all positions (labelled=False)",
+                    "store all positions (labeled=False)",
                 )
         return fresh
 
@@ -380,7 +380,7 @@ class StoreWriter:
                 fields=fields,
                 per_example=per_example,
                 positions=None if per_example else _position_field(rows, logits.shape[1]),
-                labelled=asked.labelled,
+                labeled=asked.labeled,
                 fingerprints=asked.fingerprints,
             )
         return made
@@ -493,7 +493,7 @@ def write_teacher_cache(
     dtype: str = "float16",
     fields: Sequence[str] | None = None,
     vocabulary: int | None = None,
-    labelled: bool = False,
+    labeled: bool = False,
     causal: bool | None = None,
     logits: str = "logits",
     fingerprints: Mapping[str, str | None] | None = None,
@@ -518,8 +518,8 @@ def write_teacher_cache(
         dtype: ``float16`` (error at most ``2**-11 * |log p|``) or ``float32``, of the log-probabilities.
         fields: Inputs that tell examples apart; None: all that the teacher is given.
         vocabulary: Let the softmax run over the first so many classes, for vocabularies that are padded differently.
-        labelled: Store only positions whose label is not -100; the batches must have ``labels`` then.
-        causal: With `labelled`, whether position i predicts label i + 1; None: told by the teacher's class.
+        labeled: Store only positions whose label is not -100; the batches must have ``labels`` then.
+        causal: With `labeled`, whether position i predicts label i + 1; None: told by the teacher's class.
         logits: Key or attribute of the logits in what the teacher returns.
         fingerprints: Of ``tokenizer``, ``template`` and ``teacher_files``, as the functions of those names return.
         shard_bytes: Size from which a shard is written; about three times that is held in memory.
@@ -550,7 +550,7 @@ def write_teacher_cache(
         dtype,
         None if fields is None else tuple(fields),
         vocabulary,
-        labelled,
+        labeled,
         is_causal(teacher) if causal is None else causal,
         logits,
         {**told, "teacher": told["teacher"] or teacher_fingerprint(teacher), "data": None},

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ENOUGH = 0.5
 """Minimum share of the weights that multiply activations which a technique must reach by default."""
 
-_OF_LAYERS = ("layers", "factorised layers", "weights")
+_OF_LAYERS = ("layers", "factorized layers", "weights")
 """`Touched.what` of techniques that work per layer or weight. All others work on the run as a whole."""
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NORM = re.compile(r"Norm(\dd|s)?$")
@@ -168,7 +168,7 @@ def count(model: nn.Module) -> Counted:
             # A further name of a tied weight, which counts once.
             if len(own) > 1:
                 continue
-            holder = modules.get(prefix.partition(".parametrizations.")[0], module)  # of a parametrised layer
+            holder = modules.get(prefix.partition(".parametrizations.")[0], module)  # of a parametrized layer
             kind = "embeddings" if id(value) in embedded or _embeds(holder) else _beside(holder, name, value)
             if kind is None:
                 found.multiplying.append(Weight(own, own_class(holder).__name__, value.numel()))

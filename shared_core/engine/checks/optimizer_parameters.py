@@ -95,7 +95,7 @@ def copies(
 ) -> dict[str, tuple[nn.Module, nn.Module]]:
     """Return copies of trained modules with their originals, such as a moving average that the user's code updates.
 
-    Such code pairs the parameters of both one by one. So a copy is recognised by parameters of the same shapes.
+    Such code pairs the parameters of both one by one. So a copy is recognized by parameters of the same shapes.
 
     Args:
         model: The model to search.

@@ -1,4 +1,4 @@
-"""Find experts that no token reached in training: their weights were pruned or quantised but never trained."""
+"""Find experts that no token reached in training: their weights were pruned or quantized but never trained."""
 
 from __future__ import annotations
 

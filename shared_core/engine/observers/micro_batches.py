@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
-    """Return ``total / count``, or 0 if the count is 0: the normaliser of a trainer that averages micro-batches.
+    """Return ``total / count``, or 0 if the count is 0: the normalizer of a trainer that averages micro-batches.
 
     Args:
         total: Sum over the counted positions.
@@ -35,7 +35,7 @@ class MicroBatchMeans:
         >>> means, counts = MicroBatchMeans("hf"), []
         >>> for total, count in ((6.0, 3), (4.0, 1)):
         ...     means.open()
-        ...     counts.append(means.normalise(torch.tensor(total), count).item())
+        ...     counts.append(means.normalize(torch.tensor(total), count).item())
         >>> counts, means.close()[:50], means.close()
         ([2.0, 4.0], 'the micro-batches of a step have 1 to 3 positions:', '')
     """
@@ -51,7 +51,7 @@ class MicroBatchMeans:
         """Begin a micro-batch. The next average gives its number of positions."""
         self._is_new = True
 
-    def normalise(self, total: Tensor, count: Tensor | int) -> Tensor:
+    def normalize(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Return ``total / count``, or 0 if the count is 0.
 
         Args:
@@ -83,7 +83,7 @@ class MicroBatchMeans:
         self._is_told = least != most
         if not self._is_told:
             return ""
-        other = "; pass normalise= to Session.loss to average differently" if self._front_end == "bare" else ""
+        other = "; pass normalize= to Session.loss to average differently" if self._front_end == "bare" else ""
         return (
             f"the micro-batches of a step have {least} to {most} positions: each is averaged by itself and has the "
             f"same weight in the terms that techniques add, as in a task loss that is a mean{other}"

@@ -1,4 +1,4 @@
-"""Convert a model with quantisers, or a baked one with ranges, to a model that computes on integers.
+"""Convert a model with quantizers, or a baked one with ranges, to a model that computes on integers.
 
 It runs on exact reference layers, or with the same codes on torchao's and oneDNN's kernels.
 """
@@ -52,15 +52,15 @@ Backend = Literal["reference", "torchao", "auto"]
 def convert(
     model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None, *, backend: Backend = "reference"
 ) -> nn.Module:
-    """Return a new model whose quantised layers hold int8 codes and sum integers. `model` is not changed.
+    """Return a new model whose quantized layers hold int8 codes and sum integers. `model` is not changed.
 
     This applies to weights per channel with observed input ranges. Layers of other schemes compute in float on
-    quantised values. Weight codes equal those of the fake-quantising model,
+    quantized values. Weight codes equal those of the fake-quantizing model,
     and so do activation codes, up to float rounding in earlier layers. The new model is in evaluation
     mode and cannot be trained.
 
     The reference is exact and portable, not fast. ``backend="torchao"`` runs linear layers on int8 kernels with equal
-    codes if their inputs have a range or are quantised per token: oneDNN's on CPUs, which sum the same integers,
+    codes if their inputs have a range or are quantized per token: oneDNN's on CPUs, which sum the same integers,
     torchao's elsewhere. Linear layers with only int8 weights, or int4 weights on CPUs, run on torchao's kernels too,
     and 2-d convolutions on CPUs on oneDNN's. Other layers stay on the reference: see `conversion_report`.
     On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``
@@ -169,7 +169,7 @@ def _has_torchao() -> bool:
 
 
 class TorchaoLinear(nn.Linear):
-    """A linear layer whose weight is a quantised tensor of torchao."""
+    """A linear layer whose weight is a quantized tensor of torchao."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, static: bool, kernel: str) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
@@ -284,7 +284,7 @@ def _why_no_int8(device: torch.device, weight_bits: int, kernel: Literal["linear
     if device.type not in ("cpu", "cuda"):
         return f"torch has no int8 matrix product on {device.type}"
     if device.type == "cpu" and weight_bits == 8 and not sums_exactly(kernel):
-        return "the kernel saturates here, adding pairs of 8-bit products in 16 bits (no VNNI); quantise to 7 bits"
+        return "the kernel saturates here, adding pairs of 8-bit products in 16 bits (no VNNI); quantize to 7 bits"
     return ""
 
 
@@ -404,7 +404,7 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
         elif isinstance(module, IntegerLayer):
             kind, kernel = type(module).__name__.removeprefix("Int"), "reference: integers, summed in float64"
         elif type(module) in STOCK:
-            kind, kernel = STOCK[type(module)].__name__, "reference: quantised values, in float"
+            kind, kernel = STOCK[type(module)].__name__, "reference: quantized values, in float"
         elif type(module) in STOCK.values():
             kind, kernel = type(module).__name__, "float"
         else:

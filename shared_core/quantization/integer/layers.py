@@ -21,7 +21,7 @@ def weight_qmin(scheme: LayerScheme, learned: Mapping[str, Any]) -> int:
 
 
 def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return (int8 codes, scale per channel) of a weight that holds quantised values.
+    """Return (int8 codes, scale per channel) of a weight that holds quantized values.
 
     Example:
         >>> channel_codes(torch.tensor([[0.5, 1.27]]), LayerScheme(), {})
@@ -49,7 +49,7 @@ class CodeModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight, ``s_w·q_w``, for code that reads a layer's weight."""
+        """The dequantized weight, ``s_w·q_w``, for code that reads a layer's weight."""
         scale = kernels.along(self.weight_scale, self.weight_codes.dim(), 0)
         return self.weight_codes.to(scale.dtype) * scale
 
@@ -67,7 +67,7 @@ class CodeModule(nn.Module):
 
 
 class IntegerLayer(CodeModule):
-    """Base class of integer layers with weight codes, scales and a float bias. Quantises its input.
+    """Base class of integer layers with weight codes, scales and a float bias. Quantizes its input.
 
     ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer. It is computed in float64, where every
     partial sum below 2^53 is exact, because torch has no integer convolutions on any device. The rest is computed
@@ -111,15 +111,15 @@ class IntegerLayer(CodeModule):
 
     def quantize_input(self, x: Tensor) -> Tensor:
         """Return the codes of `x` as int8."""
-        centred = kernels.quantize(x, self.input_scale, self.input_zero_point, self.qmin, self.qmax)
-        return (centred + self.input_zero_point).to(torch.int8)
+        centered = kernels.quantize(x, self.input_scale, self.input_zero_point, self.qmin, self.qmax)
+        return (centered + self.input_zero_point).to(torch.int8)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
         # Subtract the zero point from codes first, so that the sum needs no correction.
-        centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
+        centered = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
         # Rounding restores whole sums if a device's library used a transform (FFT, Winograd).
-        total = self._accumulate(centred, self.weight_codes.double()).round_()
+        total = self._accumulate(centered, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
         # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
         scale = self.input_scale.double() * self.weight_scale.double()
@@ -216,7 +216,7 @@ class IntEmbedding(CodeModule):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight, for code that reads an embedding's weight."""
+        """The dequantized weight, for code that reads an embedding's weight."""
         return super().weight.to(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         return ""
 
     def _pack(self) -> None:
-        # plain values: reading a buffer in each forward would cost a synchronisation under torch.compile
+        # plain values: reading a buffer in each forward would cost a synchronization under torch.compile
         self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
         self._zero_points = torch.zeros(len(self.weight_scale), dtype=torch.int32)
         self._bias = None if self.bias is None else self.bias.float()
@@ -182,7 +182,7 @@ class OneDnnLinear(_OneDnnLinear, IntLinear):
 
     def _pack(self) -> None:
         super()._pack()
-        # plain values: reading a buffer in each forward would cost a synchronisation under torch.compile
+        # plain values: reading a buffer in each forward would cost a synchronization under torch.compile
         self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def fgsm(
 ) -> Tensor:
     """Return inputs after one step of size `eps` against their targets: ``clamp(x + eps·sign ∇ₓL, low, high)``.
 
-    The gradient passes straight through fake quantisation. The model runs in evaluation mode. Afterwards its modes and
+    The gradient passes straight through fake quantization. The model runs in evaluation mode. Afterwards its modes and
     gradients are restored.
 
     Args:
@@ -291,13 +291,13 @@ def _check(where: str, x: Tensor, y: Tensor, low: Bound | None, high: Bound | No
     _check_bound(where, "eps", eps, "at least 0", lambda value: value >= 0)
     least = -math.inf if low is None else _like(low, x)
     most = math.inf if high is None else _like(high, x)
-    # Float32 rounding may put a normalised image slightly outside its bounds.
+    # Float32 rounding may put a normalized image slightly outside its bounds.
     slack = 4 * torch.finfo(x.dtype).eps * (1 + x.abs())
     if not bool(((x >= least - slack) & (x <= most + slack)).all()):
         raise ConfigError(
             where,
             f"x must lie between low and high, got {x.min().item():.4g} to {x.max().item():.4g}",
-            "pass the bounds of the model's inputs (if these are normalised, other bounds, one per channel)",
+            "pass the bounds of the model's inputs (if these are normalized, other bounds, one per channel)",
         )
 
 

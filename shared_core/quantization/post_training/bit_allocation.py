@@ -1,6 +1,6 @@
-"""Choose bits per layer: the plan and its file, the cheapest plan under a budget, and selective quantisation.
+"""Choose bits per layer: the plan and its file, the cheapest plan under a budget, and selective quantization.
 
-Selective quantisation quantises as many layers as the accepted loss of quality allows.
+Selective quantization quantizes as many layers as the accepted loss of quality allows.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BitPlan:
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> BitPlan:
-        """Return the plan in a YAML file, or in YAML text (recognised by a line end).
+        """Return the plan in a YAML file, or in YAML text (recognized by a line end).
 
         Raises:
             ConfigError: If there is no such file, or it holds no plan.
@@ -300,7 +300,7 @@ def _check_cost(
 
 
 Apply = Callable[[nn.Module, Mapping[str, int]], nn.Module]
-"""A float model and layer → bits → a new model with these layers quantised."""
+"""A float model and layer → bits → a new model with these layers quantized."""
 
 _SENSITIVE_OUTPUTS = frozenset("Softmax LogSoftmax Tanh Sigmoid GELU softmax tanh sigmoid gelu".split())  # noqa: SIM905
 _PASSING = frozenset("Dropout Identity Flatten dropout flatten contiguous".split())  # noqa: SIM905
@@ -308,7 +308,7 @@ _PASSING = frozenset("Dropout Identity Flatten dropout flatten contiguous".split
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A measured model: its number of quantised layers, quality and mean bits per weight."""
+    """A measured model: its number of quantized layers, quality and mean bits per weight."""
 
     quantized: int
     quality: float
@@ -397,24 +397,24 @@ def plan_by_quality(
     keep: Mapping[str, str] | tuple[str, ...] = (),
     apply: Apply = round_layers,
 ) -> SelectivePlan:
-    """Return which layers to quantise so that quality falls by at most `largest_loss`.
+    """Return which layers to quantize so that quality falls by at most `largest_loss`.
 
-    Starting from all quantised, the most sensitive layer goes back to float until the loss is accepted. Starting from
-    all float, the least sensitive layer is quantised while the loss is accepted. Both are measured, no model twice.
+    Starting from all quantized, the most sensitive layer goes back to float until the loss is accepted. Starting from
+    all float, the least sensitive layer is quantized while the loss is accepted. Both are measured, no model twice.
 
     Args:
         model: In float; not changed.
         evaluate: Model → its quality, higher is better, on data not used for the final test.
         sensitivities: Layer → bits → cost, as `layer_sensitivity` returns it; in the order of execution.
         largest_loss: E, in units of `evaluate`; at least 0.
-        bits: Bits of a quantised layer.
-        start: The start that gives the plan. ``"quantized"`` may keep more layers quantised if quality is not
+        bits: Bits of a quantized layer.
+        start: The start that gives the plan. ``"quantized"`` may keep more layers quantized if quality is not
             monotonic.
         keep: Layers that stay in float, such as those from `keep_high`.
-        apply: Quantises a copy of the model; by default only weights are rounded.
+        apply: Quantizes a copy of the model; by default only weights are rounded.
 
     Raises:
-        ConfigError: If an option is invalid, or nothing is left to quantise.
+        ConfigError: If an option is invalid, or nothing is left to quantize.
         MatchError: If a name is no layer of the model.
         TrainingError: If a quality is NaN.
 
@@ -433,8 +433,8 @@ def plan_by_quality(
     for name in able:
         _check_cost(sensitivities[name], name, bits, where, ConfigError)
     if not able:
-        raise ConfigError(where, f"keep leaves no layer of sensitivities to quantise: {list(sensitivities)}")
-    # Least sensitive first. Each curve quantises a prefix of this order.
+        raise ConfigError(where, f"keep leaves no layer of sensitivities to quantize: {list(sensitivities)}")
+    # Least sensitive first. Each curve quantizes a prefix of this order.
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]
@@ -449,14 +449,14 @@ def plan_by_quality(
             candidate = apply(model, dict.fromkeys(order[:count], bits)) if count else model
             quality = float(evaluate(candidate))
             if math.isnan(quality):
-                raise TrainingError(where, f"evaluate must return a number, got NaN with {count} layers quantised")
+                raise TrainingError(where, f"evaluate must return a number, got NaN with {count} layers quantized")
             measured[count] = CurvePoint(count, quality, plan(count).average_bits)
         return measured[count]
 
     float_quality = measure(0).quality
     curves: dict[str, list[CurvePoint]] = {"quantized": [], "float": []}
     accepted = {"quantized": 0, "float": 0}
-    # From all quantised downwards until quality is accepted. No bisection, because quality may not be monotonic.
+    # From all quantized downwards until quality is accepted. No bisection, because quality may not be monotonic.
     for count in range(len(order), -1, -1):
         curves["quantized"].append(measure(count))
         if float_quality - measure(count).quality <= largest_loss:

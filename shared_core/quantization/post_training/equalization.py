@@ -1,7 +1,7 @@
-"""Bias correction and cross-layer equalisation.
+"""Bias correction and cross-layer equalization.
 
-Bias correction removes the shift of a layer's mean output that quantised weights cause. Equalisation rescales
-neighbouring layers so that their ranges match. The function stays the same.
+Bias correction removes the shift of a layer's mean output that quantized weights cause. Equalization rescales
+neighboring layers so that their ranges match. The function stays the same.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def correct_bias(
     layers: Sequence[str] | None = None,
     add_missing: bool = False,
 ) -> BiasCorrectionReport:
-    """Add ``E[y_float − y_quantised]`` per output channel to the biases of `quantized`, in place.
+    """Add ``E[y_float − y_quantized]`` per output channel to the biases of `quantized`, in place.
 
     Layers are corrected in the order of execution, each measured after the layers before it are corrected, so
     that no shift is removed twice. This takes one pass over the batches for the float model and one per layer.
 
     Args:
-        quantized: The model with quantised weights, activations in float or quantised.
+        quantized: The model with quantized weights, activations in float or quantized.
         reference: The float model, with the same module names.
         batches: Calibration batches, at least one; each a tensor, a tuple of arguments or a mapping of keyword
             arguments. They are read several times: pass a list or a loader without shuffling, not an iterator.
@@ -104,10 +104,10 @@ def correct_bias(
         module = there[name]
         if name in without and not add_missing:
             continue
-        # Use the shapes of the float layers: the quantised class may not have channels.
+        # Use the shapes of the float layers: the quantized class may not have channels.
         found = _means(quantized, {name: module}, batches, like=reference_layers)
         if name not in found:
-            raise MatchError(where, f"the quantised model never calls {name!r}", "leave it out of layers")
+            raise MatchError(where, f"the quantized model never calls {name!r}", "leave it out of layers")
         # E[y_float - y_q] in float64: mean over all batches and positions per output channel.
         correction = mean - found[name].to(mean)
         _add(module, correction)
@@ -212,8 +212,8 @@ class EqualizationReport:
     """The result of `equalize`.
 
     Attributes:
-        chains: Names of layers equalised together: two, or three around a depthwise convolution.
-        refused: Layer → why it was not equalised with the next.
+        chains: Names of layers equalized together: two, or three around a depthwise convolution.
+        refused: Layer → why it was not equalized with the next.
         iterations: Sweeps over all chains.
         converged: True if the last sweep changed every scale by less than the tolerance.
         spread: Layer → (before, after): largest / smallest range of its output channels, without zeros.
@@ -299,7 +299,7 @@ def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple
     for name, link in links.items():
         if name in joined:
             continue
-        # A depthwise layer has equal input and output channels, so the three layers are equalised together.
+        # A depthwise layer has equal input and output channels, so the three layers are equalized together.
         behind = links.get(link.second)
         if behind is not None and is_depthwise(modules[link.second]):
             joined.add(link.second)
@@ -352,7 +352,7 @@ class _Weights:
         for old, value in new:
             if not bool(torch.isfinite(value.to(old.dtype)).all()):
                 raise CompatibilityError(
-                    "equalize", f"equalised values do not fit into {old.dtype}", "equalise in float32"
+                    "equalize", f"equalized values do not fit into {old.dtype}", "equalize in float32"
                 )
         before = [(old, old.clone()) for old, _ in new]
         for old, value in new:
@@ -368,7 +368,7 @@ def equalize(
     max_iterations: int = 100,
     tolerance: float = 1e-4,
 ) -> EqualizationReport:
-    """Equalise the ranges of neighbouring layers in place. Outputs stay equal up to float rounding.
+    """Equalize the ranges of neighboring layers in place. Outputs stay equal up to float rounding.
 
     For each channel i between two layers, ``s_i = √(r1_i·r2_i)/r2_i`` with r = max|w| of the channel, 1 where a
     range is 0: ``w1/s``, ``b1/s``, ``w2·s``. Around a depthwise convolution ``p = ∛(r1·r2·r3)``, ``s1 = r1/p``,
@@ -382,17 +382,17 @@ def equalize(
         model: A model without batch norms: fuse them first.
         example_inputs: As for `trace`. One forward shows the order of layers, and outputs before and after are
             compared. None: torch.fx traces the model.
-        pairs: Names of neighbours to equalise, (first, second); None: all that can be.
+        pairs: Names of neighbors to equalize, (first, second); None: all that can be.
         max_iterations: Most sweeps, at least 1.
         tolerance: Converged when every ``|ln s|`` of a sweep is below this; above 0.
 
     Returns:
-        Which layers were equalised, which were not and why.
+        Which layers were equalized, which were not and why.
 
     Raises:
         ConfigError: If an option is invalid.
-        MatchError: If there is nothing to equalise.
-        CompatibilityError: If a named pair cannot be equalised, weights are not finite, or outputs would change.
+        MatchError: If there is nothing to equalize.
+        CompatibilityError: If a named pair cannot be equalized, weights are not finite, or outputs would change.
 
     Source: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and appendix A.
 
@@ -447,13 +447,13 @@ def _asked_for(first: str, second: str, links: dict[str, Link], refused: dict[st
             f"{link.second!r} follows it" if link is not None else "the forward calls no such layer"
         )
         raise CompatibilityError(
-            "equalize", f"pairs must be neighbours that can be equalised, got {first!r}, {second!r}: {reason}"
+            "equalize", f"pairs must be neighbors that can be equalized, got {first!r}, {second!r}: {reason}"
         )
     return link
 
 
 def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
-    """Equalise one chain; return the largest ``|ln s|``."""
+    """Equalize one chain; return the largest ``|ln s|``."""
     first = largest_by_output(weights.views[chain[0].first])
     last = largest_by_input(weights.views[chain[-1].second])
     if len(chain) == 1:
@@ -468,7 +468,7 @@ def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
         live = (first > 0) & (middle > 0) & (last > 0)
     largest = 0.0
     for link, scale in zip(chain, scales, strict=True):
-        # A channel of zeros cannot be equalised and keeps scale 1.
+        # A channel of zeros cannot be equalized and keeps scale 1.
         scale = torch.where(live, scale, 1.0)
         weights.divide(link, scale)
         largest = max(largest, scale.log().abs().max().item())

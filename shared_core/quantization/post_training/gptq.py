@@ -35,7 +35,7 @@ class GptqConfig(TechniqueConfig):
     key: ClassVar[str] = "gptq"
 
     damping: float = option(0.01, above=0, help="Share of the Hessian's mean diagonal that is added to it.")
-    actorder: bool = option(True, help="Columns with large inputs first; groups stay neighbours in the weight.")
+    actorder: bool = option(True, help="Columns with large inputs first; groups stay neighbors in the weight.")
 
 
 class WeightGrid:

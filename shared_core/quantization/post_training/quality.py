@@ -1,4 +1,4 @@
-"""Measure the effect of quantisation: bytes per layer, noise of outputs, forward time, and loss of quality."""
+"""Measure the effect of quantization: bytes per layer, noise of outputs, forward time, and loss of quality."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def judge_loss(
 
     Args:
         before: Quality in float.
-        after: Quality of the quantised model, in the same unit.
+        after: Quality of the quantized model, in the same unit.
         accept: As in `thresholds`.
         mode: Whether a larger or a smaller quality is better.
 
@@ -117,7 +117,7 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
 
 
 def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (layer, weight, bytes of the weight's codes and scales) for quantised layers."""
+    """Yield (layer, weight, bytes of the weight's codes and scales) for quantized layers."""
     for name, module in model.named_modules():
         if (entry := layer_entry(module)) is not None:
             scheme = saved_scheme(entry, where)
@@ -127,7 +127,7 @@ def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's state dict if weights of quantised layers are stored as codes."""
+    """Return the bytes of a model's state dict if weights of quantized layers are stored as codes."""
     # By address: tied weights count once.
     tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
     tensors |= {weight.data_ptr(): codes for _, weight, codes in _coded(model, "quantized_bytes")}
@@ -135,7 +135,7 @@ def quantized_bytes(model: nn.Module) -> int:
 
 
 def layer_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return quantised layer → (bytes of its weights in float, bytes of their codes and scales).
+    """Return quantized layer → (bytes of its weights in float, bytes of their codes and scales).
 
     A weight that two layers share counts in both.
     """
@@ -159,7 +159,7 @@ def output_noise(
     batches: list[Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Return the SQNR in dB of the quantised model's output and of each layer's own output.
+    """Return the SQNR in dB of the quantized model's output and of each layer's own output.
 
     Layers receive their inputs from the float model, so that their figures contain no error of other layers.
 
@@ -177,7 +177,7 @@ def output_noise(
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             sums = found.setdefault(name, SignalToNoise())
-            # Run the quantised layer on the exact inputs to measure only its own noise.
+            # Run the quantized layer on the exact inputs to measure only its own noise.
             _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
 
         return hook
@@ -194,7 +194,7 @@ def output_noise(
             if exact.shape != rounded.shape:
                 raise ConfigError(
                     where,
-                    f"float and quantised outputs must have the same shape, got {tuple(exact.shape)} and "
+                    f"float and quantized outputs must have the same shape, got {tuple(exact.shape)} and "
                     f"{tuple(rounded.shape)}",
                     "pass inputs for which the output's shape does not depend on small changes",
                 )
@@ -205,7 +205,7 @@ def output_noise(
 
 
 def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, repeats: int = 15) -> dict[str, float]:
-    """Return milliseconds of CPU time per forward of the float model, in bf16, and of the quantised model's variants.
+    """Return milliseconds of CPU time per forward of the float model, in bf16, and of the quantized model's variants.
 
     Measured on one thread with `time.process_time`: the median of `repeats` rounds in which the variants take turns,
     after one warm-up round. ``int8 reference`` is `convert`'s exact model, which is not fast. ``torchao`` uses its

@@ -1,4 +1,4 @@
-"""Quantise a trained model without training, with ranges from a few batches."""
+"""Quantize a trained model without training, with ranges from a few batches."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class QuantizationReport:
     """The result of `quantize`.
 
     Args:
-        layers: One entry per quantised layer: scheme, range, error of its weights, and if measured the SQNR of its
+        layers: One entry per quantized layer: scheme, range, error of its weights, and if measured the SQNR of its
             output for float inputs (``output_sqnr_db``; None if no batch reached it).
         left_out: Layer → why it stays in float.
         batches: Number of calibration batches.
         ranges: Layer → scheme and range, as in `apply_ranges` and ``eff_deployment.json``.
-        notes: What was fused, equalised and corrected, and what could not be.
-        output_sqnr_db: Signal to quantisation noise ratio of the model's output on the calibration batches, in dB; None
+        notes: What was fused, equalized and corrected, and what could not be.
+        output_sqnr_db: Signal to quantization noise ratio of the model's output on the calibration batches, in dB; None
             if not measured.
         kv_cache: Scales of the cache of keys and values (also in `ranges`) and their error; None if not calibrated.
         coverage: The covered part of the model (`shared_core.engine.checks.coverage.Reach`).
@@ -77,24 +77,24 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a quantised copy of a trained model, in evaluation mode. `model` is not changed.
+    """Return a quantized copy of a trained model, in evaluation mode. `model` is not changed.
 
-    Weights of the copy hold quantised values, and its layers quantise inputs like an integer runtime. Evaluate it, then
+    Weights of the copy hold quantized values, and its layers quantize inputs like an integer runtime. Evaluate it, then
     pass it to `convert` or `export_onnx`.
 
     Args:
         model: Trained, in float.
         config: A scheme such as ``"int8_weight"``, options as in a recipe's ``qat`` section, or a `QatConfig`.
-            Without ``range``, static ranges minimise the squared error (``range="mse"``), and so do the scales of
+            Without ``range``, static ranges minimize the squared error (``range="mse"``), and so do the scales of
             weights of fewer than 8 bits. ``range="minmax"``, the default of ``fp8_static``, clips nothing.
         calibration: Batches of inputs: each a tensor, a tuple of arguments or a mapping of keyword arguments. Needed
-            for static ranges, bias correction, and fusion and equalisation of models that torch.fx cannot trace.
+            for static ranges, bias correction, and fusion and equalization of models that torch.fx cannot trace.
         **options: As in `quantize_with_report`.
 
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
         CompatibilityError: If a weight is not finite.
-        MatchError: If no layer can be quantised, or too few (`allow_partial`).
+        MatchError: If no layer can be quantized, or too few (`allow_partial`).
         TrainingError: If a layer saw no finite input.
 
     Example:
@@ -122,7 +122,7 @@ def quantize_with_report(
     progress: Callable[[int, int], None] | None = None,
     job: Job | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
-    """Return (quantised copy, report); see `quantize`.
+    """Return (quantized copy, report); see `quantize`.
 
     Args:
         model: Trained, in float.
@@ -130,15 +130,15 @@ def quantize_with_report(
         calibration: Batches of inputs.
         num_batches: Largest number of batches to run.
         fuse: Fuse each batch norm into the layer before it, which removes its keys. By default only done
-            for `equalize` and `correct_bias`. Quantised weights have batch norms folded in either way.
-        equalize: First equalise the ranges of channels across layers (Nagel et al. 2019, arXiv:1906.04721).
-        correct_bias: Subtract the mean error of quantisation per channel (same source, section 4.2).
+            for `equalize` and `correct_bias`. Quantized weights have batch norms folded in either way.
+        equalize: First equalize the ranges of channels across layers (Nagel et al. 2019, arXiv:1906.04721).
+        correct_bias: Subtract the mean error of quantization per channel (same source, section 4.2).
         measure_outputs: Run the batches through both models afterwards, and report the SQNR of the outputs of the model
             and its layers.
         gptq: Options of GPTQ (Frantar et al. 2022, arXiv:2210.17323), ``{}`` for the defaults, which chooses the codes
             of linear layers on the scheme's grid, one decoder block at a time, on any device. None: round to nearest.
-        kv_cache: ``fp8``: measure scales of an FP8 cache of the quantised model (`calibrate_kv_cache`).
-        allow_partial: Allow quantising less than half of the weights that multiply activations.
+        kv_cache: ``fp8``: measure scales of an FP8 cache of the quantized model (`calibrate_kv_cache`).
+        allow_partial: Allow quantizing less than half of the weights that multiply activations.
         progress: Called with (batches run, batches) after each observed batch, for a progress bar.
         job: Other processes that call this with the same arguments. Each observes some of the batches, and all get
             the ranges of a single process: extrema and counts join exactly, averages follow the order of batches.
@@ -146,12 +146,12 @@ def quantize_with_report(
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
         CompatibilityError: If a weight is not finite.
-        MatchError: If no layer can be quantised, or too few (`allow_partial`).
+        MatchError: If no layer can be quantized, or too few (`allow_partial`).
         TrainingError: If a layer saw no finite input.
     """
     check_model(model, WHERE)
     job = job or Job()
-    # a kept quantiser would not be baked; `apply_ranges` recreates the layers
+    # a kept quantizer would not be baked; `apply_ranges` recreates the layers
     config = dataclasses.replace(as_config(config), keep=False)
     if config.learns_ranges:
         raise ConfigError(WHERE, f"range must be observed: training learns {config.range!r}", "use mse")
@@ -167,17 +167,17 @@ def quantize_with_report(
         raise ConfigError(WHERE, f"calibration must be given for {what}, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
-    # Equalisation and bias correction need fused batch norms, because a following batch norm would undo either.
+    # Equalization and bias correction need fused batch norms, because a following batch norm would undo either.
     if equalize or correct_bias if fuse is None else fuse:
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
         _try(
-            "equalisation",
+            "equalization",
             notes,
-            lambda: f"{len(equalization.equalize(quantized, example).chains)} chains of layers equalised",
+            lambda: f"{len(equalization.equalize(quantized, example).chains)} chains of layers equalized",
         )
     compares = batches is not None and (correct_bias or measure_outputs)
-    # The reference is the float model after fusing and equalising, so that layers match one to one.
+    # The reference is the float model after fusing and equalizing, so that layers match one to one.
     reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized, note=notes.append)

@@ -1,4 +1,4 @@
-"""Rank layers by the cost of their quantisation: curvature, change of the output distribution, or error."""
+"""Rank layers by the cost of their quantization: curvature, change of the output distribution, or error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared_core.quantization.schemes import LayerScheme, quantize_weight
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, a scalar."""
 Quantize = Callable[[nn.Module, Tensor, int], Tensor]
-"""Layer, its weight and bits → the quantised weight."""
+"""Layer, its weight and bits → the quantized weight."""
 Metric = Literal["hessian", "kl", "rmse"]
 
 
@@ -171,7 +171,7 @@ def layer_sensitivity(
     probes: int = 50,
     seed: int = 0,
 ) -> dict[str, dict[int, float]]:
-    """Return layer → bits → cost of quantising only this layer's weight to these bits.
+    """Return layer → bits → cost of quantizing only this layer's weight to these bits.
 
     - ``"hessian"``: ``tr(H)/n · ‖Q(w) − w‖²``; a negative estimate of the trace counts as 0;
     - ``"kl"``: mean over the examples of ``KL(softmax y ‖ softmax ŷ)`` in nats, classes along the last axis;

@@ -59,11 +59,11 @@ def percentile_range(histogram: Histogram, percentile: float, symmetric: bool) -
 
 
 def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Tensor:
-    """Return the range that minimises the Kullback–Leibler divergence from the clipped to the quantised histogram.
+    """Return the range that minimizes the Kullback–Leibler divergence from the clipped to the quantized histogram.
 
     For every threshold ``T`` on an edge, the reference ``P`` is the histogram within ``[-T, T]``, with values beyond
     added to its outermost cells. The candidate ``Q`` is the histogram within, without those, merged into one group per
-    code and spread evenly over the cells of each group that ``P`` occupies. ``T`` minimises
+    code and spread evenly over the cells of each group that ``P`` occupies. ``T`` minimizes
     ``Σ P·ln(P/Q)``. Of equal ones (to 1e-10) the largest is used.
 
     Details that the source leaves open:
@@ -71,11 +71,11 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
     - Groups are as even as possible: cell ``j`` of ``n`` is in group ``⌊j·L/n⌋``.
     - Thresholds with fewer cells than codes are not tried. A ``Q`` that is zero where ``P`` is not is rejected, not
       smoothed.
-    - Exact zeros are excluded, and the cells next to zero are limited to the count of their outer neighbour (as in
+    - Exact zeros are excluded, and the cells next to zero are limited to the count of their outer neighbor (as in
       NVIDIA's calibrator). Every range represents these values equally well, and the spike of a ReLU or of tiny values
       would make ``T`` too small.
     - The expected divergence of a sample of this size with equal ``P`` and ``Q``, ``(occupied cells - occupied
-      groups)/2n``, is subtracted, down to 0. Otherwise few values would favour narrow groups.
+      groups)/2n``, is subtracted, down to 0. Otherwise few values would favor narrow groups.
     - An end is never cut if its outermost cell holds more values than the average occupied cell: these are saturated
       values (a ReLU6, a one-hot vector), not a tail.
     Symmetric: a histogram of ``|x|`` and ``L = qmax + 1`` codes (128 for int8, as published). Otherwise ``L = qmax -
@@ -157,7 +157,7 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     height = mass / cells.clamp(min=1)
     cross = torch.xlogy(mass, height).sum(2)
     cross = cross + torch.xlogy(left, height[..., 0]) + torch.xlogy(right, height[..., -1])
-    # KL(P || Q) = Σ p log(p/q), P normalised by all values, Q by those inside the window.
+    # KL(P || Q) = Σ p log(p/q), P normalized by all values, Q by those inside the window.
     divergence = (reference - cross) / total - torch.log(total) + torch.log(inside)
     # A sample of n values differs from its own distribution by half a degree of freedom / n on average.
     divergence = (divergence - (cells.sum(2) - (cells > 0).sum(2)) / (2 * total)).clamp(min=0)
@@ -169,7 +169,7 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
 
 
 def _without_spike(counts: Tensor, first: Tensor) -> Tensor:
-    """Return the counts with the two cells next to zero limited to those of their outer neighbours."""
+    """Return the counts with the two cells next to zero limited to those of their outer neighbors."""
     padded = torch.nn.functional.pad(counts, (1, 1))
     above = 1 - first[:, None]  # index of the cell that begins at zero, after padding
     cells, outer = torch.cat([above - 1, above], 1), torch.cat([above - 2, above + 1], 1)

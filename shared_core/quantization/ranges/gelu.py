@@ -1,4 +1,4 @@
-"""Find quantised layers that read the output of a GELU, in the first forward, without tracing the model."""
+"""Find quantized layers that read the output of a GELU, in the first forward, without tracing the model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class GeluInputs:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _remember(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._bank.observing and isinstance(output, Tensor):
-            # The output is recognised while it is alive, its grad_fn also through views and dropout (`_PASSES`).
+            # The output is recognized while it is alive, its grad_fn also through views and dropout (`_PASSES`).
             self._outputs[id(output)] = weakref.ref(output)
             if output.grad_fn is not None:
                 self._sources.add((output.grad_fn, output.output_nr))

@@ -23,7 +23,7 @@ class Histogram:
     value to another cell. Every split and every permutation of the data gives the same counts, bit for bit. Zero
     lies on an edge. One-sided data have all cells on their side, and the data always span over half of the cells.
 
-    Exact zeros are counted separately (every quantiser represents them exactly), and so are NaN and infinity, which
+    Exact zeros are counted separately (every quantizer represents them exactly), and so are NaN and infinity, which
     never change a range. Counts are integers in float64, exact up to 2^53. On an accelerator the host reads nothing,
     so that an update does not wait for the device.
 

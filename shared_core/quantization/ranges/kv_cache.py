@@ -33,7 +33,7 @@ class KvCacheReport:
 
     Attributes:
         scales: Attention layer → ``{"k_scale", "v_scale"}``, which `apply_ranges` accepts among the ranges.
-        sqnr_db: Attention layer → signal to quantisation noise ratio of its keys and values in dB.
+        sqnr_db: Attention layer → signal to quantization noise ratio of its keys and values in dB.
         loss: Mean cross-entropy of the next token on the batches, with the cache in float; None for models without
             logits of tokens.
         rounded_loss: The same with the cache in FP8.
@@ -59,7 +59,7 @@ def calibrate_kv_cache(
     (`export_compressed_tensors`) keeps the cache in FP8, and so does a model within `rounding_kv_cache`.
 
     Args:
-        model: A decoder of transformers as it will be served, quantised or in float. Its attention layers store the
+        model: A decoder of transformers as it will be served, quantized or in float. Its attention layers store the
             scales.
         batches: Inputs of the model, at least one. Tokens masked by ``attention_mask`` do not count.
         kv_cache: The format; ``fp8`` is e4m3.

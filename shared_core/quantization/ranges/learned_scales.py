@@ -1,4 +1,4 @@
-"""Fake quantisation with a learned grid (LSQ, LSQ+, learned ranges, PACT), and a layer's learned scales.
+"""Fake quantization with a learned grid (LSQ, LSQ+, learned ranges, PACT), and a layer's learned scales.
 
 Learned scales are parameters for the optimizer, but are not in the model's checkpoints. They have no weight
 decay (except PACT's α, Choi et al. 2018, 5.1).
@@ -106,7 +106,7 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
     factor does not depend on the batch size.
 
     Args:
-        shape: Shape of the quantised tensor, for an activation with examples along axis 0.
+        shape: Shape of the quantized tensor, for an activation with examples along axis 0.
         qmax: Largest code, at least 1.
         axis: Axis of the channels with one scale each, for an activation not 0; None: one scale.
         activation: True for an activation.
@@ -179,7 +179,7 @@ def learned_range_fake_quantize(
     axis: int | None = None,
     gate: Literal["unrounded", "rounded"] = "unrounded",
 ) -> Tensor:
-    """Return `x` fake-quantised over a learned range [minimum, maximum], widened to contain 0.
+    """Return `x` fake-quantized over a learned range [minimum, maximum], widened to contain 0.
 
     Scale and zero point are those of `choose_qparams_affine`. The gradient goes unscaled to `minimum` where the
     code of `x` is below `qmin`, to `maximum` where it is above `qmax`, and else to `x`. A

@@ -63,11 +63,11 @@ class ObservedRanges:
 
     @property
     def ranged(self) -> list[LayerQuantizer]:
-        """The quantisers with a range, in the order of the bank's rows."""
+        """The quantizers with a range, in the order of the bank's rows."""
         return [self.quantizers[name] for name in self.static]
 
     def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Register what the swapped layers need. Called after they have their quantisers."""
+        """Register what the swapped layers need. Called after they have their quantizers."""
 
     def leave_out(self, names: Collection[str]) -> None:
         """Drop layers before anything was observed. The others stay registered."""
@@ -88,10 +88,10 @@ class ObservedRanges:
             self.bank.clear_window()
         if self.config.rounding == "stochastic":
             self.bank.noise_seed = seed
-        self.bank.quantizing = False  # the best checkpoint may be from before quantisation started
+        self.bank.quantizing = False  # the best checkpoint may be from before quantization started
 
     def start(self) -> None:
-        """Called when fake quantisation starts."""
+        """Called when fake quantization starts."""
 
     def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
         """Set the switches for the next step. Ranges that freeze are derived from all observations."""
@@ -139,7 +139,7 @@ class ObservedRanges:
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat",
-                    "calibration batches brought no finite input to some quantised layers",
+                    "calibration batches brought no finite input to some quantized layers",
                     "raise qat.calibration_batches, or check for NaN",
                 )
             bank.refresh()
@@ -194,7 +194,7 @@ class ObservedRanges:
             odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
             raise CheckpointError(
                 "qat",
-                f"saved ranges and the layers quantised now differ in {odd}",
+                f"saved ranges and the layers quantized now differ in {odd}",
                 "resume with the include and skip of the saved run",
             )
         rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)

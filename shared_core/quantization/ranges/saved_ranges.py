@@ -32,7 +32,7 @@ from shared_core.quantization.schemes import Input, LayerScheme, Weight
 
 
 def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> nn.Module:
-    """Make a model's layers quantise their inputs as in training, in place; return the model.
+    """Make a model's layers quantize their inputs as in training, in place; return the model.
 
     With baked weights and their saved ranges, the outputs equal, bit for bit, those of the model in
     quantization-aware training, in evaluation mode.
@@ -43,7 +43,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
             returns it; attention layer → the scales of its cache, as `calibrate_kv_cache` returns them.
 
     Raises:
-        MatchError: If a name is no layer that can be quantised.
+        MatchError: If a name is no layer that can be quantized.
         ConfigError: If a range is empty or not finite, or a value is invalid.
 
     Example:
@@ -85,11 +85,11 @@ def _take_learned(bank: RangeBank, row: int | None, entry: Mapping[str, Any]) ->
 
 
 def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
-    """Return the named layers, each of a type that can be quantised."""
+    """Return the named layers, each of a type that can be quantized."""
     know_layers(model)
     known = {plain_name(name): module for name, module in model.named_modules()}
     able = {name: one for name, one in known.items() if type(one) in FAKE_QUANT or is_quantized(one)}
-    return chosen_layers(able, list(names), "layer of the model that can be quantised", where)
+    return chosen_layers(able, list(names), "layer of the model that can be quantized", where)
 
 
 def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
@@ -117,9 +117,9 @@ def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
 
 
 def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Fuse folded batch norms into their quantised layers, in a model that is not trained further.
+    """Fuse folded batch norms into their quantized layers, in a model that is not trained further.
 
-    Layers still quantise their inputs, and their weights hold quantised values.
+    Layers still quantize their inputs, and their weights hold quantized values.
     """
     if ranges is None:
         plain = {name: module for name, module in model.named_modules() if not is_quantized(module)}

@@ -120,9 +120,9 @@ def export_compressed_tensors(
     calibration: Iterable[Any] | None = None,
     verify: bool = True,
 ) -> ServedReport:
-    """Write a quantised model to a folder that vLLM and `from_pretrained` load; return a report.
+    """Write a quantized model to a folder that vLLM and `from_pretrained` load; return a report.
 
-    The codes are those of training: dequantised, the file gives the model's weights, to the bit.
+    The codes are those of training: dequantized, the file gives the model's weights, to the bit.
 
     Args:
         model: A float32 transformers model in or after quantization-aware training, or with `apply_ranges` called. Its
@@ -152,7 +152,7 @@ def export_compressed_tensors(
     values = tuple(name for name, layer in layers.items() if not embedded.isdisjoint(map(id, layer.parameters())))
     coded = tuple(name for name in layers if name not in values)
     if not coded:
-        raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got only embeddings", "quantise")
+        raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got only embeddings", "quantize")
     fp4 = tuple(name for name in coded if schemes[name].weight == "nvfp4")
     if calibration is not None and not (fp4 or served.cache):
         raise ConfigError(_WHERE, "calibration must come with layers in NVFP4, got none", "leave it out")
@@ -161,7 +161,7 @@ def export_compressed_tensors(
         reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
     loaded_in = torch.float32
     if any(schemes[name].weight in _FP4_BLOCKS for name in coded):
-        loaded_in = torch.bfloat16  # the format's package dequantises FP4 to it, whatever the model's dtype
+        loaded_in = torch.bfloat16  # the format's package dequantizes FP4 to it, whatever the model's dtype
         served = dataclasses.replace(served, dtype=loaded_in)
         exported.to(loaded_in)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
@@ -234,7 +234,7 @@ _SERVED = frozenset({
 
 
 def check_servable(name: str, module: Any, where: str) -> None:
-    """Raise an error for a fake-quantising layer that the format or vLLM does not support."""
+    """Raise an error for a fake-quantizing layer that the format or vLLM does not support."""
     if STOCK[type(module)] is not nn.Embedding:  # an embedding is stored as values
         broken = next(_not_served(module, module.quantizer.scheme), None)
         if broken is not None:
@@ -284,7 +284,7 @@ def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
         first, *others = found
         other = next((name for name in others if found[name] != found[first]), None)
         if other is not None:
-            rule = f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got"
+            rule = f"{first} and {other} must be quantized alike for vLLM, which multiplies them as one matrix, got"
             remedy = "override or skip both; with learned ranges use an observed one"
             raise CompatibilityError(_WHERE, f"{rule} {found[first]} and {found[other]}", remedy)
 
@@ -342,7 +342,7 @@ def _as_served(layer: Any) -> str:
 
 
 def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, input_scale: Tensor | None) -> None:
-    """Add scales and zero points to a stock layer whose weight has quantised values."""
+    """Add scales and zero points to a stock layer whose weight has quantized values."""
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
     layer, scheme = served.layers[name], served.schemes[name]
@@ -406,7 +406,7 @@ def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
     if scheme.weight == "nvfp4":
         return QuantizationScheme(targets=["Linear"], **(NVFP4 if rounds_inputs else NVFP4A16))
     kind = "float" if scheme.weight.startswith("fp8") else "int"
-    # engines have kernels for 4 and 8 bits, and with quantised inputs only 8; fewer bits use the same codes
+    # engines have kernels for 4 and 8 bits, and with quantized inputs only 8; fewer bits use the same codes
     bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8
     strategy = {"group": "group", "fp8_block": "block"}.get(scheme.weight, "channel")
     weights = QuantizationArgs(
@@ -458,7 +458,7 @@ def _write(
 
 
 def _load_as_float(folder: Path) -> None:
-    """Make transformers dequantise on loading, its only way to read packed zero points and experts (5.23)."""
+    """Make transformers dequantize on loading, its only way to read packed zero points and experts (5.23)."""
     file = folder / "config.json"
     values = json.loads(file.read_text())
     values["quantization_config"]["dequantize"] = True
@@ -466,7 +466,7 @@ def _load_as_float(folder: Path) -> None:
 
 
 def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, Any]) -> None:
-    """Dequantise the file layer by layer with the format's package, and compare with the model's weights."""
+    """Dequantize the file layer by layer with the format's package, and compare with the model's weights."""
     from compressed_tensors.compressors import BaseCompressor
     from safetensors.torch import load_file
 
@@ -509,7 +509,7 @@ def _check_outputs(
 ) -> tuple[float, float]:
     with quiet():
         loaded = type(model).from_pretrained(folder, dtype=loads)
-        outputs(loaded, inputs)  # weights are dequantised in the first forward
+        outputs(loaded, inputs)  # weights are dequantized in the first forward
 
     def switch(rounds: bool) -> None:
         for module in loaded.modules():

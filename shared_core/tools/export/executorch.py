@@ -1,6 +1,6 @@
 """Write a model as an ExecuTorch program for phones and boards.
 
-Quantised layers get a forward that XNNPACK's integer kernels recognise, or compute exactly from their codes.
+Quantized layers get a forward that XNNPACK's integer kernels recognize, or compute exactly from their codes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Program:
 
     def forward(self: Any, *args: Any) -> Tensor:
         """Return the layer's output."""
-        # With a rounded output the next integer layer can read codes: XNNPACK fuses dequantise-layer-quantise into one
+        # With a rounded output the next integer layer can read codes: XNNPACK fuses dequantize-layer-quantize into one
         # kernel.
         y: Tensor = super().forward(*args)  # type: ignore[misc]
         return y if self.output_qparams is None else _through(y, *self.output_qparams)
@@ -72,7 +72,7 @@ class _Program:
         if self.input_qparams is None:
             return x
         scale, zero_point = self.input_qparams
-        # The operators that XNNPACK's partitioner recognises. The same formula in other operators stays in float.
+        # The operators that XNNPACK's partitioner recognizes. The same formula in other operators stays in float.
         if self.by_operators:
             return _through(x, scale, zero_point)
         low, high = self.scheme.input_range
@@ -145,7 +145,7 @@ _PROGRAM: dict[type[nn.Module], type[nn.Module]] = {
 def program_layer(
     name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
-    """Turn a stock layer whose weight has quantised values into one that holds the codes."""
+    """Turn a stock layer whose weight has quantized values into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
     # int64, the dtype that dequantize_per_channel has zero points in.
     zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)
@@ -166,7 +166,7 @@ def program_layer(
 
 
 def set_output_range(module: Any, low: float, high: float) -> None:
-    """Quantise a layer's output to 8 bits, so that its products are summed as integers. The range includes 0."""
+    """Quantize a layer's output to 8 bits, so that its products are summed as integers. The range includes 0."""
     # 0 needs a code: padding and ReLU's zeros are then exact.
     low, high = min(low, 0.0), max(high, 0.0)
     # 255 steps over the range; the lowest value gets code -128.
@@ -214,18 +214,18 @@ def export_executorch(
     """Write `model` to a ``.pte`` file that ExecuTorch's runtime loads on a device; return a report.
 
     Weights are int8 codes in the file. XNNPACK sums integers in a layer with a static 8-bit input whose output is
-    quantised too, by the next layer or with `calibration`. It also does in Linear layers with a range per token,
-    whose grid there has a zero point, which makes it finer. Every other quantised layer computes as in
-    the model, on weights dequantised at run time: the file is as small, the layer slower than in float.
+    quantized too, by the next layer or with `calibration`. It also does in Linear layers with a range per token,
+    whose grid there has a zero point, which makes it finer. Every other quantized layer computes as in
+    the model, on weights dequantized at run time: the file is as small, the layer slower than in float.
 
     Args:
         model: A float32 model: in or after quantization-aware training, with `apply_ranges` called, or in float,
-            also pruned or factorised. It is not changed.
+            also pruned or factorized. It is not changed.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments. The program takes only inputs
             of these shapes.
         path: The file to write; replaced atomically.
         verify: Run the file in ExecuTorch's runtime and compare.
-        calibration: Batches like `example_inputs`, for ranges of outputs that no quantised layer reads.
+        calibration: Batches like `example_inputs`, for ranges of outputs that no quantized layer reads.
 
     Raises:
         MissingExtraError: If executorch is not installed.
@@ -312,7 +312,7 @@ def _lowered(exported: nn.Module, inputs: Any, layers: dict[str, Any]) -> tuple[
     except Exception as error:  # torch.export raises any error of the model
         rule = f"torch.export cannot trace the model: {type(error).__name__}: {str(error)[:500]}"
         raise CompatibilityError("export_executorch", rule, "simplify its forward") from error
-    # A weight that is dequantised separately in the graph is not in an integer kernel.
+    # A weight that is dequantized separately in the graph is not in an integer kernel.
     lowered = edge.exported_program()
     buffers = lowered.graph_signature.inputs_to_buffers
     alone = {

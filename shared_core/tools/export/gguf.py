@@ -311,7 +311,7 @@ def export_gguf(
     example_inputs: Any = None,
     verify: bool = True,
 ) -> ServedReport:
-    """Write a quantised decoder to a GGUF file that llama.cpp runs; return a report.
+    """Write a quantized decoder to a GGUF file that llama.cpp runs; return a report.
 
     The codes of linear layers and embeddings are those of training. The format stores their scales in float16:
     `ServedReport.scale_error` is the resulting error. llama.cpp itself rounds inputs in blocks of 32.
@@ -439,7 +439,7 @@ def _write(
     path: Path,
     tokenizer: Path | None,
 ) -> tuple[str, ...]:
-    """Write the file; return the types of its quantised weights, the most common first."""
+    """Write the file; return the types of its quantized weights, the most common first."""
     import gguf
 
     config = exported.config
@@ -471,7 +471,7 @@ def _write(
 
 
 def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Dequantise the file with the format's package; return float16's error relative to the largest weight."""
+    """Dequantize the file with the format's package; return float16's error relative to the largest weight."""
     import gguf
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

@@ -1,4 +1,4 @@
-"""Write a model as an ONNX file. Quantised layers have explicit QuantizeLinear and DequantizeLinear nodes.
+"""Write a model as an ONNX file. Quantized layers have explicit QuantizeLinear and DequantizeLinear nodes.
 
 Also chooses the inputs' dynamic axes, and keeps torch.onnx from repeating work.
 """
@@ -176,18 +176,18 @@ def export_onnx(
 
     Weights are int8 with a DequantizeLinear, also codes of fewer bits. Static inputs are QuantizeLinear and
     DequantizeLinear in uint8, the model's signed codes shifted by 2^(b−1): the values are the same. Biases are int32,
-    so that a runtime can sum integers. Weights with a scale per group are dequantised block by block. Inputs with a
-    range per token go through MatMulInteger in Linear layers. A batch norm that is the only reader of a quantised layer
+    so that a runtime can sum integers. Weights with a scale per group are dequantized block by block. Inputs with a
+    range per token go through MatMulInteger in Linear layers. A batch norm that is the only reader of a quantized layer
     is folded into its scales, so codes do not change. Everything else stays in float, also a whole model without
-    quantised layers.
+    quantized layers.
 
-    onnxruntime runs a convolution on integers only if its output is quantised. For residual sums, concatenations
-    and average pools training has no quantiser, so their convolutions stay in float. `calibration` adds these
-    quantisers, which is several times faster but no longer exactly what the model computes.
+    onnxruntime runs a convolution on integers only if its output is quantized. For residual sums, concatenations
+    and average pools training has no quantizer, so their convolutions stay in float. `calibration` adds these
+    quantizers, which is several times faster but no longer exactly what the model computes.
 
     Args:
         model: A float32 model: in or after quantization-aware training, with `apply_ranges` called, or in float,
-            also pruned or factorised. It is not changed.
+            also pruned or factorized. It is not changed.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments.
         path: The file to write; replaced atomically.
         opset: 21 to 23.
@@ -207,7 +207,7 @@ def export_onnx(
 
     Raises:
         MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
-        MatchError: If `calibration` is given and no layer is quantised.
+        MatchError: If `calibration` is given and no layer is quantized.
         CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file's outputs
             differ; nothing is written.
         ConfigError: If an argument breaks its rule.
@@ -229,7 +229,7 @@ def export_onnx(
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
         remedy = "train it with qat, or call apply_ranges on a model with baked weights"
-        raise MatchError("export_onnx", "with calibration model must have quantised layers, found none", remedy)
+        raise MatchError("export_onnx", "with calibration model must have quantized layers, found none", remedy)
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: Codes = {}
     waiting: tuple[str, ...] = ()

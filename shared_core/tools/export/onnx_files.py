@@ -1,6 +1,6 @@
 """Process a written ONNX file: run it, compare it with the model, rewrite its integers.
 
-Also adds quantisers for activations between convolutions that no layer quantises, and unsigned weight codes for
+Also adds quantizers for activations between convolutions that no layer quantizes, and unsigned weight codes for
 processors on which products with signed codes saturate.
 """
 
@@ -130,13 +130,13 @@ def _mapping(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def session_of(file: Path | str | Opened, optimise: bool, save: Path | None = None, further: bytes = b"") -> Any:
+def session_of(file: Path | str | Opened, optimize: bool, save: Path | None = None, further: bytes = b"") -> Any:
     """Return an onnxruntime session on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     options.log_severity_level = 4  # errors are raised anyway
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # don't busy-wait for a single run
     if save is not None:
@@ -172,17 +172,17 @@ def probing(file: Opened, names: Iterable[str], kind: str) -> Any:
     # Additional outputs do not change what unoptimized nodes compute.
     further = onnx.ModelProto()
     further.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
-    return session_of(file, optimise=False, further=further.SerializeToString())
+    return session_of(file, optimize=False, further=further.SerializeToString())
 
 
 class _Forced:
-    """Gives a model's quantisers the codes from a file, if they belong to the same layer."""
+    """Gives a model's quantizers the codes from a file, if they belong to the same layer."""
 
     def __init__(self) -> None:
         self.begin([])
 
     def begin(self, codes: list[Any]) -> None:
-        """Use these codes from now on: uint8, of every quantised activation."""
+        """Use these codes from now on: uint8, of every quantized activation."""
         self.codes = codes
         self.total = self.moved = self.next = 0
 
@@ -214,7 +214,7 @@ class _Forced:
 
 
 def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
-    """Make quantisers use the file's codes; return the hooks."""
+    """Make quantizers use the file's codes; return the hooks."""
     changed: list[Any] = []
     for module in reference.modules():
         quantizer: Any = module.quantizer if type(module) in STOCK else None
@@ -243,7 +243,7 @@ def _forced_tokens(bits: int, forced: _Forced, module: nn.Module, x: Tensor) -> 
 def relative_change(file: Path, other: Path, inputs: Any) -> float:
     """Return the largest output difference of two unoptimized files, relative to the largest output."""
     pairs: list[tuple[Any, Any]] = []
-    for session in (session_of(file, optimise=False), session_of(other, optimise=False)):
+    for session in (session_of(file, optimize=False), session_of(other, optimize=False)):
         pairs.append(session.run(None, feeds(session, inputs)))
     changes = [
         float(np.abs(mine - theirs).max(initial=0.0) / (np.abs(theirs).max(initial=0.0) or 1.0))
@@ -260,8 +260,8 @@ def integer_nodes(file: Path | Opened) -> dict[str, int]:
     import onnx
 
     with scratch_folder() as folder:
-        target = folder / "optimised.onnx"
-        session_of(file, optimise=True, save=target)
+        target = folder / "optimized.onnx"
+        session_of(file, optimize=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)
     # Counted after optimization: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
@@ -273,7 +273,7 @@ def _sums_integers(kind: str) -> bool:
     return kind in ("QGemm", "QAttention") or kind.startswith(("QLinear", "MatMulInteger", "ConvInteger"))
 
 
-# A quantiser after one of these moves before it or is fused: onnxruntime computes it on the codes.
+# A quantizer after one of these moves before it or is fused: onnxruntime computes it on the codes.
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
 _JOINS = frozenset({"Add", "Concat"})
 
@@ -283,13 +283,13 @@ Codes = dict[str, tuple[float, int]]
 
 
 def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | Codes | None) -> Codes | tuple[str, ...]:
-    """Rewrite an exported file so that convolutions pass on codes; return the codes of the newly quantised tensors.
+    """Rewrite an exported file so that convolutions pass on codes; return the codes of the newly quantized tensors.
 
     Without `calibration`, or if it lacks a tensor, nothing is written. The tensors that stay in float are returned.
 
-    onnxruntime sums a convolution in integers only if its output is quantised. Training has no quantiser for outputs
+    onnxruntime sums a convolution in integers only if its output is quantized. Training has no quantizer for outputs
     that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8, with the range of least
-    squared error over the calibration batches. Other readers of a quantised tensor read those codes too, so sums and
+    squared error over the calibration batches. Other readers of a quantized tensor read those codes too, so sums and
     concatenations of codes are computed on codes. Biases of convolutions are rounded to the scale of the sums, s_x·s_w.
     Outputs of the model stay in float.
 
@@ -309,7 +309,7 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
         if integer or _joins_codes(node):
             _hand_on_codes(graph, _end_of(node.outputs[0]), new)
     # Place first, then measure: only the graph shows which tensors need a range. Ranges come from the exact file, so
-    # earlier quantisers do not shift them.
+    # earlier quantizers do not shift them.
     names = tuple(quantizer.inputs[0].name for quantizer in new)
     if calibration is None or (isinstance(calibration, dict) and not {*names} <= {*calibration}):
         return names
@@ -319,9 +319,9 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
         for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
             value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
             graph.register_initializer(value)
-    # Layers that now read passed-on codes have their own, unused quantiser.
+    # Layers that now read passed-on codes have their own, unused quantizer.
     RemoveUnusedNodesPass()(model)
-    graph.sort()  # a reader may come before the quantiser whose codes it now reads
+    graph.sort()  # a reader may come before the quantizer whose codes it now reads
     onnx_ir.save(model, file)
     return {name: codes[name] for name in names}
 
@@ -352,7 +352,7 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
 
 
 def _is_code(value: Any) -> bool:
-    """Return True if a tensor (an `onnx_ir.Value`) is dequantised codes."""
+    """Return True if a tensor (an `onnx_ir.Value`) is dequantized codes."""
     return value.producer() is not None and value.producer().op_type == "DequantizeLinear"
 
 
@@ -371,7 +371,7 @@ def _joins_codes(node: Any) -> bool:
     """Return True if all inputs of a sum or concatenation are codes, or can be made so."""
     if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
         return False
-    # All inputs must be codes. Otherwise onnxruntime leaves the sum in float and dequantises each.
+    # All inputs must be codes. Otherwise onnxruntime leaves the sum in float and dequantizes each.
     others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
     if None in others.values():
         return False
@@ -425,11 +425,11 @@ def _end_of(value: Any) -> Any:
 
 
 def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
-    """Make all readers of a tensor read its codes. A quantiser added for this is appended to `new`."""
+    """Make all readers of a tensor read its codes. A quantizer added for this is appended to `new`."""
     import onnx_ir
 
     readers = value.consumers()
-    # A graph's output stays in float, and codes that only a quantiser reads are codes already.
+    # A graph's output stays in float, and codes that only a quantizer reads are codes already.
     if value.is_graph_output() or not readers or [node.op_type for node in readers] == ["QuantizeLinear"]:
         return
     quantizer = _quantizer_of(value)
@@ -444,7 +444,7 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
 
 
 def _quantizer_of(value: Any) -> Any | None:
-    """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
+    """Return the quantizer that some layer has for a tensor: in 8 bits, of the widest range."""
     found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
     # Each layer that reads a tensor has a range for it. The widest one covers all values, with coarser
     # steps.
@@ -508,7 +508,7 @@ def onnxruntime_sums_exactly() -> bool:
     with scratch_folder() as folder:
         file = folder / "saturation.onnx"
         onnx.save(model, file)
-        session = session_of(file, optimise=True)
+        session = session_of(file, optimize=True)
         # One row and 17 rows: onnxruntime may use different kernels, of which only one saturates.
         sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
     return all((found == 255 * 127 * inputs).all() for found in sums)

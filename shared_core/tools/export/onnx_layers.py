@@ -1,4 +1,4 @@
-"""The ONNX form of quantised layers: their integers, and operators that torch.export keeps whole.
+"""The ONNX form of quantized layers: their integers, and operators that torch.export keeps whole.
 
 torch.onnx writes each operator as nodes of our choice, with explicit QuantizeLinear and DequantizeLinear. The integers
 of weights and biases are recovered from their values.
@@ -209,7 +209,7 @@ _BIAS_TOLERANCE = 1e-6
 
 
 class Exported(nn.Module):
-    """A layer that holds codes: ``weight_codes``, ``weight_scale`` and, if quantised, input and bias."""
+    """A layer that holds codes: ``weight_codes``, ``weight_scale`` and, if quantized, input and bias."""
 
     scheme: LayerScheme
 
@@ -305,12 +305,12 @@ class _ExportTransposed(Exported):
 
 
 class ExportEmbedding(Exported, nn.Embedding):
-    """An embedding that gathers codes and dequantises those alone."""
+    """An embedding that gathers codes and dequantizes those alone."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of the indices."""
         indices = input.reshape(-1)
-        # Only the requested rows are dequantised; the table stays in codes.
+        # Only the requested rows are dequantized; the table stays in codes.
         codes: Tensor = self.weight_codes.index_select(0, indices)  # type: ignore[operator]
         scale: Tensor = self.weight_scale.index_select(0, indices)  # type: ignore[operator]
         found: Tensor = dequantize(codes, scale, None, self.scale_axis, self.block)
@@ -353,7 +353,7 @@ def to_export(
     shared: dict[int, Quantized],
     exact_bias: bool = True,
 ) -> None:
-    """Turn a stock layer whose weight has quantised values into one that holds the codes."""
+    """Turn a stock layer whose weight has quantized values into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)
@@ -436,7 +436,7 @@ RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU
 def to_export_recurrent(
     name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
-    """Turn a stock recurrent layer whose weights have quantised values into one that holds the codes."""
+    """Turn a stock recurrent layer whose weights have quantized values into one that holds the codes."""
     tensors: dict[str, Tensor] = {}
     grids: dict[str, tuple[int, int]] = {}
     for key, weight in weights_of(module).items():
@@ -453,8 +453,8 @@ def to_export_recurrent(
 def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:
     """Return torch.onnx's translations of recurrent operators, adapted for layers of codes.
 
-    torch.onnx splits weights into gates, which would split values that an engine dequantises in each run.
-    Here the codes are reordered and then dequantised as the operator needs them.
+    torch.onnx splits weights into gates, which would split values that an engine dequantizes in each run.
+    Here the codes are reordered and then dequantized as the operator needs them.
     """
     from onnxscript.function_libs.torch_lib.ops import core as torchlib
 
@@ -477,7 +477,7 @@ def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Calla
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        if not any(map(_dequantised, params)):
+        if not any(map(_dequantized, params)):
             options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
             return of_floats(input, hx, params, *options)
         states = hx if kind == "LSTM" else (hx,)
@@ -489,7 +489,7 @@ def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Calla
 
         def gates(value: Any) -> Any:
             """Return weights or biases of one direction in ONNX's order, with an axis for directions."""
-            if (maker := _dequantised(value)) is not None:
+            if (maker := _dequantized(value)) is not None:
                 constants = [opset.Gather(constant, rows, axis=0) for constant in maker.inputs]
                 attributes = {name: attribute.as_int() for name, attribute in maker.attributes.items()}
                 value = opset.DequantizeLinear(*constants, **attributes)
@@ -523,7 +523,7 @@ def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Calla
     return to_recurrent
 
 
-def _dequantised(value: Any) -> Any:
-    """Return the node that dequantises a value, None if there is none."""
+def _dequantized(value: Any) -> Any:
+    """Return the node that dequantizes a value, None if there is none."""
     maker = value.producer()
     return maker if maker is not None and maker.op_type == "DequantizeLinear" else None

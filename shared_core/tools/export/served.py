@@ -69,9 +69,9 @@ class ServedReport:
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A quantised model on its way to an engine.
+    """A quantized model on its way to an engine.
 
-    `reference` fake-quantises (`quantized_reference`). `exported` has stock `layers` with quantised values
+    `reference` fake-quantizes (`quantized_reference`). `exported` has stock `layers` with quantized values
     (`baked_copy`). `qparams` are scales and zero points of inputs, `cache` the scales of attention layers.
     """
 
@@ -111,7 +111,7 @@ def served_model(
     experts: bool = False,
     conv1d: bool = False,
 ) -> ServedModel:
-    """Return the copies of a quantised model that an engine export works on."""
+    """Return the copies of a quantized model that an engine export works on."""
     check_installed(where, package, package)
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(where, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
@@ -130,7 +130,7 @@ def served_model(
 
     reference, names = quantized_reference(model, where, check_layer)
     if not names:
-        raise ConfigError(where, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+        raise ConfigError(where, "model must have quantized layers, got none", "train with qat, or eff quantize first")
     exported, layers, schemes, qparams = baked_copy(reference, names)
     left = tuple(name for name in float_layers(exported) if name not in names)
     return ServedModel(
@@ -181,7 +181,7 @@ def _rounded(codes: Tensor, levels: torch.dtype) -> Tensor:
 def _common_scale(values: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return for each row the middle of the scales that, times its codes, round to its values."""
     value, code = values.abs().double(), codes.abs().double()
-    low, high = (_neighbour(values.abs().to(dtype), way).double() for way in (0.0, torch.inf))
+    low, high = (_neighbor(values.abs().to(dtype), way).double() for way in (0.0, torch.inf))
     never = torch.full_like(value, torch.inf)
     some = code > 0
     below = torch.where(some, (value + low) / 2 / code, -never).amax(1)
@@ -189,14 +189,14 @@ def _common_scale(values: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return ((below + above) / 2).float()
 
 
-def _neighbour(values: Tensor, way: float) -> Tensor:
+def _neighbor(values: Tensor, way: float) -> Tensor:
     return torch.nextafter(values, torch.full_like(values, way))
 
 
 def codes_of(
     where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a weight with quantised values."""
+    """Return (codes, scales) of a weight with quantized values."""
     check_finite(where, name, rows)
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":

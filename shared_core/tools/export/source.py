@@ -1,4 +1,4 @@
-"""The model to export: a copy that quantises as in training, and its baked version.
+"""The model to export: a copy that quantizes as in training, and its baked version.
 
 The integers of weights and biases are recovered from their values.
 """
@@ -69,12 +69,12 @@ def check_inputs(inputs: Any, where: str) -> None:
 def quantized_reference(
     model: nn.Module, where: str, check: Callable[[str, Any, str], None]
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of `model` in evaluation with all quantised layers fake-quantising, and their names."""
+    """Return a copy of `model` in evaluation with all quantized layers fake-quantizing, and their names."""
     # A copy: folding and baking change it. On the CPU, where the runtimes compute.
     reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module) and not module.quantizer.bank.quantizing:  # type: ignore[union-attr]
-            rule = f"{name} must be quantised, got a layer before qat's begin"
+            rule = f"{name} must be quantized, got a layer before qat's begin"
             raise CompatibilityError(where, rule, "train past it, or let qat finish")
     # Before the ranges are read: a merged batch norm scales the weight, which changes its codes.
     merge_folds_(reference)
@@ -85,7 +85,7 @@ def quantized_reference(
         if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.baked)  # type: ignore[union-attr]
     }
     after = {name: entry for name, entry in entries.items() if entry is not None}
-    # Layers baked in training (or just folded) quantise again from their deployment data, because the baked weight
+    # Layers baked in training (or just folded) quantize again from their deployment data, because the baked weight
     # alone does not determine the grid.
     if after:
         apply_ranges(reference, after)
@@ -104,7 +104,7 @@ def quantized_reference(
 def baked_copy(
     reference: nn.Module, names: tuple[str, ...], inputs: Any = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
-    """Return a copy with stock layers and folded batch norms, its quantised layers, their schemes and input ranges."""
+    """Return a copy with stock layers and folded batch norms, its quantized layers, their schemes and input ranges."""
     # Values that baking and folding never modify are not copied.
     folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reference.modules())
     unbaked = [layer for name in names if not (layer := reference.get_submodule(name)).quantizer.baked]  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ def baked_copy(
     }
     exported = copy.deepcopy(reference, shared)
     layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
-    # Before baking, which drops the quantiser's state.
+    # Before baking, which drops the quantizer's state.
     qparams = {name: layer.quantizer.qparams(layer) for name, layer in layers.items()}
     schemes = {}
     # Tied layers share a weight: bake it once.
@@ -138,7 +138,7 @@ def baked_copy(
 
 
 def float_layers(exported: nn.Module) -> tuple[str, ...]:
-    """Return the layers that could be quantised but are not."""
+    """Return the layers that could be quantized but are not."""
     return tuple(name for name, module in exported.named_modules() if type(module) in FAKE_QUANT and weights_of(module))
 
 
@@ -170,7 +170,7 @@ _INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
 
 
 def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.Module], Any]) -> None:
-    """Raise an error for a fake-quantising layer that no exported file can represent."""
+    """Raise an error for a fake-quantizing layer that no exported file can represent."""
     scheme: LayerScheme = module.quantizer.scheme
     kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
     odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
@@ -287,7 +287,7 @@ class Quantized:
 
 
 def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:
-    """Return the codes of a layer's quantised weight."""
+    """Return the codes of a layer's quantized weight."""
     rows = as_rows(module, values).contiguous()
     # Binary weights are -1 and 1: they need two bits, since one bit in two's complement has no 1.
     bits = max(scheme.weight_bits, 2)

@@ -21,9 +21,9 @@ _WHERE = "export_torchao"
 def export_torchao(
     model: nn.Module, folder: Path | str, *, example_inputs: Any = None, verify: bool = True
 ) -> ServedReport:
-    """Write a quantised model to a folder that `from_pretrained` loads with torchao's kernels; return a report.
+    """Write a quantized model to a folder that `from_pretrained` loads with torchao's kernels; return a report.
 
-    The codes of linear layers and embeddings are those of training: dequantised, the file gives the model's weights,
+    The codes of linear layers and embeddings are those of training: dequantized, the file gives the model's weights,
     to the bit. A head tied to an embedding gets its own codes, because its input is rounded and the
     embedding's is not. Weights are in safetensors; nothing is pickled.
 

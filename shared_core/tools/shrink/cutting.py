@@ -91,7 +91,7 @@ def _of_group(
         # A constant may go only if the layer that sums it has, or can get, a bias for it.
         if part.tensor not in biases or (biases[part.tensor] is None and not create_biases):
             no_bias |= left
-    # Dead: a known constant in every sum. A unit that is never summed (such as a normalised width) is not known to be
+    # Dead: a known constant in every sum. A unit that is never summed (such as a normalized width) is not known to be
     # removable.
     dead = summed & ~blocked
     reason = None

@@ -44,7 +44,7 @@ def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Pla
 
 
 def norms_over(traced: Traced, group: ChannelGroup) -> list[tuple[str, Ids]]:
-    """Return the modules that normalise over a group's units, and the units' positions in each input."""
+    """Return the modules that normalize over a group's units, and the units' positions in each input."""
     roots = np.array([traced.components[ids[0]] for ids in traced.unit_ids.get(group.name, [])])
     found = []
     for norm in traced.tracer.norms:

@@ -96,7 +96,7 @@ def shrink(
     ``from_pretrained`` work. If the config has one number for all layers, each loses as many units as the
     one with the fewest to lose. If it has none, the units stay and `kept` says so.
 
-    Narrowing a normalised width d → d′ is exact for root-mean-square norms: γ·√(d/d′), ε·d/d′.
+    Narrowing a normalized width d → d′ is exact for root-mean-square norms: γ·√(d/d′), ε·d/d′.
 
     Args:
         model: The model. It is not changed. Masks must be baked: zeros in the weights.

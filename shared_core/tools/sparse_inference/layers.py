@@ -36,7 +36,7 @@ def two_four_obstacle(weight: Tensor, backend: Backend) -> str:
 
     Example:
         >>> two_four_obstacle(torch.ones(32, 64, dtype=torch.float16), "cusparselt")
-        'it holds no 2:4 pattern: up to 4 of four neighbours are not zero'
+        'it holds no 2:4 pattern: up to 4 of four neighbors are not zero'
     """
     if weight.dtype not in _TYPES:
         return f"2:4 products are of float16 and bfloat16, not {weight.dtype}; convert the model first"
@@ -44,7 +44,7 @@ def two_four_obstacle(weight: Tensor, backend: Backend) -> str:
     if weight.ndim != 2 or weight.shape[0] % rows or weight.shape[1] % columns or not weight.numel():
         return f"{backend} takes outputs in multiples of {rows} and inputs of {columns}, got {tuple(weight.shape)}"
     most = int(weight.ne(0).reshape(-1, 4).sum(1).max())
-    return f"it holds no 2:4 pattern: up to {most} of four neighbours are not zero" if most > 2 else ""
+    return f"it holds no 2:4 pattern: up to {most} of four neighbors are not zero" if most > 2 else ""
 
 
 def compressor() -> tuple[Callable[[Tensor], Tensor], Backend]:

@@ -180,8 +180,8 @@ def test_a_part_that_ignores_the_count_is_told(tmp_path, monkeypatch):
         return sum_by_number(outputs, labels, num_items_in_batch) + 0.2
 
     settings = {"extra": {"compute_loss_func": with_penalty}}
-    monkeypatch.setitem(CASES, "penalised", (make_language_model, make_texts, settings))
-    *_, session = run(tmp_path, "penalised", 2, 4)
+    monkeypatch.setitem(CASES, "penalized", (make_language_model, make_texts, settings))
+    *_, session = run(tmp_path, "penalized", 2, 4)
     assert any("of the loss of compute_loss_func ignores num_items_in_batch" in note for note in session.notes)
 
 
@@ -234,11 +234,11 @@ def test_a_loss_function_that_is_told_no_count_returns_means(tmp_path, monkeypat
         assert num_items_in_batch is None
         return outputs.logits.square().mean()
 
-    def unlabelled(count):
+    def unlabeled(count):
         return [{name: row[name] for name in ("input_ids", "attention_mask")} for row in make_examples(count)]
 
     settings = {"extra": {"compute_loss_func": by_tokens}, "label_names": ["none"]}
-    monkeypatch.setitem(CASES, "uncounted", (classifier, unlabelled, settings))
+    monkeypatch.setitem(CASES, "uncounted", (classifier, unlabeled, settings))
     found = [run(tmp_path / str(size), "uncounted", size, windows)[1] for size, windows in ((8, 1), (2, 4))]
     assert largest_difference(*found) < 1e-6
 

@@ -71,7 +71,7 @@ def test_the_best_is_the_first_that_holds_what_was_asked_for(recipe, first, tmp_
     assert evaluations == 10  # of a batch at the start, of each step, and of what was loaded after the last
     final = receipt["final_evaluation"]["eval_loss"]
     assert final == evaluated(trainer)
-    if "qat" not in recipe:  # validation quantised activations too, which the plain model does not
+    if "qat" not in recipe:  # validation quantized activations too, which the plain model does not
         assert final == pytest.approx(logged(trainer, first), rel=1e-6)
     if "prune" in recipe:
         saved = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")

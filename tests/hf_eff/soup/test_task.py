@@ -150,7 +150,7 @@ def test_every_kind_of_file_holds_the_same(room):
     assert FolderEvaluator("loss", folder, room / "saved", max_length=4).digest != made["saved"].digest
 
 
-def test_tokenised_data_pairs_and_names_of_labels(room, tmp_path):
+def test_tokenized_data_pairs_and_names_of_labels(room, tmp_path):
     folder = room / "bert" / "checkpoint-0"
     state = weights_of(make_classifier(3))
     rows = [
@@ -161,9 +161,9 @@ def test_tokenised_data_pairs_and_names_of_labels(room, tmp_path):
     pairs.to_json(tmp_path / "pairs.jsonl")
     ids = [[2, 6, 8, 3, 5, 7, 9, 3], [2, 14, 3, 15, 3]]
     types = [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
-    tokenised = Dataset.from_dict({"input_ids": ids, "token_type_ids": types, "labels": [2, 0]})
-    tokenised.save_to_disk(tmp_path / "tokenised")
-    one, two = (FolderEvaluator("loss", folder, tmp_path / name)(state) for name in ("pairs.jsonl", "tokenised"))
+    tokenized = Dataset.from_dict({"input_ids": ids, "token_type_ids": types, "labels": [2, 0]})
+    tokenized.save_to_disk(tmp_path / "tokenized")
+    one, two = (FolderEvaluator("loss", folder, tmp_path / name)(state) for name in ("pairs.jsonl", "tokenized"))
     assert one == pytest.approx(two, rel=1e-6)
     assert one != FolderEvaluator("loss", folder, tmp_path / "pairs.jsonl", text=("one",))(state)
     labels = [[-100, -100, 8, 3, -100, -100, -100, 3], [-100] * 5]
@@ -175,7 +175,7 @@ def test_tokenised_data_pairs_and_names_of_labels(room, tmp_path):
     assert evaluate(weights_of(language)) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_padding_of_tokenised_data_plays_no_part_and_long_rows_are_cut_to_the_model(room, tmp_path):
+def test_padding_of_tokenized_data_plays_no_part_and_long_rows_are_cut_to_the_model(room, tmp_path):
     ids, mask = [[2, 6, 8, 3], [2, 14, 3, 0]], [[1, 1, 1, 1], [1, 1, 1, 0]]
     Dataset.from_dict({"input_ids": ids, "attention_mask": mask}).save_to_disk(tmp_path / "padded")
     Dataset.from_dict({"input_ids": [ids[0], ids[1][:3]]}).save_to_disk(tmp_path / "bare")
@@ -201,7 +201,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "splits")
     Dataset.from_dict({"input_ids": [[5]]}).save_to_disk(tmp_path / "short")  # one token predicts nothing
     files = {
-        "unlabelled.jsonl": '{"text": "good"}', "far.jsonl": '{"text": "good", "label": 4}',
+        "unlabeled.jsonl": '{"text": "good"}', "far.jsonl": '{"text": "good", "label": 4}',
         "minus.jsonl": '{"text": "good", "label": -1}', "three.jsonl": '{"a": "x", "b": "y", "c": "z", "label": 1}',
         "broken.jsonl": "{", "data.txt": "good", "none.csv": "text,label\n",
     }  # fmt: skip
@@ -210,7 +210,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     cases = [
         ("accuracy", llama, "far.jsonl", {}, CheckpointError, "have a classifier of texts .* got LlamaForCausalLM"),
         ("perplexity", bert, "far.jsonl", {}, CheckpointError, "must have a language model"),
-        ("accuracy", bert, "unlabelled.jsonl", {}, ConfigError, "a column label or labels"),
+        ("accuracy", bert, "unlabeled.jsonl", {}, ConfigError, "a column label or labels"),
         ("accuracy", bert, "far.jsonl", {}, ConfigError, "labels from 0 to 3, .* got 4"),
         ("accuracy", bert, "minus.jsonl", {}, ConfigError, "got -1"),
         ("accuracy", bert, "three.jsonl", {}, ConfigError, "one or two columns"),

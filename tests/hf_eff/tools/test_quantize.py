@@ -131,7 +131,7 @@ def test_batch_norms_of_a_folder_stay_batch_norms(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_soup_of_quantised_folders_is_quantised_anew(run, make, tmp_path):
+def test_a_soup_of_quantized_folders_is_quantized_anew(run, make, tmp_path):
     for seed in (1, 2):
         make.classifier(seed, num_hidden_layers=1).save_pretrained(f"dense-{seed}")
         run(f"dense-{seed}", *STATIC)

@@ -138,7 +138,7 @@ def test_nvfp4_with_scales_of_inputs_computes_what_training_saw(folder, tmp_path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     reference = apply_ranges(model, ranges)
     with torch.no_grad():
-        loaded(**INPUTS)  # which dequantises
+        loaded(**INPUTS)  # which dequantizes
         torch.nn.Module.float(loaded)
         mine, theirs = reference(**INPUTS).logits, loaded(**INPUTS).logits
     assert (mine - theirs).abs().max() <= 0.05 * mine.abs().max()  # equal, unless a code lies next to a tie
@@ -256,7 +256,7 @@ VLLM, TORCHAO_FORMAT, GGUF = ("compressed-tensors", "out"), ("torchao", "out"), 
         (VLLM, {"scheme": "int8", "activation_bits": 4}, "must have codes that vLLM .* input static of 4 bits"),
         (VLLM, {"scheme": "int4_weight", "group_size": 16}, "must have a group_size of 32, 64, 128 for vLLM, got 16"),
         (VLLM, {"scheme": "int4_weight", "vocabulary": 24}, "lm_head must have a multiple of 32 outputs .* got 24"),
-        (VLLM, {"skip": ("*k_proj",)}, "q_proj and .*k_proj must be quantised alike for vLLM"),
+        (VLLM, {"skip": ("*k_proj",)}, "q_proj and .*k_proj must be quantized alike for vLLM"),
         (TORCHAO_FORMAT, {"scheme": "int8"}, "q_proj must have codes that .* torchao .*, .* input static"),
         (TORCHAO_FORMAT, {"scheme": "int8_dynamic_int4_weight"}, "q_proj must have codes .* got weight group"),
         (TORCHAO_FORMAT, {"scheme": "ternary"}, "embed_tokens must have codes .* got weight ternary"),
@@ -285,7 +285,7 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         eff(tmp_path)
     with pytest.raises(ConfigError, match=r"--length must be in \[1, inf\), got -3"):
         eff(tmp_path, "--length", "-3", out="other")
-    with pytest.raises(ConfigError, match="model must have quantised layers, got none"):
+    with pytest.raises(ConfigError, match="model must have quantized layers, got none"):
         export_compressed_tensors(make.language_model(), tmp_path / "other")
     with pytest.raises(ConfigError, match="model must be one of transformers, got Linear"):
         export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "other")

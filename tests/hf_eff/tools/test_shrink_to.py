@@ -201,8 +201,8 @@ def test_a_layer_norm_is_taken_over_what_is_left():
     kept = result.chosen["transformer.wte#2"]
     embedded = (model.transformer.wte(IDS) + model.transformer.wpe.weight[:9])[..., kept]
     wide, narrow = model.transformer.h[0].ln_1, result.model.transformer.h[0].ln_1
-    centred = embedded - embedded.mean(-1, keepdim=True)
-    normed = centred / (centred.square().mean(-1, keepdim=True) + narrow.eps).sqrt()
+    centered = embedded - embedded.mean(-1, keepdim=True)
+    normed = centered / (centered.square().mean(-1, keepdim=True) + narrow.eps).sqrt()
     torch.testing.assert_close(narrow(embedded), normed * wide.weight[kept] * math.sqrt(32 / 24) + wide.bias[kept])
 
 

@@ -11,7 +11,7 @@ from lightning_eff import EffCallback
 
 NEUTRAL = {"activations": {"pack": "exact", "min_size": 1}}
 ADAPTED = {"lora": {"rank": 2, "base": "none"}}
-FACTORISED = {"low_rank": {"rank": 4, "force": True, "merge": True, "min_size": 1}, "average": {"kind": "ema"}}
+FACTORIZED = {"low_rank": {"rank": 4, "force": True, "merge": True, "min_size": 1}, "average": {"kind": "ema"}}
 
 
 class BoomError(Exception):
@@ -64,7 +64,7 @@ def run(folder, recipe, place="", call=0, ckpt_path=None, **options):
         (NEUTRAL, "training_step", 8, 2),  # closes a window, of which gradients are there
         (NEUTRAL, "validation_step", 2, 1),
         (ADAPTED, "on_train_batch_end", 8, 1),  # its layers are the user's own again after an exception
-        (FACTORISED, "validation_step", 9, 1),
+        (FACTORIZED, "validation_step", 9, 1),
     ],
 )
 def test_a_checkpoint_on_an_exception_is_plain_and_goes_on_exactly(recipe, place, call, accumulate, tmp_path):

@@ -322,7 +322,7 @@ def test_an_epoch_saved_after_its_last_batch_ends_as_it_would_have(
 
 
 def test_a_buffer_that_no_state_dict_holds_is_resumed(tmp_path):
-    class Centred(module_class(NAMESPACE)):
+    class Centered(module_class(NAMESPACE)):
         def __init__(self):
             super().__init__()
             self.register_buffer("mean", torch.zeros(8), persistent=False)
@@ -333,7 +333,7 @@ def test_a_buffer_that_no_state_dict_holds_is_resumed(tmp_path):
 
     def trained(*callbacks, **options):
         torch.manual_seed(0)
-        trainer, module = make_trainer(tmp_path, callbacks=[EffCallback(RECIPE), *callbacks]), Centred()
+        trainer, module = make_trainer(tmp_path, callbacks=[EffCallback(RECIPE), *callbacks]), Centered()
         return everything(trainer, fit(trainer, module, **options))
 
     whole = trained(saver(NAMESPACE, tmp_path))

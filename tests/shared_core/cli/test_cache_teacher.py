@@ -143,11 +143,11 @@ def test_a_language_model_from_a_folder(teacher, tokenizer):
     assert torch.allclose(targets.log_probs[targets.mask], got, atol=6e-3)  # float16, |log p| < 6
 
 
-def test_json_is_all_that_goes_to_stdout_and_only_labelled_positions_are_kept(teacher):
-    result = eff(teacher, "--data", "cache_task:texts", "--out", "c", "--labelled", "--dtype", "float32", "--json")
+def test_json_is_all_that_goes_to_stdout_and_only_labeled_positions_are_kept(teacher):
+    result = eff(teacher, "--data", "cache_task:texts", "--out", "c", "--labeled", "--dtype", "float32", "--json")
     values = json.loads(result.stdout)
     assert (values["examples"], values["rows"], values["top_k"], values["dtype"]) == (6, 21, 30, "float32")
-    assert values["labelled"]
+    assert values["labeled"]
     assert values["bytes"] == sum(file.stat().st_size for file in TeacherCache.open("c").path.iterdir())
 
 

@@ -41,7 +41,7 @@ def alone():
 
 
 def hazards(text):
-    """Return the characters in a text that a terminal obeys, colours aside."""
+    """Return the characters in a text that a terminal obeys, colors aside."""
     return sorted({char for char in re.sub(r"\x1b\[[0-9;]*m", "", text) if not char.isprintable() and char != "\n"})
 
 
@@ -148,7 +148,7 @@ def test_words_that_no_command_knows_are_printed_as_they_are(room, arguments, ca
     assert re.search(r"\\u001b|\\x1b", shown.err)
 
 
-def test_a_console_shows_strings_without_markup_in_its_own_colours_alone(capsys):
+def test_a_console_shows_strings_without_markup_in_its_own_colors_alone(capsys):
     console = Console(force_terminal=True, color_system="truecolor", width=300)
     table = Table(title=NAME)
     table.add_column(NAME, style="red")

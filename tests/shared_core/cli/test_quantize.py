@@ -221,8 +221,8 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["quantize_task:narrow_inputs", *SCHEME[1:], "--latency"], ConfigError, "latency: the inputs of.*63"),
     ([*SCHEME, "--eval", "quantize_task:word"], ConfigError, "--eval must return a number, got str 'good'"),
     ([*SCHEME, "--eval", "quantize_task:unknown"], ConfigError, "quality of the float model must be finite, got nan"),
-    ([*SCHEME, "--set", "begin=0.5"], ConfigError, "--set must hold options of quantising, got begin"),
-    ([*SCHEME, "--set", "gate=rounded"], ConfigError, "--set must hold options of quantising, got gate"),
+    ([*SCHEME, "--set", "begin=0.5"], ConfigError, "--set must hold options of quantizing, got begin"),
+    ([*SCHEME, "--set", "gate=rounded"], ConfigError, "--set must hold options of quantizing, got gate"),
     ([*SCHEME, "--accept", "0.1"], ConfigError, "--accept must come with --eval"),
     ([*SCHEME, "--mode", "min"], ConfigError, "--mode must come with --eval"),
     ([*SCHEME, "--batches", "3"], ConfigError, "--batches must come with --calibration"),
@@ -317,7 +317,7 @@ def test_progress_is_told_to_python_too():
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_gptq_quantises_a_decoder_on_the_cpu_for_export(run, tmp_path):
+def test_gptq_quantizes_a_decoder_on_the_cpu_for_export(run, tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2

@@ -54,7 +54,7 @@ def test_gradcheck(kind):
     assert torch.autograd.gradcheck(loss, leaves((hidden, weight, bias)))
 
 
-def test_mask_lets_unlabelled_rows_count_in_the_soft_term_alone():
+def test_mask_lets_unlabeled_rows_count_in_the_soft_term_alone():
     student, teacher = problem((6,))
     labels = torch.tensor([3, -100, 5, -100, 0, 1])
     mask = torch.tensor([True, True, True, False, True, False])
@@ -80,7 +80,7 @@ def test_sums_of_parts_add_up_and_tell_what_they_hold():
         one, first, second = (getattr(each, field) for each in sums)
         torch.testing.assert_close(one, first + second, rtol=1e-12, atol=0)
     total = sums[0]
-    assert (total.rows.item(), total.labelled.item(), total.rows.dtype) == (6, 6, torch.int64)
+    assert (total.rows.item(), total.labeled.item(), total.rows.dtype) == (6, 6, torch.int64)
     torch.testing.assert_close(total.total, 0.25 * total.hard + 0.75 * total.soft, rtol=1e-12, atol=0)
     expected = whole(student, teacher, labels=labels, alpha=0.25, temperature=3.0)
     torch.testing.assert_close(total.total / total.rows, expected, rtol=1e-12, atol=0)

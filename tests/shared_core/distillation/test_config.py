@@ -33,7 +33,7 @@ REFUSED = [
     ({"divergence": "bernouli_kl"}, "bernoulli_kl"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"hidden": ["2"]}, "student=teacher pairs"),
-    ({"unlabelled_field": "labels"}, "unlabelled_field must be .*, got 'labels'"),
+    ({"unlabeled_field": "labels"}, "unlabeled_field must be .*, got 'labels'"),
     *(({"init_layers": value}, "init_layers") for value in ("odd", "", "1;2", "1.5")),
     ({"chunked": True, "divergence": "hard_label"}, "with divergence={}, {} or {}, got".format(*DIVERGENCES)),
     *(({"chunked": True, "teacher": teacher}, "chunked must come with teacher=one model or ema")

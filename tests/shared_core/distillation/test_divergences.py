@@ -194,12 +194,12 @@ def test_properties(rows, classes, temperature, shift, seed):
     )
 
 
-def test_high_temperature_becomes_mean_squared_difference_of_centred_logits():
+def test_high_temperature_becomes_mean_squared_difference_of_centered_logits():
     # Hinton et al., section 2.1: for high T the gradient is (z_i - v_i) / N of zero-mean logits
     torch.manual_seed(0)
     student, teacher = torch.randn(6, 10), torch.randn(6, 10)
-    centred = (student - student.mean(-1, keepdim=True)) - (teacher - teacher.mean(-1, keepdim=True))
-    expected = centred.pow(2).mean(-1).mean() / 2
+    centered = (student - student.mean(-1, keepdim=True)) - (teacher - teacher.mean(-1, keepdim=True))
+    expected = centered.pow(2).mean(-1).mean() / 2
     torch.testing.assert_close(kd_loss(student, teacher, temperature=1e4), expected, rtol=1e-3, atol=0)
 
 

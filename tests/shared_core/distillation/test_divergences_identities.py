@@ -259,7 +259,7 @@ class TestTopK:
         assert all(low <= high + 1e-12 for low, high in itertools.pairwise(values))
         torch.testing.assert_close(values[-1], mean(divergence, student, teacher))
 
-    def test_the_tail_is_not_renormalised_away(self):
+    def test_the_tail_is_not_renormalized_away(self):
         teacher = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
         student = torch.zeros(1, 4, requires_grad=True)
         kd_topk(student, *self.cache(teacher, 1, 1.0), temperature=1.0).backward()

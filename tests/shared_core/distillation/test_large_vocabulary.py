@@ -161,7 +161,7 @@ class TestSameAsWithLogits:
 
         def run(size):
             technique, context = attached(student, teacher, chunked=True, alpha=0.3, **SMALL)
-            context.normalise = lambda total, count: total / items
+            context.normalize = lambda total, count: total / items
             for first in range(0, 4, size):
                 part = {name: value[first : first + size] for name, value in whole.items()}
                 technique.loss(student(**part, num_items_in_batch=items).loss, context).backward()

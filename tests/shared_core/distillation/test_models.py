@@ -109,7 +109,7 @@ class TestOutputsAndInputs:
         student({"x": torch.randn(3, 4), "labels": torch.tensor([0, -100, -100])})
         technique.loss(torch.ones((), requires_grad=True), context)
         assert seen == [{"x", "labels"}, {"x"}]
-        assert technique.report()["unlabelled_examples"] == 2
+        assert technique.report()["unlabeled_examples"] == 2
 
     def test_positional_labels_do_not_reach_the_teacher(self):
         student, teacher = bert(), bert(hidden=16)
@@ -120,14 +120,14 @@ class TestOutputsAndInputs:
         out = student(ids, torch.ones_like(ids), labels=torch.tensor([0, 1, -100]))
         technique.loss(out.loss, context)
         assert seen == [None]
-        assert technique.report()["unlabelled_examples"] == 1
+        assert technique.report()["unlabeled_examples"] == 1
 
     def test_labels_that_the_trainer_took_out(self):
         technique, context = attached(mlp(), mlp(16))
         technique.labels = torch.tensor([0, -100, 1])
         technique.loss(context.model(torch.randn(3, 4)).sum(), context)
         assert technique.labels is None
-        assert technique.report()["unlabelled_examples"] == 1
+        assert technique.report()["unlabeled_examples"] == 1
 
     def test_a_teacher_that_takes_fewer_inputs(self):
         teacher = DistilBertForSequenceClassification(
@@ -210,7 +210,7 @@ def test_counted_positions():
     assert counted_positions(torch.zeros(2, 3), None, mask, causal=False) is None
 
 
-def window_normaliser(count):
+def window_normalizer(count):
     return lambda total, _: total / count
 
 
@@ -239,7 +239,7 @@ class TestAccumulation:
         gradients = []
         for size in (8, 4, 2, 1):
             technique, context = attached(student, teacher, alpha=0.4)
-            context.normalise = window_normaliser(window)
+            context.normalize = window_normalizer(window)
             student.zero_grad()
             student.train()
             for part in torch.arange(8).split(size):
@@ -256,15 +256,15 @@ class TestAccumulation:
         for gradient in gradients[1:]:
             torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-6)
 
-    @pytest.mark.parametrize("labelled", [True, False])
-    def test_padding_never_changes_the_loss(self, labelled):
+    @pytest.mark.parametrize("labeled", [True, False])
+    def test_padding_never_changes_the_loss(self, labeled):
         student, teacher = llama(), llama(16, seed=1)
         ids = torch.randint(VOCAB, (3, 6))
         losses = []
         for pad in (0, 4):
             technique, context = attached(student, teacher, alpha=0.0)
             padded, attention = F.pad(ids, (0, pad), value=0), F.pad(torch.ones_like(ids), (0, pad))
-            labels = {"labels": F.pad(ids, (0, pad), value=-100)} if labelled else {}
+            labels = {"labels": F.pad(ids, (0, pad), value=-100)} if labeled else {}
             student(input_ids=padded, attention_mask=attention, **labels)
             losses.append(technique.loss(torch.zeros((), requires_grad=True), context))
             assert technique.report()["positions"] == 15
@@ -274,7 +274,7 @@ class TestAccumulation:
     def test_a_micro_batch_without_labels_to_count(self):
         student, teacher = llama(), llama(16, seed=1)
         technique, context = attached(student, teacher, alpha=0.0)
-        assert context.normalise is mean_over_micro_batch
+        assert context.normalize is mean_over_micro_batch
         ids = torch.randint(VOCAB, (2, 5))
         student(input_ids=ids, labels=torch.full_like(ids, -100))
         loss = technique.loss(torch.zeros((), requires_grad=True), context)

@@ -121,7 +121,7 @@ def test_what_changes_nothing(name, change):
     student, teacher = pair(dtype=torch.float64)
     same = RELATIONS[name](student, teacher)
     changed = RELATIONS[name](*NOTHING[change](student, teacher))
-    if (name, change) == ("similarity_preserving", "translation"):  # is not of centred features
+    if (name, change) == ("similarity_preserving", "translation"):  # is not of centered features
         assert changed != pytest.approx(same)
     else:
         torch.testing.assert_close(changed, same)

@@ -229,7 +229,7 @@ def task_losses(logits, labels):
         "moved rows": (F.cross_entropy(logits.transpose(0, 1).reshape(-1, 11), labels.t().flatten()), False),
         "over rows": (F.nll_loss(F.log_softmax(flat, 0), target), False),
         "sigmoid": (F.binary_cross_entropy_with_logits(flat, flat.detach().sigmoid()), False),
-        "nothing labelled": (F.cross_entropy(flat, torch.full_like(target, -100), reduction="sum"), True),
+        "nothing labeled": (F.cross_entropy(flat, torch.full_like(target, -100), reduction="sum"), True),
     }
 
 

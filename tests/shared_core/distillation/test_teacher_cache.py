@@ -224,11 +224,11 @@ def test_positions_of_a_decoder_follow_its_own_inputs(tmp_path):
     assert TeacherCache.open(tmp_path / "c").missing(mixed).all()
 
 
-def test_only_labelled_positions(tmp_path):
+def test_only_labeled_positions(tmp_path):
     rows = [torch.arange(1, 7), torch.arange(3, 8)]
     batch = padded(rows)
     batch["labels"][:, :3] = -100
-    manifest = write_teacher_cache(TokenModel(), [batch], tmp_path / "c", top_k=4, labelled=True, causal=True)
+    manifest = write_teacher_cache(TokenModel(), [batch], tmp_path / "c", top_k=4, labeled=True, causal=True)
     assert manifest.rows == 3 + 2
     mask = TeacherCache.open(tmp_path / "c").lookup(padded(rows, left=True)).mask
     assert mask.int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0]]
@@ -238,9 +238,9 @@ def test_only_labelled_positions(tmp_path):
     with pytest.raises(
         ConfigError, match="same inputs must have labels at the same positions, got number 1 of batch 2"
     ):
-        write_teacher_cache(TokenModel(), [batch, other], tmp_path / "d", labelled=True, causal=True)
+        write_teacher_cache(TokenModel(), [batch, other], tmp_path / "d", labeled=True, causal=True)
     with pytest.raises(ConfigError, match="must hold labels"):
-        write_teacher_cache(TokenModel(), [{"input_ids": rows[0][None]}], tmp_path / "e", labelled=True)
+        write_teacher_cache(TokenModel(), [{"input_ids": rows[0][None]}], tmp_path / "e", labeled=True)
 
 
 def test_positions_that_count_must_be_stored(store, tmp_path):
@@ -399,7 +399,7 @@ def test_padding_of_causal_models_may_be_on_either_side(front_end, student_side,
         taught = teacher
     else:
         batches = [language_runs.padded(rows[start : start + 4], writer_side) for start in (0, 4)]
-        options = {"temperature": 2.0, "top_k": 24, "dtype": "float32", "labelled": True}
+        options = {"temperature": 2.0, "top_k": 24, "dtype": "float32", "labeled": True}
         write_teacher_cache(teacher, batches, tmp_path / "cache", **options)
         taught = f"cache:{tmp_path / 'cache'}"
     expected = soft_term_of_each_document(language_runs.llama(0), teacher, rows)

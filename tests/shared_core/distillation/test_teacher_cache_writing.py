@@ -83,7 +83,7 @@ def test_going_on_with_a_finished_one_asks_nothing_and_new_examples_are_added(tm
         ({"fingerprints": {"tokenizer": "x"}}, "tokenizer must be as"),
         ({"fingerprints": {"template": "x"}}, "template must be as"),
         ({"vocabulary": 19}, "vocabulary must be as"),
-        ({"labelled": True}, "labelled must be as"),
+        ({"labeled": True}, "labeled must be as"),
     ],
 )
 def test_going_on_with_other_settings_is_refused(whole, changed, match):
@@ -306,7 +306,7 @@ def write(folder, data=batches, teacher=Teacher, **options):
     return lambda job: write_teacher_cache(teacher(), data(), folder, job=job, **{**SETTINGS, **options})
 
 
-def labelled():
+def labeled():
     made = [{"input_ids": batch["input_ids"] + 5 * number} for number, batch in enumerate(batches(7))]
     return [{**batch, "labels": torch.where(batch["input_ids"] % 5 > 2, 1, -100)} for batch in made]
 
@@ -324,7 +324,7 @@ def classifier():
 
 CASES = {
     "positions": {},
-    "labels": {"data": labelled, "labelled": True, "causal": True},
+    "labels": {"data": labeled, "labeled": True, "causal": True},
     "examples": {"data": pairs, "teacher": classifier, "dtype": "float32"},
     "one shard": {"shard_bytes": 2**20},
 }

@@ -247,7 +247,7 @@ def test_a_run_attaches_twice_and_trains_from_float_inputs(dtype):
     assert losses[0] == losses[1] > 0
 
 
-def test_the_output_head_is_not_quantised():
+def test_the_output_head_is_not_quantized():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -263,7 +263,7 @@ def test_the_output_head_is_not_quantised():
     assert torch.equal(model.head.weight, before)
 
 
-def test_what_cannot_be_quantised_is_refused(monkeypatch):
+def test_what_cannot_be_quantized_is_refused(monkeypatch):
     with pytest.raises(MatchError, match="needs a linear layer"):
         change_dtype_(nn.Conv1d(1, 1, 1), "int8")
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)

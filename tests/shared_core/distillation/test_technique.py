@@ -347,7 +347,7 @@ LATE = {
     "a hidden layer that does not run": (calls, {"hidden": ["third=first"]}, "module third of the student must run"),
     "hidden layers of other shapes": (calls, {"hidden": ["first=twice"]}, "must have the teacher's shape"),
     "attention that does not run": (calls, {"attention": ["third=first"]}, "module third of the student must run"),
-    "examples that are not told": (calls, {"unlabelled_field": "new"}, "unlabelled_field 'new' must be"),
+    "examples that are not told": (calls, {"unlabeled_field": "new"}, "unlabeled_field 'new' must be"),
     "examples that are not cached": (calls, {"teacher": cached_elsewhere}, "every example of a batch must be in"),
 }
 

@@ -18,7 +18,7 @@ RECIPES = ["tensorwise", "rowwise", "blockwise", "mx"]
 
 
 def values_of(dtype):
-    """All finite values of a format, decoded by hand, even code first among neighbours."""
+    """All finite values of a format, decoded by hand, even code first among neighbors."""
     mantissa_bits, bias = {E4M3: (3, 7), E5M2: (2, 15)}[dtype]
     found = []
     for code in range(128):
@@ -53,7 +53,7 @@ def scale_reference(amax, dtype, rounding):
 
 
 def value_reference(x, dtype, block, rounding):
-    """Quantise block after block, with loops, and give back values in float64."""
+    """Quantize block after block, with loops, and give back values in float64."""
     x = x.double().numpy()
     rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
     out = np.zeros_like(x)

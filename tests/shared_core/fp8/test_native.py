@@ -144,7 +144,7 @@ def test_native_products_are_the_emulations(recipe, m, n, k, scaled_matmul):
             assert found.dtype == dtype
             assert found.shape == (m, n)
             assert found.is_contiguous()
-            # the result is rounded once; with exact scales, values that are dequantised in float32 are rounded too
+            # the result is rounded once; with exact scales, values that are dequantized in float32 are rounded too
             once = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}[dtype] * wanted.abs()
             values = 2.0**-23 * size if recipe == "blockwise" else 0.0
             assert ((found.double() - wanted).abs() <= once + values).all()

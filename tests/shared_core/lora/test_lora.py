@@ -34,7 +34,7 @@ def _one_thread():
 
 
 def block_round(weight, block=64):
-    """NF4 without double quantisation, from the paper: nearest code of each block divided by its largest magnitude."""
+    """NF4 without double quantization, from the paper: nearest code of each block divided by its largest magnitude."""
     flat = weight.double().flatten()
     rounded = []
     for part in flat.split(block):
@@ -74,7 +74,7 @@ def test_int8_is_refused_where_its_sums_saturate(monkeypatch):
 
 def test_int8_is_absmax_rounding_of_rows():
     weight = net()[0].weight.detach()
-    half = weight.half().double()  # LLM.int8() quantises float16
+    half = weight.half().double()  # LLM.int8() quantizes float16
     scale = half.abs().amax(1, keepdim=True) / 127
     grid = (half / scale).round() * scale
     torch.testing.assert_close(on_grid(weight, LoraConfig(rank=1, base="int8")).double(), grid, atol=2e-4, rtol=0)
@@ -95,7 +95,7 @@ def test_inputs_have_any_number_of_dimensions(base, is_training, shape):
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("base", ["nf4", "fp4"])
-def test_double_quantisation_costs_less_memory_and_little_accuracy(base, double_quant):
+def test_double_quantization_costs_less_memory_and_little_accuracy(base, double_quant):
     linear = nn.Linear(256, 256)
     plain, twice = (freeze(linear, LoraConfig(rank=1, base=base, double_quant=twice)) for twice in (False, True))
     memory = [sum(tensor.nbytes for tensor in frozen_tensors(layer).values()) for layer in (plain, twice)]
@@ -178,7 +178,7 @@ def test_merged_it_computes_what_it_did_with_adapters(base):
 
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
-def test_requantised_weights_lie_on_the_grid_and_the_error_is_told(base):
+def test_requantized_weights_lie_on_the_grid_and_the_error_is_told(base):
     model = net()
     options = {"base": base, **({"double_quant": False} if base == "nf4" else {})}
     ours, _ = run(model, **options, requantize=True)

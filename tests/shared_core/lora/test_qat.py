@@ -1,4 +1,4 @@
-"""Adapters over a base that qat quantises: y = Q(x)·Q(W)ᵀ + scale·BAx in float64, merging, resume, refusals."""
+"""Adapters over a base that qat quantizes: y = Q(x)·Q(W)ᵀ + scale·BAx in float64, merging, resume, refusals."""
 
 import copy
 
@@ -31,7 +31,7 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def quantised_input(x, entry):
+def quantized_input(x, entry):
     """s = (max - min)/255, z = clamp(ne(-128 - min/s)), q = clamp(ne(x/s) + z), of a range that holds 0."""
     low, high = min(entry["min"], 0.0), max(entry["max"], 0.0)
     scale = (high - low) / 255
@@ -39,7 +39,7 @@ def quantised_input(x, entry):
     return ((x / scale).round() + zero).clamp(-128, 127).sub(zero) * scale
 
 
-def test_forward_is_the_quantised_base_of_the_quantised_input_and_the_adapters_of_the_input():
+def test_forward_is_the_quantized_base_of_the_quantized_input_and_the_adapters_of_the_input():
     model, original = net(), net()
     ours = run(model)
     ranges = ours.techniques["qat"].ranges()
@@ -47,11 +47,11 @@ def test_forward_is_the_quantised_base_of_the_quantised_input_and_the_adapters_o
     for name, activation in (("0", torch.tanh), ("2", torch.tanh), ("4", lambda y: y)):
         weight, bias = original.get_submodule(name).weight.detach(), original.get_submodule(name).bias
         if name == "4":  # trained whole
-            y = quantised_input(x, ranges[name]) @ grid(model[4].weight.detach()).T
+            y = quantized_input(x, ranges[name]) @ grid(model[4].weight.detach()).T
             y = y + model[4].bias.detach().double()
         else:
             a, b = (matrix.detach().double() for matrix in adapters(model.get_submodule(name)))
-            y = quantised_input(x, ranges[name]) @ grid(weight).T + 3.0 * (x @ a.T) @ b.T
+            y = quantized_input(x, ranges[name]) @ grid(weight).T + 3.0 * (x @ a.T) @ b.T
             y = y if bias is None else y + bias.detach().double()
         x = activation(y)
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_fused_evaluation_of_transformer_layers_is_off_and_comes_back():
 
 
 @pytest.mark.parametrize(
-    ("qat", "quantised"),
+    ("qat", "quantized"),
     [
         ({"include": ["0"]}, ["0"]),
         ({"include": ["first"]}, ["0"]),
@@ -284,12 +284,12 @@ def test_fused_evaluation_of_transformer_layers_is_off_and_comes_back():
         ({"overrides": {"2": {"weight_bits": 4}}}, ["0", "2", "4"]),
     ],
 )
-def test_layers_go_by_the_names_that_the_user_knows(qat, quantised):
+def test_layers_go_by_the_names_that_the_user_knows(qat, quantized):
     ours = session(**qat)
     ours.attach(net())
     technique = ours.techniques["qat"]
-    assert list(technique.layers) == quantised
-    assert technique.schemes[quantised[0]].weight_bits == 8
+    assert list(technique.layers) == quantized
+    assert technique.schemes[quantized[0]].weight_bits == 8
     if "overrides" in qat:
         assert technique.schemes["2"].weight_bits == 4
 

@@ -1,4 +1,4 @@
-"""A model that its user wrapped with peft: qat quantises the layers beneath the adapters and leaves those in float."""
+"""A model that its user wrapped with peft: qat quantizes the layers beneath the adapters and leaves those in float."""
 
 import pytest
 import torch
@@ -46,13 +46,13 @@ def attached(model=None, **options):
     return ours.techniques["qat"]
 
 
-def quantised(technique):
+def quantized(technique):
     return [name.removeprefix(PREFIX) for name in technique.layers]
 
 
-def test_bases_are_quantised_and_adapters_left_in_float_with_a_note():
+def test_bases_are_quantized_and_adapters_left_in_float_with_a_note():
     technique = attached()
-    assert quantised(technique) == ["0.base_layer", "2.base_layer", "4"]
+    assert quantized(technique) == ["0.base_layer", "2.base_layer", "4"]
     left_out = technique.report()["left_out"]
     assert set(left_out) == {f"{PREFIX}{layer}.lora_{side}.default" for layer in (0, 2) for side in "AB"}
     assert {"LoRA adapter" in reason for reason in left_out.values()} == {True}
@@ -140,11 +140,11 @@ def test_saved_adapters_load_in_peft_and_with_the_base_and_ranges_compute_what_w
     ],
 )
 def test_names_of_adapted_layers_mean_the_layer_beneath(options, names):
-    assert quantised(attached(**options)) == names
+    assert quantized(attached(**options)) == names
 
 
-def test_adapters_are_no_last_layer_and_alone_nothing_to_quantise():
-    assert quantised(attached(wrapped(target_modules=["0", "4"]), skip=["last"])) == ["0.base_layer", "2"]
+def test_adapters_are_no_last_layer_and_alone_nothing_to_quantize():
+    assert quantized(attached(wrapped(target_modules=["0", "4"]), skip=["last"])) == ["0.base_layer", "2"]
     with pytest.raises(MatchError, match="must match at least one module"):
         attached(skip=["*.0", "*.2", "*.4"])
 
@@ -154,7 +154,7 @@ def test_what_reads_the_float_weight_or_is_never_called_stays_in_float():
     partly = Session({"qat": {"scheme": "int8"}, "allow_partial": True})  # most is DoRA's
     partly.attach(model)
     technique = partly.techniques["qat"]
-    assert quantised(technique) == ["2", "4.modules_to_save.default"]
+    assert quantized(technique) == ["2", "4.modules_to_save.default"]
     left_out = {name.removeprefix(PREFIX): reason for name, reason in technique.report()["left_out"].items()}
     assert "DoRA" in left_out["0.base_layer"]
     assert "modules_to_save" in left_out["4.original_module"]
@@ -178,4 +178,4 @@ def test_a_base_that_holds_codes_already_is_refused_and_what_works_is_named(bits
                        "without quantization_config.*int4_weight.* skip"):  # fmt: skip
         attached(model)
     assert type(model.get_submodule(PREFIX + "4")) is nn.Linear
-    assert quantised(attached(model, skip=["*.0"])) == ["2.base_layer", "4"]
+    assert quantized(attached(model, skip=["*.0"])) == ["2.base_layer", "4"]

@@ -228,7 +228,7 @@ def test_controls(control, tmp_path):
     assert initial.keys() == seen[STEPS].keys()
 
 
-def test_random_reinit_draws_from_the_models_own_initialisation(tmp_path):
+def test_random_reinit_draws_from_the_models_own_initialization(tmp_path):
     model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
     nn.init.normal_(model[0].weight, std=3.0)
     nn.init.zeros_(model[0].bias)

@@ -80,11 +80,11 @@ def test_full_rank_is_exact_and_so_is_the_product(decomposition, conv):
     report = factorize(net, options, [IMAGES] if decomposition != "svd" else None)
     assert [layer["scheme"] for layer in report.layers] == [conv] * 3 + ["linear"]
     torch.testing.assert_close(net(IMAGES), expected, atol=1e-5, rtol=0)
-    factorised = net(IMAGES)
+    factorized = net(IMAGES)
     assert merge(net) == ["0", "2", "4", "6"]
     assert list(net.state_dict()) == names
     assert type(net[0]) is nn.Conv2d
-    torch.testing.assert_close(net(IMAGES), factorised, atol=1e-6, rtol=0)
+    torch.testing.assert_close(net(IMAGES), factorized, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("scheme", ["channel", "spatial"])
@@ -225,7 +225,7 @@ class Awkward(nn.Module):
         self.adapted.base_layer, self.adapted.lora_A = nn.Linear(32, 32), nn.ModuleDict()
 
 
-def test_what_cannot_be_factorised_is_named_and_a_shared_module_stays_one():
+def test_what_cannot_be_factorized_is_named_and_a_shared_module_stays_one():
     net = Awkward()
     report = factorize(net, {"rank": 4, **ALL}, allow_partial=True)
     assert [layer["name"] for layer in report.layers] == ["plain"]
@@ -295,14 +295,14 @@ LITTLE = {"rank": 2, "min_size": 0}
     [
         (lambda net: net[0].weight.data.fill_(float("nan")), {}, TrainingError, "must be finite"),
         (lambda net: net.to("meta"), {}, CompatibilityError, "without values"),
-        (lambda net: factorize(net, LITTLE), {}, CompatibilityError, "factorised already"),
+        (lambda net: factorize(net, LITTLE), {}, CompatibilityError, "factorized already"),
         (lambda net: None, {"rank": "budget:0.5", "force": True}, ConfigError, "force must come with"),
         (lambda net: None, {"decomposition": "whitened"}, ConfigError, "batches must be given with whitened"),
         (lambda net: None, {"merge": True}, ConfigError, "merge must be left out"),
         (lambda net: None, {"rank": "/nowhere/none.json"}, ConfigError, "report of eff low-rank"),
     ],
 )
-def test_what_cannot_be_factorised_is_refused_untouched(change, options, error, match):
+def test_what_cannot_be_factorized_is_refused_untouched(change, options, error, match):
     net = low_rank_net()
     change(net)
     kept = list(net.state_dict())
@@ -391,7 +391,7 @@ def test_an_optimizer_from_before_is_refused_and_so_are_measured_ranks():
 
 
 @pytest.mark.parametrize("beside", ["prune", "qat"])
-def test_factors_can_be_pruned_and_quantised(beside):
+def test_factors_can_be_pruned_and_quantized(beside):
     net = low_rank_net()
     more = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}, "qat": {"scheme": "int8", "begin": 1}}
     recipe = {"low_rank": {"rank": 4, "min_size": 0}, beside: more[beside]}

@@ -15,7 +15,7 @@ from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.quantization import convert
 
 
-class Standardised(nn.Conv2d):
+class Standardized(nn.Conv2d):
     """As BiT and NFNet have it."""
 
     def kernel(self):
@@ -91,7 +91,7 @@ class Words(nn.Embedding):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (Standardised(3, 4, 3), COMPUTED),
+        (Standardized(3, 4, 3), COMPUTED),
         (Changed(4, 4, 3), COMPUTED),
         (Masked(5, 5), COMPUTED),
         (Padded(3, 4, 3), None),
@@ -133,9 +133,9 @@ def trained(model, recipe, *inputs, steps=4):
     return loop.session
 
 
-def standardised():
+def standardized():
     torch.manual_seed(0)
-    return nn.Sequential(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16 * 16, 2))
+    return nn.Sequential(Standardized(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16 * 16, 2))
 
 
 @pytest.mark.parametrize(
@@ -150,21 +150,21 @@ def standardised():
     ids=lambda recipe: next(iter(recipe)),
 )
 def test_a_weight_that_forward_computes_is_left_as_it_is_and_named(recipe):
-    model = standardised()
+    model = standardized()
     session = trained(model, {**recipe, "allow_partial": True}, torch.randn(2, 3, 8, 8))
     (key,) = recipe
-    plain = standardised()
+    plain = standardized()
     trained(plain, {}, torch.randn(2, 3, 8, 8))
     assert len(model[0].weight.unique()) == model[0].weight.numel()
     assert int((model[0].weight == 0).sum()) == 0
     if key != "lora":  # include chose another layer
         left = session.receipt().values["techniques"][key]["left_out"]
-        assert any(name in ("0", "0.weight") and "Standardised" in reason for name, reason in left.items())
+        assert any(name in ("0", "0.weight") and "Standardized" in reason for name, reason in left.items())
 
 
 def test_what_include_names_and_forward_computes_is_refused():
-    with pytest.raises(CompatibilityError, match=r"got 0: Standardised: its forward multiplies by a weight that it"):
-        Session({"prune": {"sparsity": 0.5, "include": ["0"]}}).attach(standardised())
+    with pytest.raises(CompatibilityError, match=r"got 0: Standardized: its forward multiplies by a weight that it"):
+        Session({"prune": {"sparsity": 0.5, "include": ["0"]}}).attach(standardized())
 
 
 def test_zeros_under_a_mask_of_the_layer_are_zeros_of_its_product():

@@ -152,7 +152,7 @@ def test_int4_is_ml_dtypes_int4():
 
 @pytest.mark.parametrize(("name", "es"), [("posit8", 2), ("posit8_es0", 0)])
 def test_posits_round_as_their_standard_says(name, es):
-    # Between neighbours u and w the boundary is the posit of one bit more, u's bits and a 1; a tie gives the even code.
+    # Between neighbors u and w the boundary is the posit of one bit more, u's bits and a 1; a tie gives the even code.
     for u in range(1, 127):
         v = float(posit_value(2 * u + 1, 9, es))
         assert posit_value(u, 8, es) < v < posit_value(u + 1, 8, es)

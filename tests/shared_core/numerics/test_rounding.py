@@ -47,7 +47,7 @@ def around(points):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", LINEAR)
-def test_every_midpoint_goes_to_the_even_code_and_its_neighbours_to_the_near_one(name, dtype):
+def test_every_midpoint_goes_to_the_even_code_and_its_neighbors_to_the_near_one(name, dtype):
     values, codes = lattice(name, dtype)
     middle = values[:-1] / 2 + values[1:] / 2  # exact: one bit more than the values, and their sum could overflow
     below, at, above = around(middle)
@@ -298,7 +298,7 @@ def generator(seed=0):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("binary", "fp64", "fp32", "e8m0")])
-def test_mean_is_the_input_and_only_neighbours_occur(name, sign):
+def test_mean_is_the_input_and_only_neighbors_occur(name, sign):
     if sign < 0 and name.startswith("uint"):
         return
     row = FORMATS[name]

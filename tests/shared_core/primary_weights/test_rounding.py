@@ -114,7 +114,7 @@ def test_moments_that_are_drawn_have_the_mean_of_float64():
         gradient = torch.tensor(gradient).bfloat16().item()
         exact = 0.999 * exact + 0.001 * gradient**2
         nearest = nearest * 0.999 + 0.001 * gradient**2
-        variance = 0.999**2 * variance + (2.0**-7 * exact) ** 2 / 4  # at most that of a coin between neighbours
+        variance = 0.999**2 * variance + (2.0**-7 * exact) ** 2 / 4  # at most that of a coin between neighbors
         weight.grad = torch.full((count,), gradient, dtype=torch.bfloat16)
         stepped(session, optimizer)
     second = optimizer.state[weight]["exp_avg_sq"]

@@ -284,7 +284,7 @@ def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest(live_sh
     assert found is not mask
 
 
-# regularisers (C6)
+# regularizers (C6)
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (3, 4, 2, 2)])

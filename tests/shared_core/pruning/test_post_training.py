@@ -261,10 +261,10 @@ def test_a_model_of_transformers_brings_its_loss():
     second = prune(other, {"sparsity": 0.5, "criterion": "fisher"}, batches, loss=lambda m, b: m(**b)["loss"])
     assert all(torch.equal(mask, second.masks[name]) for name, mask in first.masks.items())
     assert first.examples == 8
-    unlabelled = [{"input_ids": batch["input_ids"]} for batch in batches]
+    unlabeled = [{"input_ids": batch["input_ids"]} for batch in batches]
     with pytest.raises(ConfigError, match=r"loss must be a scalar .* for criterion taylor, got NoneType"):
-        prune(model, {"sparsity": 0.5, "criterion": "taylor"}, unlabelled)
-    heads = prune(model, {"sparsity": 0.5, "granularity": "head"}, unlabelled)
+        prune(model, {"sparsity": 0.5, "criterion": "taylor"}, unlabeled)
+    heads = prune(model, {"sparsity": 0.5, "granularity": "head"}, unlabeled)
     assert ([entry["pruned"] for entry in heads.units], heads.examples) == ([1], 0)
 
 

@@ -1,4 +1,4 @@
-"""Fake quantisation, its scales and its ranges for groups, tokens and channels against float64 references."""
+"""Fake quantization, its scales and its ranges for groups, tokens and channels against float64 references."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_arbitrary_scales_against_float64():
         value, _ = reference(x.double().numpy(), s, zero_point, -128, 127)
         y = fake_quantize(x, scale, zero_point, -128, 127).double().numpy()
         wrong = np.abs(y - value) > 1e-6 * np.abs(value) + 1e-12
-        # float32 division may round onto a tie; there both neighbours are as near
+        # float32 division may round onto a tie; there both neighbors are as near
         assert wrong.mean() < 1e-4
         assert np.abs(y - value).max() <= s * 1.0001
 
@@ -249,7 +249,7 @@ def test_groups_equal_the_formula(bits, group_size, symmetric):
             expected = group_reference(group, bits, symmetric)
             step = np.abs(group).max() / (2 ** (bits - 1) - 1) + 1e-30
             wrong = np.abs(y[row, start : start + group_size] - expected) > 1e-5 * step
-            # float32 division may round onto a tie; there both neighbours are as near
+            # float32 division may round onto a tie; there both neighbors are as near
             assert wrong.sum() <= 1
             assert np.abs(y[row, start : start + group_size] - group).max() <= step * 1.01
 
@@ -413,7 +413,7 @@ def stochastic_ops():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "channel", "group", "affine", "token"])
-def test_stochastic_rounding_has_the_right_mean_and_only_the_two_neighbours(name):
+def test_stochastic_rounding_has_the_right_mean_and_only_the_two_neighbors(name):
     op = stochastic_ops()[name]
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(7))
     draws = torch.stack([op(x) for _ in range(4000)]).double()

@@ -159,7 +159,7 @@ def test_observed_and_symbolic_flow_agree():
 
 
 class Exact:
-    """Quantises nothing."""
+    """Quantizes nothing."""
 
     def input(self, module, x):
         return x
@@ -198,7 +198,7 @@ def test_folded_training_equals_layer_and_batch_norm(name):
     torch.testing.assert_close(folded(x), plain(x))
 
 
-def test_frozen_statistics_stay_and_normalise():
+def test_frozen_statistics_stay_and_normalize():
     plain, x = pair("conv2d grouped")
     folded = copy.deepcopy(plain)
     fold_pair_(folded[0], folded[1], Exact()).frozen = True
@@ -212,7 +212,7 @@ def test_frozen_statistics_stay_and_normalise():
     assert torch.equal(folded[1].running_mean, before)
 
 
-def test_the_folded_weight_is_what_is_quantised():
+def test_the_folded_weight_is_what_is_quantized():
     net, x = pair("conv1d")
     conv, norm = copy.deepcopy(net)
     quantizer = Coarse()
@@ -432,7 +432,7 @@ def test_frozen_statistics_stay():
     assert not torch.equal(model.alone.running_mean, torch.zeros(64))
 
 
-def test_without_quantisation_a_folded_model_trains_like_the_plain_one():
+def test_without_quantization_a_folded_model_trains_like_the_plain_one():
     plain, folded = make_net(), make_net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     session, other = start(folded, begin=1.0)

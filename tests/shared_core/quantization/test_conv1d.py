@@ -1,4 +1,4 @@
-"""transformers' Conv1D, GPT-2's linear layer, is quantised as the linear layer that it is."""
+"""transformers' Conv1D, GPT-2's linear layer, is quantized as the linear layer that it is."""
 
 import copy
 
@@ -116,25 +116,25 @@ def test_scales_belong_to_outputs():
 
 
 @pytest.mark.slow
-def test_a_small_gpt2_is_quantised_saved_loaded_converted_and_exported(tmp_path):
+def test_a_small_gpt2_is_quantized_saved_loaded_converted_and_exported(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=False
     )
     model = GPT2LMHeadModel(config).eval()
     tokens = torch.arange(12).view(1, 12) * 5 % 64
-    quantised, report = quantize_with_report(model, "int8_dynamic")
+    quantized, report = quantize_with_report(model, "int8_dynamic")
     layers, ranges = [name for name, module in model.named_modules() if type(module) is Conv1D], report.ranges
     assert len(layers) == 8
     assert set(layers) < set(ranges)
-    quantised.save_pretrained(tmp_path / "saved")
+    quantized.save_pretrained(tmp_path / "saved")
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "saved").eval()
     expected = apply_ranges(copy.deepcopy(loaded), ranges)(tokens).logits
-    for made in (convert(loaded, ranges), convert(quantised, backend="auto")):
+    for made in (convert(loaded, ranges), convert(quantized, backend="auto")):
         torch.testing.assert_close(made(tokens).logits, expected, atol=1e-4, rtol=1e-3)
-    told = conversion_report(convert(quantised, backend="auto"))
+    told = conversion_report(convert(quantized, backend="auto"))
     assert {told[name]["type"] for name in layers} == {"Linear"}
     assert type(loaded.transformer.h[0].attn.c_attn) is Conv1D
-    file = export_onnx(quantised, {"input_ids": tokens}, tmp_path / "model.onnx")
+    file = export_onnx(quantized, {"input_ids": tokens}, tmp_path / "model.onnx")
     assert set(layers) < set(file.quantized)
     assert file.integer_nodes == {"MatMulIntegerToFloat": 9}

@@ -1,4 +1,4 @@
-"""The weights of stacked experts are quantised with scales for each expert and channel, or groups along its inputs."""
+"""The weights of stacked experts are quantized with scales for each expert and channel, or groups along its inputs."""
 
 import json
 
@@ -27,7 +27,7 @@ def logits(net):
 
 @pytest.mark.parametrize("scheme", [key for key, scheme in SCHEMES.items() if not scheme.has_range])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_expert_is_quantised_as_a_linear_layer_of_its_own(kind, scheme):
+def test_each_expert_is_quantized_as_a_linear_layer_of_its_own(kind, scheme):
     net = mixture(kind).eval()
     quantized, report = quantize_with_report(net, scheme)
     found = next(entry for entry in report.layers if entry["name"] == EXPERTS)
@@ -49,7 +49,7 @@ def test_each_expert_is_quantised_as_a_linear_layer_of_its_own(kind, scheme):
 )  # token by token
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_products_of_each_token_have_quantised_inputs(kind, implementation, scheme):
+def test_both_products_of_each_token_have_quantized_inputs(kind, implementation, scheme):
     net = mixture(kind)
     net.set_experts_implementation(implementation)
     quantized = quantize(net, scheme)
@@ -113,7 +113,7 @@ def test_a_run_trains_on_the_grid_saves_it_and_resumes_exactly(kind, scheme, tmp
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_sees_the_quantised_stacks_however_they_are_multiplied(kind, implementation):
+def test_training_sees_the_quantized_stacks_however_they_are_multiplied(kind, implementation):
     net, baked = mixture(kind), mixture(kind)
     for model in (net, baked):
         model.set_experts_implementation(implementation)

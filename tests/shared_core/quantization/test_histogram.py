@@ -187,7 +187,7 @@ def test_kl_cuts_a_lonely_outlier_and_ignores_the_zeros_of_a_relu():
     assert padded[0, 0] == 0
 
 
-def quantised(x, low, high, qmin, qmax, symmetric):
+def quantized(x, low, high, qmin, qmax, symmetric):
     low, high = min(low, 0.0), max(high, 0.0)
     scale = (high / qmax if symmetric else (high - low) / (qmax - qmin)) or 1.0
     zero = 0 if symmetric else min(max(round(qmin - low / scale), qmin), qmax)
@@ -209,7 +209,7 @@ def test_kl_comes_near_the_best_clip_of_values_half_of_which_almost_vanish(name,
     low, high = min(x.min().item(), 0.0), x.max().item()
 
     def sqnr(low, high):
-        lost = x.numpy() - quantised(x.numpy(), low, high, 0, 255, False)
+        lost = x.numpy() - quantized(x.numpy(), low, high, 0, 255, False)
         return 10 * math.log10(x.square().mean().item() / np.square(lost).mean())
 
     best = max(sqnr(share * low, share * high) for share in np.linspace(0.3, 1, 71))
@@ -225,7 +225,7 @@ def test_mse_is_as_good_as_an_exhaustive_search_over_the_values(name, symmetric,
     qmin, qmax = (1 - 2 ** (bits - 1) if symmetric else -(2 ** (bits - 1))), 2 ** (bits - 1) - 1
 
     def error(low, high):
-        return np.square(quantised(x, low, high, qmin, qmax, symmetric) - x).mean()
+        return np.square(quantized(x, low, high, qmin, qmax, symmetric) - x).mean()
 
     shares = np.linspace(0.02, 1.0, 40)
     amax = np.abs(x).max()
@@ -239,7 +239,7 @@ def test_mse_is_as_good_as_an_exhaustive_search_over_the_values(name, symmetric,
 
 
 def test_mse_expects_what_evenly_filled_cells_have():
-    """16 cells of 1, uniform: the error of [-α, α] by a fine sum, minimised by a fine search."""
+    """16 cells of 1, uniform: the error of [-α, α] by a fine sum, minimized by a fine search."""
     counts = np.array([1, 5, 9, 7, 5, 4, 3, 2, 2, 1, 1, 0, 0, 0, 0, 1.0])
     histogram = Histogram(bins=16)
     histogram.data[0] = torch.tensor([2.0**-40, -(16 - 2.0**-40), *counts, 0, 0])
@@ -247,7 +247,7 @@ def test_mse_expects_what_evenly_filled_cells_have():
     points, weights = (np.arange(16)[:, None] + inside).ravel(), np.repeat(counts, 2000)
     points[-2000:] = 16  # those of the last cell lie at its end
     alphas = np.linspace(1, 16, 1501)
-    errors = [weights @ np.square(quantised(points, -a, a, -3, 3, True) - points) for a in alphas]
+    errors = [weights @ np.square(quantized(points, -a, a, -3, 3, True) - points) for a in alphas]
     found = mse_range(histogram, -3, 3, True)[0, 1].item()
     assert abs(found - alphas[int(np.argmin(errors))]) < 16 / 128 / 16 + 0.01
 
@@ -284,7 +284,7 @@ def found_noise(kind, x, qmin, qmax, symmetric):
         found = torch.stack([-high if symmetric else x.min(), high])
     else:
         found = (mse_range if kind == "mse" else kl_range)(histogram, qmin, qmax, symmetric)[0]
-    lost = x.numpy() - quantised(x.numpy(), *found.tolist(), qmin, qmax, symmetric)
+    lost = x.numpy() - quantized(x.numpy(), *found.tolist(), qmin, qmax, symmetric)
     return np.square(lost).mean(), histogram.width.item()
 
 
@@ -301,7 +301,7 @@ def test_values_at_an_end_are_not_clipped_away(name, qmin, qmax, symmetric):
     low = -high if symmetric else x.clamp(max=0).min().item()
     for share in np.linspace(0.05, 1, 96):  # by brute force: every pair of ends, or one
         for other in (share,) if symmetric or not (low and high) else np.linspace(0.05, 1, 20):
-            clipped = quantised(x.numpy(), low * other, high * share, qmin, qmax, symmetric)
+            clipped = quantized(x.numpy(), low * other, high * share, qmin, qmax, symmetric)
             least = min(least, np.square(clipped - x.numpy()).mean())
     assert math.sqrt(noise["mse"][0]) <= math.sqrt(least) * 1.02 + cell / 2
     if (qmin, qmax) in ((0, 255), (-127, 127)):

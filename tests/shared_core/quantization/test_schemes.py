@@ -23,7 +23,7 @@ SCHEMES = list(Scheme.__args__)
 
 
 class Mixed(nn.Module):
-    """Every kind of layer that is quantised."""
+    """Every kind of layer that is quantized."""
 
     def __init__(self):
         super().__init__()
@@ -332,17 +332,17 @@ def test_rows_that_no_group_divides_are_one_group_of_a_recurrent_layer():
     torch.manual_seed(0)
     lstm = nn.LSTM(40, 256)
     before = {name: weight.clone() for name, weight in lstm.named_parameters()}
-    quantised = quantize(nn.Sequential(lstm), "int4_weight")
+    quantized = quantize(nn.Sequential(lstm), "int4_weight")
     # 40 inputs are no multiple of a usual group; 256 hidden units are two of 128
     for name, size in {"weight_ih_l0": 40, "weight_hh_l0": 128}.items():
         rows = before[name].double().reshape(-1, size)
         low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
         step = ((high - low) / 15).unsqueeze(1)  # an end may be off by a half of it for the zero point too
-        found = quantised[0].get_parameter(name).double().reshape(-1, size)
+        found = quantized[0].get_parameter(name).double().reshape(-1, size)
         assert ((found - rows).abs() <= 1.001 * step).all()
         assert max(len(row.unique()) for row in found) <= 16
     weights, scales = 4 * 256 * (40 + 256), 4 * 256 * (1 + 2)
-    assert layer_bytes(quantised)["0"] == (4 * weights, weights // 2 + 5 * scales)
+    assert layer_bytes(quantized)["0"] == (4 * weights, weights // 2 + 5 * scales)
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (200, 256), (130, 96)])

@@ -31,7 +31,7 @@ def test_ranges_are_the_moving_average_of_each_step():
     assert run.technique.figures() == {"qat/active": 1.0, "qat/layers": 2.0, "qat/range_updates": 5.0}
 
 
-def test_first_step_has_float_activations_and_quantised_weights():
+def test_first_step_has_float_activations_and_quantized_weights():
     run = Run(small_net())
     net, (batch,) = run.model, batches(1)
     plain = small_net()
@@ -304,7 +304,7 @@ class Tied(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
 
-def test_what_cannot_be_quantised_is_left_out_and_named():
+def test_what_cannot_be_quantized_is_left_out_and_named():
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", skip=("embed",)))
     model = Tied()
     technique.attach(Context(model=model))
@@ -316,7 +316,7 @@ def test_what_cannot_be_quantised_is_left_out_and_named():
     assert type(model.head) is nn.Linear
 
 
-def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
+def test_an_embedding_and_the_head_that_shares_its_weight_are_quantized_alike():
     model = Tied()
     run = Run(model.eval(), include=("embed", "head"))
     run.context.step = 1
@@ -340,7 +340,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
 @pytest.mark.parametrize("pattern", ["odd", "head", "Doubled"])
 def test_asking_for_what_cannot_be_is_an_error(pattern):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", include=(pattern, "body")))
-    with pytest.raises(CompatibilityError, match=r"include must name .* can be quantised"):
+    with pytest.raises(CompatibilityError, match=r"include must name .* can be quantized"):
         technique.attach(Context(model=Tied()))
 
 
@@ -349,10 +349,10 @@ def test_matching_nothing_and_attaching_twice_are_errors():
     with pytest.raises(MatchError, match="has no Linear"):
         technique.attach(Context(model=nn.ReLU()))
     only = nn.Sequential(Doubled(2, 2))
-    with pytest.raises(MatchError, match="can be quantised; 0: Doubled"):
+    with pytest.raises(MatchError, match="can be quantized; 0: Doubled"):
         technique.attach(Context(model=only))
     model = Run(small_net()).model
-    with pytest.raises(CompatibilityError, match="already has quantisers"):
+    with pytest.raises(CompatibilityError, match="already has quantizers"):
         technique.attach(Context(model=model))
 
 
@@ -366,7 +366,7 @@ def test_config_refusals(options, message):
         QatConfig(**({"scheme": "int8"} | options))
 
 
-def test_fused_encoder_evaluation_does_not_walk_past_the_quantisers():
+def test_fused_encoder_evaluation_does_not_walk_past_the_quantizers():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).eval()

@@ -110,7 +110,7 @@ def test_a_page_of_everything(run, tmp_path):
     assert "| layer | bits | kl |" in part(text, "Sensitivity")
     for form in ("float32", "bfloat16", "int8 reference", "torchao"):
         assert f"| {form} | " in part(text, "Latency")
-    assert "chains of layers equalised" in part(text, "Notes")
+    assert "chains of layers equalized" in part(text, "Notes")
     again = report_of(tmp_path / "small")
     assert part(again, "Error of the weights") == part(text, "Error of the weights")
     sizes = f"{values['bytes']['float']:,} | {values['bytes']['quantized']:,}"
@@ -145,7 +145,7 @@ def test_attacks_are_made_on_each_model_and_carried_over_from_the_float_one(run,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("evaluate", "mode"), [("accuracy", "max"), ("wrong", "min")])
-def test_a_plan_by_quality_quantises_what_it_says(run, tmp_path, evaluate, mode):
+def test_a_plan_by_quality_quantizes_what_it_says(run, tmp_path, evaluate, mode):
     result = run(
         "cnn", *CALIBRATED, "small", "--eval", f"report_task:{evaluate}", "--mode", mode, "--report", "page.html",
         "--set", "weight_bits=2", "--largest-loss", "0.02", "--sensitivity", "kl", "--all-layers",

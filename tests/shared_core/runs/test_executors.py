@@ -41,7 +41,7 @@ state=RUNNING; [ -e "$SLURM_STATE/42.done" ] && state=COMPLETED
 printf 'JobID|State|NodeList\\n42|%s|here\\n' $state
 """,
     "scancel": """#!/bin/bash
-echo "$@" >> "$SLURM_STATE/cancelled"
+echo "$@" >> "$SLURM_STATE/canceled"
 """,
 }
 
@@ -100,7 +100,7 @@ def test_a_search_waits_for_a_job_of_slurm(tmp_path, slurm):
     assert all(f"#SBATCH --{one}\n" in asked for one in ("time=90", "partition=gpu", "gpus-per-node=2"))
     assert json.loads((tmp_path / "run.job.json").read_text()) == {"cluster": "slurm", "job": "42"}
     run.kill()
-    assert (slurm / "cancelled").read_text() == "42\n"
+    assert (slurm / "canceled").read_text() == "42\n"
 
 
 def test_a_job_that_a_killed_search_left_in_the_queue_is_waited_for(tmp_path, slurm):

@@ -26,9 +26,9 @@ def test_distances_and_cosines_are_those_of_the_whole_vectors():
     vectors = torch.stack([torch.cat([member["a"].double().flatten(), member["b"].double()]) for member in members])
     assert torch.allclose(torch.tensor(found.distances).double(), torch.cdist(vectors, vectors), rtol=1e-6)
     assert found.distances[1][3] == 0.0
-    centred = vectors - vectors.mean(0)
-    assert torch.allclose(torch.tensor(found.from_mean).double(), centred.norm(dim=1), rtol=1e-6)
-    expected = torch.nn.functional.cosine_similarity(centred[:, None], centred[None], dim=-1)
+    centered = vectors - vectors.mean(0)
+    assert torch.allclose(torch.tensor(found.from_mean).double(), centered.norm(dim=1), rtol=1e-6)
+    expected = torch.nn.functional.cosine_similarity(centered[:, None], centered[None], dim=-1)
     assert torch.allclose(torch.tensor(found.cosines).double(), expected, rtol=1e-6)
 
 

@@ -69,7 +69,7 @@ def test_a_fixed_point_that_is_never_better_than_the_optimum(values, num_cluster
 
 
 def test_the_optimum_where_clusters_are_plain():
-    ordered = np.sort(np.concatenate([centre + np.array([-0.1, 0.0, 0.1]) for centre in (-5.0, 0.0, 2.0)]))
+    ordered = np.sort(np.concatenate([center + np.array([-0.1, 0.0, 0.1]) for center in (-5.0, 0.0, 2.0)]))
     centroids, assigned = clusters_of(ordered, 3)
     assert cost(ordered, centroids, assigned) == pytest.approx(best_cost(ordered, 3))
 

@@ -30,11 +30,11 @@ def targets(model, **options):
 def test_which_weights_are_shared():
     found = targets(Tied())
     assert list(found.modules) == ["embed.weight", "hidden.weight", "conv.weight"]
-    assert found.left_out == {"normed.weight": "computed, by weight norm or another parametrisation"}
+    assert found.left_out == {"normed.weight": "computed, by weight norm or another parametrization"}
     for odd in (nn.Embedding(40, 16, sparse=True), nn.Embedding(40, 16, max_norm=1.0)):
         model = nn.Sequential(odd, nn.Linear(16, 16))
         assert targets(model).left_out == {
-            "0.weight": "an embedding with sparse gradients, or one that is normalised in forward"
+            "0.weight": "an embedding with sparse gradients, or one that is normalized in forward"
         }
     found = targets(Tied(), skip=["head"])
     assert found.left_out["embed.weight"] == "shared with head.weight, which is not chosen"

@@ -1,4 +1,4 @@
-"""Values for the tests of FP8: skewed ones, block-quantised ones, and what lies in memory."""
+"""Values for the tests of FP8: skewed ones, block-quantized ones, and what lies in memory."""
 
 import torch
 from eff_kernels import fp8 as kernels

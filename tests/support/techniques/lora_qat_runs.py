@@ -1,4 +1,4 @@
-"""A training run of adapters over a base that qat quantises, which the tests of both share."""
+"""A training run of adapters over a base that qat quantizes, which the tests of both share."""
 
 import torch
 from lora_runs import X

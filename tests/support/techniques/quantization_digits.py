@@ -1,4 +1,4 @@
-"""Nets trained on the digits, once each, that the tests of quantisation after training share."""
+"""Nets trained on the digits, once each, that the tests of quantization after training share."""
 
 from functools import cache
 

@@ -91,10 +91,10 @@ def trained(build=mlp, steps=1, finish=False, shape=None, **options):
     return model.eval(), ranges
 
 
-def run(path, x, optimise=False, save=None):
+def run(path, x, optimize=False, save=None):
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if not optimise:
+    if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if save:
         options.optimized_model_filepath = str(save)

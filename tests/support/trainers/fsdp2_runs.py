@@ -83,7 +83,7 @@ def assert_two_trained_what_one_did(runs, name):
         if f"qat.step of {key}" in alone:
             # a sum over ranks rounds otherwise and may tip a weight over to the next code
             assert_codes_close(first[key], value, alone[f"qat.step of {key}"], max_flips=0.05)
-        else:  # of what is quantised no more than a code's share of a gradient
+        else:  # of what is quantized no more than a code's share of a gradient
             tolerance = 1e-4 if "qat.ranges" in alone else 1e-6
             torch.testing.assert_close(first[key].double(), value.double(), rtol=tolerance, atol=tolerance)
 

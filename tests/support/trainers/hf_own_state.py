@@ -19,7 +19,7 @@ CASES = {
 }
 
 
-class CentredForImageClassification(ResNetForImageClassification):
+class CenteredForImageClassification(ResNetForImageClassification):
     """Training reads a buffer, so that weights tell of it."""
 
     def __init__(self, config):
@@ -36,7 +36,7 @@ def train(folder, case, seed, resume=None):
     recipe, settings = CASES[case]
     torch.manual_seed(seed)
     shape = {"num_channels": 1, "embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"}
-    model = CentredForImageClassification(ResNetConfig(num_labels=4, **shape))
+    model = CenteredForImageClassification(ResNetConfig(num_labels=4, **shape))
     images = torch.randn(48, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(48).view(48, 1, 1, 1)
     data = [{"pixel_values": image, "labels": int(image.mean() > 0)} for image in images]
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2, **settings}

@@ -21,7 +21,7 @@ TAUGHT_BY_ITSELF = {"distill": {"teacher": "ema", "student": "net", "ema_decay":
 LEARNED = {"qat": {"scheme": "int8", "range": "lsq_plus", "begin": 2}}  # its first scale is of the folded weight
 
 
-class Centred(module_class(BOTH[0])):
+class Centered(module_class(BOTH[0])):
     def __init__(self):
         super().__init__()
         self.register_buffer("center", torch.zeros(8))
@@ -31,14 +31,14 @@ class Centred(module_class(BOTH[0])):
         return F.cross_entropy(self(batch[0] - self.center), batch[1])
 
 
-class Descending(Centred):
+class Descending(Centered):
     """Without any state of its optimizer."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class LateExpert(Centred):
+class LateExpert(Centered):
     """With a part that has no gradient, and so no state, before step 4."""
 
     def __init__(self):
@@ -60,14 +60,14 @@ def sharded(**options):
 FOLDER = {"save_distributed_checkpoint": True}
 # strategy, module, recipe, batches to a step, batches after which is resumed (3 an epoch)
 CASES = {
-    "window": (ddp(), Centred, AVERAGE, 2, (4, 6)),
-    "own buffers": (ddp(broadcast_buffers=False), Centred, AVERAGE, 2, (6, 7)),  # 7 ends a window
-    "teacher": (ddp(), Centred, TAUGHT_BY_ITSELF, 1, (3,)),
-    "learned": (ddp(), Centred, LEARNED, 1, (4,)),
+    "window": (ddp(), Centered, AVERAGE, 2, (4, 6)),
+    "own buffers": (ddp(broadcast_buffers=False), Centered, AVERAGE, 2, (6, 7)),  # 7 ends a window
+    "teacher": (ddp(), Centered, TAUGHT_BY_ITSELF, 1, (3,)),
+    "learned": (ddp(), Centered, LEARNED, 1, (4,)),
     "file": (sharded(), LateExpert, AVERAGE, 1, (2, 4)),
     "folder": (sharded(**FOLDER), LateExpert, AVERAGE, 1, (2, 4)),
-    "first window, file": (sharded(), Centred, AVERAGE, 2, (0,)),
-    "first window, folder": (sharded(**FOLDER), Centred, AVERAGE, 2, (0,)),
+    "first window, file": (sharded(), Centered, AVERAGE, 2, (0,)),
+    "first window, folder": (sharded(**FOLDER), Centered, AVERAGE, 2, (0,)),
     "stateless, file": (sharded(), Descending, AVERAGE, 1, (4,)),
     "stateless, folder": (sharded(**FOLDER), Descending, AVERAGE, 1, (4,)),
 }

@@ -214,7 +214,7 @@ def test_frozen_weights_are_told_beside_what_trains_weights_alone(options):
     assert "1,024 of frozen weights" in told
 
 
-def test_frozen_layers_that_are_quantised_are_named():
+def test_frozen_layers_that_are_quantized_are_named():
     session = began(frozen_backbone(), {"qat": {"scheme": "int8"}})
     assert session.coverage["qat"].share == 1
     assert any(note.startswith("qat: frozen layers") and ": 0." in note for note in session.notes)
@@ -263,10 +263,10 @@ def test_qat_leaves_what_is_computed_with_past_its_forward_and_tells():
     assert type(net.embed) is nn.Embedding
     assert type(net.body) is not nn.Linear  # a penalty only looks
     _, report = quantize_with_report(TiedByHand(), "int8_weight")
-    assert not report.left_out  # no training goes past it, and both uses are of the quantised weight
+    assert not report.left_out  # no training goes past it, and both uses are of the quantized weight
 
 
-def test_a_quantised_model_tells_what_is_no_layer():
+def test_a_quantized_model_tells_what_is_no_layer():
     net = nn.Sequential(nn.Linear(8, 8), Experts(4, 8), nn.Linear(8, 2))
     _, report = quantize_with_report(net, "int8_weight", allow_partial=True)
     (note,) = report.notes

@@ -25,7 +25,7 @@ class UnitStep(torch.optim.Optimizer):
 
 
 class OwnAdam(torch.optim.Adam):
-    """A subclass may do anything: here each gradient is centred first."""
+    """A subclass may do anything: here each gradient is centered first."""
 
     def step(self, closure=None):
         for group in self.param_groups:

@@ -7,7 +7,7 @@ from torch import nn
 from shared_core.engine.session import Session
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Reads a running mean, and counts in a table that grows."""
 
     def __init__(self):
@@ -25,7 +25,7 @@ class Centred(nn.Module):
 
 def run(steps, state=None, weights=None):
     torch.manual_seed(0)
-    model = Centred()
+    model = Centered()
     if weights is not None:
         model.load_state_dict(weights)
     session = Session({"prune": {"sparsity": 0.5, "begin": 1, "end": 2}})

@@ -80,7 +80,7 @@ def test_one_static_layer_equals_its_formula_in_float64():
     assert (difference > 1e-5 * expected.abs().max()).double().mean() < 0.01
 
 
-def test_dynamic_int8_has_the_weights_codes_and_quantises_each_row_by_its_own_largest_value():
+def test_dynamic_int8_has_the_weights_codes_and_quantizes_each_row_by_its_own_largest_value():
     quantized, _, fast = both({"scheme": "int8_dynamic", "weight_bits": WIDEST["matmul"]})
     for name in ("0", "2", "4"):
         weight, baked = fast.get_submodule(name).weight, quantized.get_submodule(name).weight.detach()

@@ -44,7 +44,7 @@ KINDS = ["linear", "conv1d", "conv2d", "conv3d"]
 
 
 def layer_inputs(model, x):
-    """Return the input of each quantised layer."""
+    """Return the input of each quantized layer."""
     seen, hooks = {}, []
     for name, module in model.named_modules():
         if hasattr(module, "quantizer") or isinstance(module, IntegerLayer):
@@ -86,7 +86,7 @@ def test_codes_are_those_of_the_training_model(kind, bits):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_layer_equals_its_fake_quantisation_in_float64(kind):
+def test_each_layer_equals_its_fake_quantization_in_float64(kind):
     model, technique, _, x = trained(kind)
     integer = convert(model)
     for name, x_in in layer_inputs(integer, x).items():
@@ -110,8 +110,8 @@ def test_sums_are_whole_and_padding_is_the_zero_point():
     layer = convert(model)[0]
     assert layer.input_zero_point.item() not in (0, -128)
     codes = layer.quantize_input(x).long()
-    centred = F.pad(codes, (1, 1, 1, 1), value=layer.input_zero_point.item()) - layer.input_zero_point.long()
-    patches = centred.unfold(2, 3, 1).unfold(3, 3, 1)
+    centered = F.pad(codes, (1, 1, 1, 1), value=layer.input_zero_point.item()) - layer.input_zero_point.long()
+    patches = centered.unfold(2, 3, 1).unfold(3, 3, 1)
     total = torch.einsum("nchwij,ocij->nohw", patches, layer.weight_codes.long())
     scale = (layer.input_scale.double() * layer.weight_scale.double())[:, None, None]
     assert torch.equal(layer(x), (total * scale + layer.bias.double()[:, None, None]).float())

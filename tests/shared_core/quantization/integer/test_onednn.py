@@ -222,7 +222,7 @@ def test_a_fused_encoder_layer_runs_the_converted_layers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_large_inputs_are_quantised_in_parts_to_the_same_values(monkeypatch, scheme, dtype):
+def test_large_inputs_are_quantized_in_parts_to_the_same_values(monkeypatch, scheme, dtype):
     fast, x = three(scheme, dtype)[2], inputs(dtype=dtype)
     x[1, 2, 3], x[-1, 0, 5] = torch.nan, torch.inf
     whole = run(fast, x)
@@ -256,9 +256,9 @@ def converted(model, dtype=torch.float32, **options):
 def exact_sums(layer, x):
     """``s_x·s_w·Σ(q_x − z)·q_w + b`` in float64."""
     codes = (x / layer.input_scale).round() + layer.input_zero_point
-    centred = (codes.clamp(layer.qmin, layer.qmax) - layer.input_zero_point).double()
+    centered = (codes.clamp(layer.qmin, layer.qmax) - layer.input_zero_point).double()
     total = nn.functional.conv2d(
-        centred, layer.weight_codes.double(), None, layer.stride, layer.padding, layer.dilation, layer.groups
+        centered, layer.weight_codes.double(), None, layer.stride, layer.padding, layer.dilation, layer.groups
     )
     y = total * (layer.input_scale.double() * layer.weight_scale.double()).view(-1, 1, 1)
     return y if layer.bias is None else y + layer.bias.double().view(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""FGSM and PGD against closed forms in float64, on quantised models, and what they refuse."""
+"""FGSM and PGD against closed forms in float64, on quantized models, and what they refuse."""
 
 import itertools
 from types import SimpleNamespace
@@ -177,7 +177,7 @@ def test_outputs_with_logits_are_read():
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_weight", "int8_dynamic", "fp8", "mxfp4"])
-def test_a_gradient_passes_fake_quantisation(scheme):
+def test_a_gradient_passes_fake_quantization(scheme):
     net, (x, y) = trained("cnn"), data(0)[1]
     quantized = quantize(net, scheme, batches())
     found = adversarial_accuracy(quantized, [(x[:200], y[:200])], 0.1, attack="fgsm", low=0, high=1)

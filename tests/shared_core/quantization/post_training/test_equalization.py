@@ -1,4 +1,4 @@
-"""Cross-layer equalisation and bias correction: the function they keep, the ranges and means they reach."""
+"""Cross-layer equalization and bias correction: the function they keep, the ranges and means they reach."""
 
 import copy
 
@@ -133,7 +133,7 @@ def test_dead_channels_are_left_alone():
     assert torch.equal(net[2].weight[:, 0], kept[2])
 
 
-def test_it_repairs_per_tensor_quantisation():
+def test_it_repairs_per_tensor_quantization():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
     scale = 10 ** torch.empty(64).uniform_(-2, 2)
@@ -235,7 +235,7 @@ def test_bad_options_models_and_batches_are_refused(call, error, message):
         call()
 
 
-def quantised(net, bits=3):
+def quantized(net, bits=3):
     other = copy.deepcopy(net)
     with torch.no_grad():
         for module in other.modules():
@@ -250,7 +250,7 @@ def test_corrected_layers_have_the_means_of_the_float_model():
         nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)
     ).double()
     batches = [torch.rand(16, 2, 5, 5).double() + 0.5, torch.rand(5, 2, 5, 5).double()]
-    model = quantised(net)
+    model = quantized(net)
     x = torch.cat(batches)
     before = (model(x) - net(x)).mean(0).abs().max()
     report = correct_bias(model, net, batches)
@@ -264,7 +264,7 @@ def test_corrected_layers_have_the_means_of_the_float_model():
 def test_first_layer_gets_the_closed_form():
     torch.manual_seed(0)
     net = nn.Linear(6, 3).double()
-    model, x = quantised(net), torch.randn(50, 4, 6).double() + 1
+    model, x = quantized(net), torch.randn(50, 4, 6).double() + 1
     expected = net.bias - (model.weight - net.weight) @ x.mean((0, 1))
     correct_bias(model, net, [(x,)])
     torch.testing.assert_close(model.bias, expected)
@@ -274,16 +274,16 @@ def test_a_layer_without_bias_gets_one_only_on_request():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
     x = torch.rand(32, 4) + 1
-    model = quantised(net)
+    model = quantized(net)
     report = correct_bias(model, net, [x])
     assert report.without_bias == ("0",)
     assert model[0].bias is None
     assert list(report.corrected) == ["2"]
-    model = quantised(net)
+    model = quantized(net)
     report = correct_bias(model, net, [{"input": x}], add_missing=True)
     assert report.new_keys == ("0.bias",)
     torch.testing.assert_close(model[0](x).mean(0), net[0](x).mean(0))
-    model = quantised(net)
+    model = quantized(net)
     assert list(correct_bias(model, net, [x], layers=["2"]).corrected) == ["2"]
 
 

@@ -1,4 +1,4 @@
-"""Quantisation after training: its cost, the ranges it finds, weights and biases, verdicts, and what it refuses."""
+"""Quantization after training: its cost, the ranges it finds, weights and biases, verdicts, and what it refuses."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def test_eight_bits_cost_no_accuracy(kind, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "attention"])
-def test_every_scheme_bakes_weights_quantises_inputs_and_converts_to_what_it_computes(kind, scheme):
+def test_every_scheme_bakes_weights_quantizes_inputs_and_converts_to_what_it_computes(kind, scheme):
     model = trained(kind)
     before = copy.deepcopy(model.state_dict())
     quantized, report = quantize_with_report(model, scheme, batches())
@@ -163,7 +163,7 @@ def test_a_bf16_model_stays_bf16_with_codes_and_ranges_of_full_precision(scheme)
             assert entry["max"] == pytest.approx(exact[name]["max"], rel=0.05)
 
 
-def test_keeping_quantisers_is_for_training_and_changes_nothing_here():
+def test_keeping_quantizers_is_for_training_and_changes_nothing_here():
     model, images = trained("mlp"), data(0)[1][0]
     kept = quantize(model, QatConfig(scheme="int8", range="mse", keep=True), batches())
     plain = quantize(model, "int8", batches())
@@ -195,10 +195,10 @@ def test_bad_input_is_refused(config, calibration, options, error, message):
         quantize(make("mlp", 0), config, batch.get(calibration), **options)
 
 
-def test_a_weight_that_is_not_finite_is_refused_and_so_is_a_quantised_model():
+def test_a_weight_that_is_not_finite_is_refused_and_so_is_a_quantized_model():
     model = make("mlp", 0)
     quantized = quantize(model, "int8_weight")
-    with pytest.raises(CompatibilityError, match="already has quantisers"):
+    with pytest.raises(CompatibilityError, match="already has quantizers"):
         quantize(quantized, "int8_weight")
     model[1].weight.data[0, 0] = float("nan")
     with pytest.raises(CompatibilityError, match="weights of 1 must be finite"):
@@ -248,7 +248,7 @@ def uneven():
     return model
 
 
-def test_equalisation_saves_a_network_of_uneven_channels_and_keeps_its_function():
+def test_equalization_saves_a_network_of_uneven_channels_and_keeps_its_function():
     model = uneven()
     images = data(0)[1][0]
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_equalisation_saves_a_network_of_uneven_channels_and_keeps_its_function(
         with torch.no_grad():
             errors.append((quantized(images) - exact).square().mean().sqrt().item())
     assert errors[1] < errors[0] / 2
-    assert "2 chains of layers equalised" in report.notes
+    assert "2 chains of layers equalized" in report.notes
     left, report = quantize_with_report(trained("attention"), "int8", batches(), equalize=True)
     assert accuracy(left) > accuracy(trained("attention")) - 1
     assert any("equalis" in note for note in report.notes)

@@ -1,4 +1,4 @@
-"""Codes between convolutions in exported files: where quantisers are added, what they change, which kernels run."""
+"""Codes between convolutions in exported files: where quantizers are added, what they change, which kernels run."""
 
 import importlib
 
@@ -76,7 +76,7 @@ def net(build, **options):
     ],
 )
 def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build, before, after, added, tmp_path):
-    model, path, optimised = net(build), tmp_path / "model.onnx", tmp_path / "optimised.onnx"
+    model, path, optimized = net(build), tmp_path / "model.onnx", tmp_path / "optimized.onnx"
     plain = export_onnx(model, images(), path)
     assert plain.integer_nodes == before
     assert plain.quantized_activations == {}
@@ -91,8 +91,8 @@ def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build,
     assert report.relative_change < 0.05
     y = run(path, x)
     assert np.abs(y - exact).max() < 0.05 * np.abs(exact).max()
-    assert_close_in_steps(run(path, x, optimise=True, save=optimised), y)
-    assert kinds(optimised).count("Conv") == (1 if build is Skips else 0)
+    assert_close_in_steps(run(path, x, optimize=True, save=optimized), y)
+    assert kinds(optimized).count("Conv") == (1 if build is Skips else 0)
 
 
 @pytest.mark.slow
@@ -105,12 +105,12 @@ def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
     assert found[f"{name}_zero_point"].dtype == np.uint8
     x = images(32)
 
-    def quantised(values):  # ONNX QuantizeLinear, then DequantizeLinear
+    def quantized(values):  # ONNX QuantizeLinear, then DequantizeLinear
         return (torch.clamp(torch.round(values / scale) + zero, 0, 255) - zero) * scale
 
     with torch.no_grad():
         before = model[:3](x)
-        reference = model[4:](F.silu(quantised(before))).numpy()
+        reference = model[4:](F.silu(quantized(before))).numpy()
     assert scale * (0 - zero) <= before.min() + 0.2 * before.abs().max()  # the range is that of what was seen
     assert scale * (255 - zero) >= 0.8 * before.max()
     difference = np.abs(run(path, x) - reference)
@@ -119,7 +119,7 @@ def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tapped_tensor_is_quantised_once_with_the_step_of_the_layer_that_reads_it(tmp_path):
+def test_a_tapped_tensor_is_quantized_once_with_the_step_of_the_layer_that_reads_it(tmp_path):
     model, path = net(Residual), tmp_path / "model.onnx"
     export_onnx(model, images(), path, calibration=calibration())
     nodes = onnx.load(path).graph.node

@@ -98,7 +98,7 @@ def test_a_block_is_traced_once_and_the_file_is_that_of_the_whole(scheme, tmp_pa
         assert kinds(tmp_path / "blocks.onnx").count(name) == kinds(tmp_path / "whole.onnx").count(name)
     assert report.largest_difference < 1e-5
     for given in (inputs(), inputs(3, 9), inputs(1, 1)):
-        sessions = [session_of(tmp_path / name, optimise=False) for name in ("blocks.onnx", "whole.onnx")]
+        sessions = [session_of(tmp_path / name, optimize=False) for name in ("blocks.onnx", "whole.onnx")]
         assert np.allclose(*(session.run(None, feeds(session, given)) for session in sessions), atol=1e-6)
 
 

@@ -21,7 +21,7 @@ def outputs(file, x):
     return Runtime.get().load_program(str(file)).load_method("forward").execute([x])[0]
 
 
-def quantised(build, **options):
+def quantized(build, **options):
     model, ranges = trained(build, finish=True, **options)
     return apply_ranges(model, ranges)
 
@@ -38,7 +38,7 @@ def quantised(build, **options):
     ],
 )
 def test_without_calibration_a_program_computes_what_the_model_does(build, options, tmp_path):
-    model, x = quantised(build, **options), examples(build)
+    model, x = quantized(build, **options), examples(build)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     export_executorch(model, x, tmp_path / "model.pte")
     assert torch.allclose(outputs(tmp_path / "model.pte", x), torch.from_numpy(expected(model, x)), atol=1e-5)
@@ -47,7 +47,7 @@ def test_without_calibration_a_program_computes_what_the_model_does(build, optio
 
 @pytest.mark.parametrize("build", [mlp, conv2d])
 def test_calibration_brings_every_layer_onto_integer_kernels(build, tmp_path):
-    model, x = quantised(build, scheme="int8"), examples(build)
+    model, x = quantized(build, scheme="int8"), examples(build)
     without = export_executorch(model, x, tmp_path / "exact.pte")
     report = export_executorch(model, x, tmp_path / "model.pte", calibration=[examples(build) for _ in range(3)])
     assert set(report.integer) == set(report.quantized) > set(without.integer)
@@ -59,7 +59,7 @@ def test_calibration_brings_every_layer_onto_integer_kernels(build, tmp_path):
 
 
 def test_ranges_of_tokens_run_on_integers(tmp_path):
-    report = export_executorch(quantised(mlp, scheme="int8_dynamic"), examples(mlp), tmp_path / "model.pte")
+    report = export_executorch(quantized(mlp, scheme="int8_dynamic"), examples(mlp), tmp_path / "model.pte")
     assert report.integer == ("0", "2", "4")
     assert report.relative_change < 0.03
 
@@ -72,16 +72,16 @@ def test_codes_make_a_quarter_of_the_file_and_a_float_model_goes_too(tmp_path):
     plain = export_executorch(wide(), x, tmp_path / "float.pte")
     assert plain.quantized == ()
     assert plain.relative_change < 1e-5
-    codes = export_executorch(quantised(wide, shape=(24,), scheme="int8"), x, tmp_path / "codes.pte")
+    codes = export_executorch(quantized(wide, shape=(24,), scheme="int8"), x, tmp_path / "codes.pte")
     assert codes.bytes < 0.3 * plain.bytes
 
 
 def test_refusals_write_nothing(tmp_path):
     file = tmp_path / "model.pte"
     with pytest.raises(ConfigError, match="example_inputs must hold a tensor"):
-        export_executorch(quantised(mlp, scheme="int8"), None, file)
+        export_executorch(quantized(mlp, scheme="int8"), None, file)
     with pytest.raises(CompatibilityError, match="ExecuTorch's runtime"):
-        export_executorch(quantised(conv3d, scheme="int8"), examples(conv3d), file)
+        export_executorch(quantized(conv3d, scheme="int8"), examples(conv3d), file)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""ONNX export: exact without optimisation, integer kernels with it, codes as trained, refusals."""
+"""ONNX export: exact without optimization, integer kernels with it, codes as trained, refusals."""
 
 import importlib
 
@@ -38,7 +38,7 @@ BUILDS = [conv1d, conv2d, conv3d, transposed, with_batch_norm, Tokens, Cells]
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
-def test_without_optimisation_the_file_is_the_fake_quantising_model(build, tmp_path):
+def test_without_optimization_the_file_is_the_fake_quantizing_model(build, tmp_path):
     model, _ = trained(build)
     path = tmp_path / "model.onnx"
     report = export_onnx(model, (examples(build),), path)
@@ -59,15 +59,15 @@ def test_without_optimisation_the_file_is_the_fake_quantising_model(build, tmp_p
         (with_batch_norm, 8, "QLinearConv", 1),
     ],
 )  # fmt: skip
-def test_optimised_it_runs_integer_kernels_within_a_step(build, bits, kernel, count, tmp_path):
+def test_optimized_it_runs_integer_kernels_within_a_step(build, bits, kernel, count, tmp_path):
     model, _ = trained(build, weight_bits=bits)
-    path, optimised = tmp_path / "model.onnx", tmp_path / "optimised.onnx"
+    path, optimized = tmp_path / "model.onnx", tmp_path / "optimized.onnx"
     report = export_onnx(model, examples(build), path)
     x = examples(build, 64)
-    y, reference = run(path, x, optimise=True, save=optimised), expected(model, x)
-    assert kinds(optimised).count(kernel) == count == report.integer_nodes[kernel]
+    y, reference = run(path, x, optimize=True, save=optimized), expected(model, x)
+    assert kinds(optimized).count(kernel) == count == report.integer_nodes[kernel]
     if kernel == "QGemm":
-        assert "Gemm" not in kinds(optimised)
+        assert "Gemm" not in kinds(optimized)
     assert_close_in_steps(y, reference)
 
 
@@ -80,9 +80,9 @@ def test_the_file_has_the_codes_that_were_trained_and_a_relu_folds_where_they_st
     assert found["2.input_zero_point"].dtype == np.uint8
     assert found["2.input_zero_point"] == 0
     assert found["0.input_zero_point"] > 0
-    run(tmp_path / "model.onnx", examples(mlp), optimise=True, save=tmp_path / "optimised.onnx")
+    run(tmp_path / "model.onnx", examples(mlp), optimize=True, save=tmp_path / "optimized.onnx")
     assert "Relu" in kinds(tmp_path / "model.onnx")
-    assert "Relu" not in kinds(tmp_path / "optimised.onnx")
+    assert "Relu" not in kinds(tmp_path / "optimized.onnx")
     for name in ("0", "2", "4"):
         weight = model.get_submodule(name).weight.detach()
         scale = weight.abs().amax(1, keepdim=True) / 127
@@ -151,7 +151,7 @@ def test_transposed_convolutions_with_groups(tmp_path):
     assert report.largest_difference <= 1e-5
 
 
-def test_a_tied_weight_is_stored_once_and_embeddings_dequantise_rows(tmp_path):
+def test_a_tied_weight_is_stored_once_and_embeddings_dequantize_rows(tmp_path):
     tied, _ = trained(Tokens)
     export_onnx(tied, examples(Tokens), tmp_path / "model.onnx", weight_codes="signed")
     found = constants(tmp_path / "model.onnx")
@@ -252,7 +252,7 @@ def test_a_file_that_is_right_at_one_length_alone_is_found(tmp_path, monkeypatch
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_a_model_without_quantised_layers_is_written_in_float(tmp_path):
+def test_a_model_without_quantized_layers_is_written_in_float(tmp_path):
     torch.manual_seed(0)
     model, x = with_batch_norm().eval(), examples(with_batch_norm)
     report = export_onnx(model, x, tmp_path / "model.onnx")
@@ -263,7 +263,7 @@ def test_a_model_without_quantised_layers_is_written_in_float(tmp_path):
 def test_refusals(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     model, _ = trained(mlp)
-    with pytest.raises(MatchError, match="with calibration model must have quantised layers, found none"):
+    with pytest.raises(MatchError, match="with calibration model must have quantized layers, found none"):
         export_onnx(mlp(), examples(mlp), path, calibration=[examples(mlp)])
     with pytest.raises(ConfigError, match=r"export_onnx: opset must be in \[21, 23\], got 20"):
         export_onnx(model, examples(mlp), path, opset=20)
@@ -288,7 +288,7 @@ def test_refusals(tmp_path, monkeypatch):
     lstm = apply_ranges(nn.Sequential(nn.LSTM(24, 4, proj_size=2)), {"0": {"input": "none"}})
     with pytest.raises(CompatibilityError, match="0 must have no proj_size, which ONNX lacks; skip it in qat"):
         export_onnx(lstm, torch.ones(2, 3, 24), path)
-    with pytest.raises(CompatibilityError, match="0 must be quantised, got a layer before qat's begin"):
+    with pytest.raises(CompatibilityError, match="0 must be quantized, got a layer before qat's begin"):
         early, _ = trained(mlp)
         early[0].quantizer.bank.quantizing = False
         export_onnx(early, examples(mlp), path)
@@ -367,12 +367,12 @@ class Attends(nn.Module):
 )  # fmt: skip
 def test_attention_and_norm_are_what_onnxruntime_runs_fast(options, mask, tmp_path):
     torch.manual_seed(0)
-    x, optimised = torch.randn(3, 4, 16), tmp_path / "optimised.onnx"
+    x, optimized = torch.randn(3, 4, 16), tmp_path / "optimized.onnx"
     inputs = (x,) if mask is None else (x, mask.expand(3, 1, 4, 4).clone())
     report = export_onnx(Attends(**options).eval(), inputs, tmp_path / "model.onnx", dynamic_batch=False)
     assert report.largest_difference < 1e-5
-    session_of(tmp_path / "model.onnx", optimise=True, save=optimised)
-    found = kinds(optimised)
+    session_of(tmp_path / "model.onnx", optimize=True, save=optimized)
+    found = kinds(optimized)
     assert "LayerNormalization" in found
     assert "SkipLayerNormalization" not in found
     if options.keys() <= {"scale"}:
@@ -387,7 +387,7 @@ def test_one_tensor_as_two_inputs_is_two_inputs_of_the_file(tmp_path):
 
     zeros = torch.zeros(2, 3)  # such as the first states of a recurrent layer
     file = export_onnx(Difference(), (zeros, zeros), tmp_path / "model.onnx").path
-    (found,) = session_of(file, optimise=False).run(
+    (found,) = session_of(file, optimize=False).run(
         None, {"a": np.full((2, 3), 5, np.float32), "b": np.ones((2, 3), np.float32)}
     )
     assert (found == 3).all()

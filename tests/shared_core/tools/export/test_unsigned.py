@@ -27,7 +27,7 @@ def convolutional():
 INPUTS = {linear: (50, 32), convolutional: (5, 8, 8, 8)}
 
 
-def quantised(build, scheme, bits=8):
+def quantized(build, scheme, bits=8):
     """Return a model whose weights are far apart, so that many pairs of products are large, and inputs."""
     torch.manual_seed(0)
     net, x = build(), torch.randn(*INPUTS[build]) * 3
@@ -41,11 +41,11 @@ def quantised(build, scheme, bits=8):
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int8_weight"])
 @pytest.mark.parametrize("build", INPUTS)
 def test_what_is_right_for_this_processor_is_exact_on_its_integer_kernels(build, scheme, bits, tmp_path):
-    model, x = quantised(build, scheme, bits)
+    model, x = quantized(build, scheme, bits)
     path = tmp_path / "model.onnx"
     report = export_onnx(model, x, path)
     assert report.unsigned_weights == (bits == 8 and not onnxruntime_sums_exactly())
-    assert_close_in_steps(run(path, x, optimise=True), expected(model, x))
+    assert_close_in_steps(run(path, x, optimize=True), expected(model, x))
     for name, value in constants(path).items():
         if "weight_codes" in name and bits < 8:
             assert np.abs(value.astype(int)).max() <= 64  # 255·64·2 fits 16 bits
@@ -54,7 +54,7 @@ def test_what_is_right_for_this_processor_is_exact_on_its_integer_kernels(build,
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
 @pytest.mark.parametrize("build", INPUTS)
 def test_unsigned_codes_are_the_signed_ones_and_run_on_the_same_kernels(build, scheme, tmp_path):
-    model, x = quantised(build, scheme)
+    model, x = quantized(build, scheme)
     reports, values = {}, {}
     for kind in ("signed", "unsigned"):
         reports[kind] = export_onnx(model, x, tmp_path / kind, weight_codes=kind, verify=kind == "unsigned")
@@ -67,7 +67,7 @@ def test_unsigned_codes_are_the_signed_ones_and_run_on_the_same_kernels(build, s
     assert not reports["signed"].unsigned_weights
     for one, other in zip(*values.values(), strict=True):
         assert np.array_equal(one, other)
-    assert_close_in_steps(run(tmp_path / "unsigned", x, optimise=True), expected(model, x))
+    assert_close_in_steps(run(tmp_path / "unsigned", x, optimize=True), expected(model, x))
     onnx.checker.check_model(tmp_path / "unsigned", full_check=True)
 
 
@@ -85,7 +85,7 @@ def test_tied_rows_of_an_embedding_stay_signed(tmp_path):
     model, tokens = quantize(Tied(), "int8_dynamic"), torch.arange(20).view(4, 5)
     report = export_onnx(model, tokens, tmp_path / "tied", weight_codes="unsigned")
     assert report.unsigned_weights
-    assert_close_in_steps(run(tmp_path / "tied", tokens, optimise=True), expected(model, tokens))
+    assert_close_in_steps(run(tmp_path / "tied", tokens, optimize=True), expected(model, tokens))
 
 
 def test_large_weights_of_tokens_are_unsigned_too(tmp_path):
@@ -96,12 +96,12 @@ def test_large_weights_of_tokens_are_unsigned_too(tmp_path):
     assert report.unsigned_weights
     weights = [value for value in constants(tmp_path / "model.onnx").values() if value.ndim == 2 and value.size > 1000]
     assert [value.dtype for value in weights] == [np.uint8, np.uint8]
-    assert_close_in_steps(run(tmp_path / "model.onnx", x, optimise=True), expected(model, x))
+    assert_close_in_steps(run(tmp_path / "model.onnx", x, optimize=True), expected(model, x))
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_auto_asks_onnxruntime(monkeypatch, tmp_path, exact):
-    model, x = quantised(linear, "int8")
+    model, x = quantized(linear, "int8")
     monkeypatch.setattr(export_unsigned, "onnxruntime_sums_exactly", lambda: exact)
     report = export_onnx(model, x, tmp_path / "model.onnx", verify=False)
     assert report.unsigned_weights == (not exact)
@@ -115,11 +115,11 @@ def test_without_onnxruntime_weights_are_unsigned(monkeypatch):
 
 
 def test_what_saturates_is_not_written(tmp_path):
-    model, x = quantised(linear, "int8_dynamic")
+    model, x = quantized(linear, "int8_dynamic")
     path = tmp_path / "model.onnx"
     if onnxruntime_sums_exactly():
         export_onnx(model, x, path, weight_codes="signed")
-        assert_close_in_steps(run(path, x, optimise=True), expected(model, x))
+        assert_close_in_steps(run(path, x, optimize=True), expected(model, x))
         return
     with pytest.raises(CompatibilityError, match="must equal the model's to 1e-05"):
         export_onnx(model, x, path, weight_codes="signed")

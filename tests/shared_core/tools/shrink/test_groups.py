@@ -163,7 +163,7 @@ class Tied(nn.Module):
         return self.head(x + self.mlp(self.norm(x)))
 
 
-def test_tied_weights_are_one_tensor_and_a_normalised_width_is_told():
+def test_tied_weights_are_one_tensor_and_a_normalized_width_is_told():
     groups = {group.name: group for group in find_groups(Tied(), torch.randint(0, 7, (2, 3)))}
     width = next(group for group in groups.values() if ("embed.weight", 1) in places(group))
     assert (width.kind, width.reason_kept) == ("width", None)

@@ -36,7 +36,7 @@ def test_other_weights_are_named():
     assert "convert the model first" in two_four_obstacle(two_four(32, 64, torch.float32), "cutlass")
     weight = two_four(32, 64)
     weight[3, :4] = torch.tensor([1.0, 2.0, 0.0, 3.0])
-    assert two_four_obstacle(weight, "cutlass").endswith("up to 3 of four neighbours are not zero")
+    assert two_four_obstacle(weight, "cutlass").endswith("up to 3 of four neighbors are not zero")
 
 
 # conversion

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_eff import Distillation
 from shared_core.errors import ConfigError
 
-OPTIONS = {"alpha": 0.4, "unlabelled_field": "new", "divergence": "hard_label"}
+OPTIONS = {"alpha": 0.4, "unlabeled_field": "new", "divergence": "hard_label"}
 
 
 def rows(flags=(0, 1, 1, 1, 1, 1, 0, 0)):
@@ -71,7 +71,7 @@ def test_it_is_the_loop_of_ones_own(tmp_path, accumulate):
     for first, second in zip(student.parameters(), bare(accumulate).parameters(), strict=True):
         assert torch.equal(first, second)
         assert first.isfinite().all()
-    assert (told["labelled_examples"], told["unlabelled_examples"]) == (6, 10)
+    assert (told["labeled_examples"], told["unlabeled_examples"]) == (6, 10)
 
 
 def test_data_without_the_key_are_refused_before_a_step(tmp_path):

@@ -21,17 +21,17 @@ _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
 
 
 def rows_that_count(
-    shape: tuple[int, ...], labels: Tensor | None, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None
+    shape: tuple[int, ...], labels: Tensor | None, attention_mask: Any, *, causal: bool, unlabeled: Tensor | None
 ) -> Tensor | None:
     """Return a mask of the rows that the soft term counts, ``(B,)`` examples or ``(B, L)`` positions; None: all.
 
-    Rows count if their label is not -100. Without labels, and in `unlabelled` examples ``(B,)``, all rows except
+    Rows count if their label is not -100. Without labels, and in `unlabeled` examples ``(B,)``, all rows except
     padding count. An attention mask of another shape is ignored. In a causal model the logits at i predict label i + 1,
     so the last position and padding on the left never count.
 
     Example:
         >>> labels, told = torch.tensor([[-100, 4, -100], [7, 7, 7]]), torch.tensor([False, True])
-        >>> rows_that_count((2, 3), labels, torch.tensor([[1, 1, 1], [1, 1, 0]]), causal=False, unlabelled=told)
+        >>> rows_that_count((2, 3), labels, torch.tensor([[1, 1, 1], [1, 1, 0]]), causal=False, unlabeled=told)
         tensor([[False,  True, False],
                 [ True,  True, False]])
     """
@@ -41,9 +41,9 @@ def rows_that_count(
     real = attention_mask != 0 if masked else None
     if labels is not None:
         counts = labels != IGNORED
-        if unlabelled is not None:
+        if unlabeled is not None:
             everything = torch.ones_like(counts) if real is None else real.to(counts.device)
-            counts = torch.where(_column(unlabelled, counts), everything, counts)
+            counts = torch.where(_column(unlabeled, counts), everything, counts)
     elif real is not None:
         counts = real
     elif causal and len(shape) == 2:
@@ -57,7 +57,7 @@ def rows_that_count(
     return counts if real is None else counts & (real.cumsum(1) > 0).to(counts.device)
 
 
-def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:
+def positions_ahead(batch: Mapping[str, Any], unlabeled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:
     """Return how many rows of a batch the soft term will count, before a model's forward: int64 scalar."""
     labels, attention = batch.get("labels"), batch.get("attention_mask")
     if isinstance(labels, Tensor):
@@ -68,16 +68,16 @@ def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, caus
         shape = tuple((attention if isinstance(attention, Tensor) else _first(batch)).shape[:2])
     else:
         shape = (len(_first(batch)),)
-    counts = rows_that_count(shape, labels, attention, causal=causal, unlabelled=unlabelled)
+    counts = rows_that_count(shape, labels, attention, causal=causal, unlabeled=unlabeled)
     return torch.tensor(math.prod(shape)) if counts is None else counts.sum()
 
 
 def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, Any], Tensor | None]:
-    """Return a batch without `field` and without labels of unlabelled examples, and a mask of these examples.
+    """Return a batch without `field` and without labels of unlabeled examples, and a mask of these examples.
 
     A removed label becomes -100, or NaN among float labels, so that a loss that fails to ignore it is NaN at once. If a
-    batch has no ``labels``, all its examples are unlabelled. Without a field the mask of a batch with labels is None.
-    The field holds one bool, or 0 or 1, per example; True = unlabelled.
+    batch has no ``labels``, all its examples are unlabeled. Without a field the mask of a batch with labels is None.
+    The field holds one bool, or 0 or 1, per example; True = unlabeled.
 
     Example:
         >>> batch, told = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")
@@ -88,7 +88,7 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
     if not is_mapping or (field is not None and batch.get("labels") is not None and field not in batch):
         got = ", ".join(map(str, batch)) if is_mapping else f"a {type(batch).__name__}"
         remedy = "keep it in the data set and its collator" if is_mapping else "make batches dicts"
-        raise ConfigError("distill", f"unlabelled_field {field!r} must be a key of every batch, got {got}", remedy)
+        raise ConfigError("distill", f"unlabeled_field {field!r} must be a key of every batch, got {got}", remedy)
     rest = {name: value for name, value in batch.items() if name != field}
     if rest.get("labels") is None:
         first = _first(rest)
@@ -102,7 +102,7 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
     return rest, told
 
 
-def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
+def labeled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
     """Return the task loss, or 0 with zero gradients if no label of the micro-batch counts (its mean would be 0/0).
 
     Labels are class indices (-100: ignored) or floats (NaN: none). With other labels the loss does not change. In a
@@ -110,7 +110,7 @@ def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
     cross-entropy are.
 
     Example:
-        >>> labelled_part(torch.tensor(float("nan")), torch.tensor([-100, -100]), causal=False)
+        >>> labeled_part(torch.tensor(float("nan")), torch.tensor([-100, -100]), causal=False)
         tensor(0.)
     """
     if not isinstance(labels, Tensor):
@@ -136,13 +136,13 @@ def is_per_token(student: nn.Module, *, causal: bool) -> bool:
 
 
 class Examples:
-    """Tracks the unlabelled examples of the next loss, and counts labelled and unlabelled examples.
+    """Tracks the unlabeled examples of the next loss, and counts labeled and unlabeled examples.
 
     Args:
-        field: Key of a batch that marks unlabelled examples; None if only the labels mark them.
+        field: Key of a batch that marks unlabeled examples; None if only the labels mark them.
     """
 
-    NAMES = ("labelled_examples", "unlabelled_examples", "unlabelled_positions")
+    NAMES = ("labeled_examples", "unlabeled_examples", "unlabeled_positions")
 
     def __init__(self, field: str | None) -> None:
         self._field = field
@@ -152,13 +152,11 @@ class Examples:
     def check(self, student: nn.Module) -> None:
         """Raise if a field is set for a model that builds inputs from its labels."""
         if self._field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
-            rule = (
-                f"unlabelled_field must be none for an encoder-decoder, whose inputs need labels, got {self._field!r}"
-            )
+            rule = f"unlabeled_field must be none for an encoder-decoder, whose inputs need labels, got {self._field!r}"
             raise ConfigError("distill", rule, "use texts generated by the teacher as labels")
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch without the field and labels of unlabelled examples, and remember these for the next loss."""
+        """Return a batch without the field and labels of unlabeled examples, and remember these for the next loss."""
         prepared, self._told = split_batch(batch, self._field)
         return prepared
 
@@ -167,7 +165,7 @@ class Examples:
         return positions_ahead(*split_batch(batch, self._field), causal=causal, per_token=per_token)
 
     def take(self) -> Tensor | None:
-        """Return and forget the mask of unlabelled examples of the next loss, ``(B,)`` bool, None if unknown."""
+        """Return and forget the mask of unlabeled examples of the next loss, ``(B,)`` bool, None if unknown."""
         told, self._told = self._told, None
         return told
 
@@ -176,7 +174,7 @@ class Examples:
         if self._field and told is None:
             raise TrainingError(
                 "distill",
-                f"unlabelled_field {self._field!r} must be read from every micro-batch, but this one was not prepared",
+                f"unlabeled_field {self._field!r} must be read from every micro-batch, but this one was not prepared",
                 "in your own loop, call batch = session.techniques['distill'].prepare_batch(batch) before the "
                 "student's forward",
             )
@@ -184,12 +182,12 @@ class Examples:
     def add(
         self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor
     ) -> Tensor | None:
-        """Count a micro-batch; return a mask of its unlabelled examples, None if unknown.
+        """Count a micro-batch; return a mask of its unlabeled examples, None if unknown.
 
         `told` is the mask from `split_batch`, `counted` the mask of rows with a soft target (None: all), `rows` their
         number.
         """
-        flags = told if told is not None else _unlabelled(labels, attention_mask)
+        flags = told if told is not None else _unlabeled(labels, attention_mask)
         if flags is None:
             return None
         if counted is None:
@@ -201,18 +199,18 @@ class Examples:
         return flags
 
     def finish(self, model: nn.Module, context: Context) -> dict[str, str]:
-        """Return a note for the receipt if the field marked no example of any process as unlabelled."""
+        """Return a note for the receipt if the field marked no example of any process as unlabeled."""
         device = next((parameter.device for parameter in model.parameters()), "cpu")
-        if not self._field or any_rank(self.state_dict().get("unlabelled_examples", 0) > 0, device):
+        if not self._field or any_rank(self.state_dict().get("unlabeled_examples", 0) > 0, device):
             return {}
-        told = f"{self._field} marked no example as unlabelled"
+        told = f"{self._field} marked no example as unlabeled"
         context.services.say(f"distill: {told}; all examples were trained on their labels")
-        return {"unlabelled_field": told}
+        return {"unlabeled_field": told}
 
     def report(self) -> dict[str, int]:
-        """Return the counts if there are or could be unlabelled examples."""
+        """Return the counts if there are or could be unlabeled examples."""
         counts = self.state_dict()
-        return counts if self._field or counts.get("unlabelled_examples") else {}
+        return counts if self._field or counts.get("unlabeled_examples") else {}
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts by name; empty if nothing was counted."""
@@ -224,7 +222,7 @@ class Examples:
         self._sums = torch.tensor([int(state[name]) for name in self.NAMES]) if told else None
 
 
-def _unlabelled(labels: Any, attention_mask: Any) -> Tensor | None:
+def _unlabeled(labels: Any, attention_mask: Any) -> Tensor | None:
     if not isinstance(labels, Tensor) or not labels.ndim:
         return None
     if labels.is_floating_point():
@@ -249,7 +247,7 @@ def _flags(values: Any, field: str, labels: Any) -> Tensor:
     elif told.device.type == "cpu" and told.numel() and not 0 <= int(told.min()) <= int(told.max()) <= 1:
         wrong = f"bools, or 0 and 1, got {told.tolist()}"
     if wrong:
-        raise ConfigError("distill", f"unlabelled_field {field!r} must hold {wrong}")
+        raise ConfigError("distill", f"unlabeled_field {field!r} must hold {wrong}")
     return told.bool().to(labels.device)
 
 

@@ -1,4 +1,4 @@
-"""Weak supervision through the Trainer: labelled and unlabelled examples in one stream, however it is cut."""
+"""Weak supervision through the Trainer: labeled and unlabeled examples in one stream, however it is cut."""
 
 import copy
 import json
@@ -20,11 +20,11 @@ from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.errors import ConfigError, TrainingError
 
 ALPHA, T, FIELD = 0.3, 2.0, "is_new"
-UNLABELLED = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch of two that is wholly unlabelled
+UNLabeled = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch of two that is wholly unlabeled
 
 
-def texts(flags=UNLABELLED, *, labelled=True, field=True):
-    """Ragged texts, padded on the right; where one is unlabelled its labels are wrong."""
+def texts(flags=UNLabeled, *, labeled=True, field=True):
+    """Ragged texts, padded on the right; where one is unlabeled its labels are wrong."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for index, flag in enumerate(flags):
@@ -33,7 +33,7 @@ def texts(flags=UNLABELLED, *, labelled=True, field=True):
         real = (torch.arange(8) < length).long()
         labels = torch.where(real.bool() & (torch.arange(8) >= index % 3), row, -100)
         text = {"input_ids": row * real, "attention_mask": real}
-        text |= {"labels": torch.full_like(row, 7) if flag else labels} if labelled or not flag else {}
+        text |= {"labels": torch.full_like(row, 7) if flag else labels} if labeled or not flag else {}
         found.append(text | ({FIELD: bool(flag)} if field else {}))
     return found
 
@@ -42,7 +42,7 @@ def teacher():
     return make_language_model(seed=5, hidden_size=32)
 
 
-def reference(flags=UNLABELLED):
+def reference(flags=UNLabeled):
     """D10 on the joined window, in float64, from the formula."""
     student, taught_by = make_language_model().double(), teacher().double()
     rows = texts(flags)
@@ -69,7 +69,7 @@ def train(folder, size, windows, data=None, model=None, extra=None, options=None
             "max_grad_norm": 0.0, "optim": "sgd", **settings,
         },
     )  # fmt: skip
-    options = {"teacher": teacher(), "temperature": T, "alpha": ALPHA, "unlabelled_field": FIELD} | (options or {})
+    options = {"teacher": teacher(), "temperature": T, "alpha": ALPHA, "unlabeled_field": FIELD} | (options or {})
     attach(trainer, {"distill": options})
     trainer.train()
     return trainer, gradients.first
@@ -84,18 +84,18 @@ def test_any_cut_of_the_window_has_the_gradient_of_the_formula(tmp_path, size, w
     trainer, found = train(tmp_path, size, windows, logging_steps=1)
     assert largest_difference(found, reference()) < 1e-6
     receipt = told(tmp_path)
-    assert (receipt["labelled_examples"], receipt["unlabelled_examples"]) == (5, 3)
-    assert receipt["unlabelled_positions"] == 6 + 7 + 2
-    assert "distill/unlabelled_share" in trainer.state.log_history[0]
+    assert (receipt["labeled_examples"], receipt["unlabeled_examples"]) == (5, 3)
+    assert receipt["unlabeled_positions"] == 6 + 7 + 2
+    assert "distill/unlabeled_share" in trainer.state.log_history[0]
 
 
 @pytest.mark.parametrize(("size", "windows"), [(2, 4), (1, 8)])
 def test_batches_without_labels_in_a_stream_with_some(tmp_path, size, windows):
     flags = [1, 1, 0, 0, 1, 1, 0, 0]  # the first batch, too: the trainer looks at that one alone
-    data = texts(flags, labelled=False, field=False)
-    _, found = train(tmp_path, size, windows, data=data, options={"unlabelled_field": None})
+    data = texts(flags, labeled=False, field=False)
+    _, found = train(tmp_path, size, windows, data=data, options={"unlabeled_field": None})
     assert largest_difference(found, reference(flags)) < 1e-6
-    assert told(tmp_path)["unlabelled_examples"] == 4
+    assert told(tmp_path)["unlabeled_examples"] == 4
 
 
 @pytest.mark.parametrize(("size", "windows"), [(8, 1), (2, 4)])
@@ -104,7 +104,7 @@ def test_a_window_without_one_label_is_not_divided_by_zero(tmp_path, size, windo
     assert largest_difference(found, reference([1] * 8)) < 1e-6
 
 
-def test_label_smoothing_and_a_loss_function_see_no_label_of_an_unlabelled_example(tmp_path):
+def test_label_smoothing_and_a_loss_function_see_no_label_of_an_unlabeled_example(tmp_path):
     def summed(outputs, labels, num_items_in_batch=None):
         loss = F.cross_entropy(outputs.logits[:, :-1].reshape(-1, 24), labels[:, 1:].reshape(-1), reduction="sum")
         return loss / num_items_in_batch
@@ -132,14 +132,14 @@ def test_classification_by_labels_of_minus_100(make, tmp_path):
     data = make.examples(8)
     for index in (2, 3, 6):
         data[index]["labels"] = torch.tensor(-100)
-    options = {"teacher": make.classifier(seed=9, hidden_size=32), "unlabelled_field": None, "alpha": 0.0}
+    options = {"teacher": make.classifier(seed=9, hidden_size=32), "unlabeled_field": None, "alpha": 0.0}
     model = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     found = [
         train(tmp_path / str(n), 8 // n, n, data=data, model=make.classifier(**model), options=options)[1]
         for n in (1, 4)  # the second micro-batch of four has no label: its mean is 0/0
     ]
     assert largest_difference(*found) < 1e-6
-    assert told(tmp_path / "1")["unlabelled_examples"] == 3
+    assert told(tmp_path / "1")["unlabeled_examples"] == 3
     trainer, last = train(
         tmp_path / "both", 2, 4, data=data, model=make.classifier(**model), options=options | {"alpha": 0.5}
     )
@@ -161,7 +161,7 @@ def test_resume_is_exact(tmp_path):
         tmp_path / "whole", trainer_class=InOrder, model=make_language_model(seed=3), data=texts(),
         per_device_train_batch_size=2, gradient_accumulation_steps=2, max_grad_norm=0.0, optim="sgd", **settings,
     )  # fmt: skip
-    options = {"teacher": teacher(), "temperature": T, "alpha": ALPHA, "unlabelled_field": FIELD}
+    options = {"teacher": teacher(), "temperature": T, "alpha": ALPHA, "unlabeled_field": FIELD}
     attach(resumed, {"distill": options})
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for name, value in whole.model.state_dict().items():
@@ -202,8 +202,8 @@ def test_what_cannot_work_is_refused(make, tmp_path):
         def forward(self, input_ids=None, attention_mask=None, labels=None):
             return {"logits": self.net(input_ids)}
 
-    with pytest.raises(TrainingError, match=r"must have labels.*unlabelled_field"):
-        train(tmp_path, 2, 4, data=nothing, model=Tokens(), options={"teacher": Tokens(), "unlabelled_field": None})
+    with pytest.raises(TrainingError, match=r"must have labels.*unlabeled_field"):
+        train(tmp_path, 2, 4, data=nothing, model=Tokens(), options={"teacher": Tokens(), "unlabeled_field": None})
 
 
 def test_a_model_with_a_loss_of_its_own_keeps_it_without_labels(make, tmp_path):
@@ -217,16 +217,16 @@ def test_a_model_with_a_loss_of_its_own_keeps_it_without_labels(make, tmp_path):
             return {"logits": logits, "loss": logits.square().mean()}
 
     data = [{"input_ids": row["input_ids"]} for row in make.examples(8)]
-    own, options = Own(), {"teacher": Own(), "unlabelled_field": None}
+    own, options = Own(), {"teacher": Own(), "unlabeled_field": None}
     found = [
         train(tmp_path / str(n), 8 // n, n, data=data, model=copy.deepcopy(own), options=options)[1] for n in (1, 4)
     ]
     assert largest_difference(*found) < 1e-6
 
 
-def test_a_column_that_calls_nothing_unlabelled_is_told(tmp_path):
+def test_a_column_that_calls_nothing_unlabeled_is_told(tmp_path):
     train(tmp_path, 2, 4, data=texts([0] * 8))
-    assert told(tmp_path)["unlabelled_field"] == "is_new marked no example as unlabelled"
+    assert told(tmp_path)["unlabeled_field"] == "is_new marked no example as unlabeled"
 
 
 def test_a_hugging_face_data_set_keeps_its_column(tmp_path):
@@ -252,11 +252,11 @@ if __name__ == "__main__":
     rank, folder = sys.argv[1:]
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
-    # batches of two take turns, so that the second process has none but unlabelled examples
+    # batches of two take turns, so that the second process has none but unlabeled examples
     flags = [0, 0, 1, 1, 0, 0, 1, 1]
     for kind, data, options in (
         ("field", texts(flags), {}),
-        ("no_labels", texts(flags, labelled=False, field=False), {"unlabelled_field": None}),
+        ("no_labels", texts(flags, labeled=False, field=False), {"unlabeled_field": None}),
     ):
         _, found = train(Path(folder) / kind, 2, 2, data=data, options=options, ddp_find_unused_parameters=False)
         torch.save(found, f"{folder}/{kind}{rank}.pt")

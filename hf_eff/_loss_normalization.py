@@ -65,8 +65,8 @@ class Window:
         # Two counts in one tensor: one all-reduce per window.
         device = self._trainer.args.device
         both = torch.zeros(2, dtype=torch.int64, device=device)
-        for labelled in map(self.labelled, batches):
-            both[0] += 0 if labelled is None else labelled.sum().to(device)
+        for labeled in map(self.labeled, batches):
+            both[0] += 0 if labeled is None else labeled.sum().to(device)
         both[1] = 0 if count is None else count
         if self._joins_counts:
             # these ranks see the same batches
@@ -80,7 +80,7 @@ class Window:
     def _joins_counts(self) -> bool:
         return bool(self._trainer.args.average_tokens_across_devices)
 
-    def labelled(self, inputs: Any) -> Tensor | None:
+    def labeled(self, inputs: Any) -> Tensor | None:
         """Return which labels of a micro-batch the task loss averages, as the trainer counts them, or None."""
         labels = inputs.get("shift_labels", inputs.get("labels")) if isinstance(inputs, Mapping) else None
         if not isinstance(labels, Tensor):
@@ -94,7 +94,7 @@ class Window:
 
     def share(self, inputs: Mapping[str, Any]) -> Tensor | float:
         """Return the factor for a micro-batch's mean that makes the window's sum the mean over its labels."""
-        mine = self.labelled(inputs)
+        mine = self.labeled(inputs)
         if self._labels is None or mine is None:
             return 1 / self.micro_batches
         replicas = self.processes if self._joins_counts else 1
@@ -109,7 +109,7 @@ class Window:
         counted = self._trainer.model_accepts_loss_kwargs and num_items is not None
         return not (counted or self._trainer.compute_loss_func is not None)
 
-    def normalise(self, total: Tensor, count: Tensor | int) -> Tensor:
+    def normalize(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Return a micro-batch's `total`, scaled so that the window's sum is one mean over its positions."""
         if self._count is None:
             # The number of positions is unknown: average as a trainer without counts does.
@@ -190,11 +190,11 @@ class TaskLoss:
             with evaluated(model):
                 # Eval mode, so that dropout does not cause a difference. A whole window is not needed.
                 for index in range(2):
-                    labelled = self._window.labelled(inputs)
-                    if labelled is None:
+                    labeled = self._window.labeled(inputs)
+                    if labeled is None:
                         model(**inputs)  # other processes have labels and may wait for this one inside the model
                         continue
-                    own: Any = max(int(labelled.sum()), 1) * (index + 1)
+                    own: Any = max(int(labeled.sum()), 1) * (index + 1)
                     # The same random numbers for both calls.
                     own = torch.full_like(count, own) if isinstance(count, Tensor) else own
                     found = method(model, dict(inputs), False, own)
@@ -215,7 +215,7 @@ class TaskLoss:
 
     def _few(self, inputs: Any) -> Any:
         """Return the row with most labels if logits of a whole micro-batch do not fit."""
-        labels = self._window.labelled(inputs)
+        labels = self._window.labeled(inputs)
         if labels is None or not self._window.lacks_logits:
             return inputs
         # One row tells as much, at a fraction of the logits.

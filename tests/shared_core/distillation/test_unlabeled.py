@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shared_core.distillation import kd_loss
-from shared_core.distillation.unlabelled import labelled_part, positions_ahead, rows_that_count, split_batch, zero_of
+from shared_core.distillation.unlabeled import labeled_part, positions_ahead, rows_that_count, split_batch, zero_of
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
@@ -45,7 +45,7 @@ def batch(flags, seed=3):
 @pytest.mark.parametrize("flags", [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
 @pytest.mark.parametrize("by", ["field", "labels"])
 def test_the_formula(flags, by):
-    session, model = started(unlabelled_field=FIELD if by == "field" else None)
+    session, model = started(unlabeled_field=FIELD if by == "field" else None)
     given, new = batch(flags), torch.tensor(flags).bool()
     truth = given["labels"].clone()
     if by == "field":
@@ -68,12 +68,12 @@ def test_the_formula(flags, by):
     torch.testing.assert_close(model.net.weight.grad.double(), twin.net.weight.grad, atol=1e-6, rtol=0)
     report = session.receipt()["techniques"]["distill"]
     if by == "field" or any(flags):
-        assert report["unlabelled_examples"] == report["unlabelled_positions"] == sum(flags)
-        assert report["labelled_examples"] == 4 - sum(flags)
+        assert report["unlabeled_examples"] == report["unlabeled_positions"] == sum(flags)
+        assert report["labeled_examples"] == 4 - sum(flags)
 
 
 def test_the_task_loss_of_no_label_is_zero_outside_of_the_range_too():
-    session, model = started(unlabelled_field=FIELD, begin=2)
+    session, model = started(unlabeled_field=FIELD, begin=2)
     seen = session.techniques["distill"].prepare_batch(batch([1, 1]))
     loss = session.loss(model(**seen)["loss"])
     loss.backward()
@@ -81,10 +81,10 @@ def test_the_task_loss_of_no_label_is_zero_outside_of_the_range_too():
     assert not model.net.weight.grad.any()
 
 
-def test_only_confident_answers_teach_an_unlabelled_example():
+def test_only_confident_answers_teach_an_unlabeled_example():
     given = batch([1, 1, 1, 1, 0])
     threshold = float(Net(1)(given["x"])["logits"].softmax(-1).amax(-1)[:4].median()) - 1e-3
-    session, model = started(unlabelled_field=FIELD, divergence="hard_label", confidence=threshold, alpha=0.0)
+    session, model = started(unlabeled_field=FIELD, divergence="hard_label", confidence=threshold, alpha=0.0)
     seen = session.techniques["distill"].prepare_batch(given)
     logits = model(**seen)
     sure = Net(1)(given["x"])["logits"].softmax(-1)
@@ -93,31 +93,31 @@ def test_only_confident_answers_teach_an_unlabelled_example():
     loss = session.loss(logits["loss"])
     each = F.cross_entropy(logits["logits"][keep], sure.argmax(-1)[keep], reduction="sum")
     torch.testing.assert_close(loss, each / 5)
-    assert session.receipt()["techniques"]["distill"]["unlabelled_positions"] == keep[:4].sum()
+    assert session.receipt()["techniques"]["distill"]["unlabeled_positions"] == keep[:4].sum()
 
 
 def test_counts_are_part_of_the_state():
-    session, model = started(unlabelled_field=FIELD)
+    session, model = started(unlabeled_field=FIELD)
     technique = session.techniques["distill"]
     session.loss(model(**technique.prepare_batch(batch([0, 1, 1])))["loss"])
-    resumed, other = started(unlabelled_field=FIELD)
+    resumed, other = started(unlabeled_field=FIELD)
     resumed.techniques["distill"].begin(resumed.context, technique.state_dict())
     resumed.loss(other(**resumed.techniques["distill"].prepare_batch(batch([1, 0])))["loss"])
     told = resumed.techniques["distill"].report()
-    assert (told["labelled_examples"], told["unlabelled_examples"]) == (2, 3)
-    assert resumed.figures()["distill/unlabelled_share"] == 0.5
+    assert (told["labeled_examples"], told["unlabeled_examples"]) == (2, 3)
+    assert resumed.figures()["distill/unlabeled_share"] == 0.5
 
 
 def test_a_loop_that_does_not_tell_is_refused_and_one_that_sees_none_is_told(capsys):
-    session, model = started(unlabelled_field=FIELD)
+    session, model = started(unlabeled_field=FIELD)
     given = batch([0, 0])
     output = model(given["x"], given["labels"])
-    with pytest.raises(TrainingError, match=r"unlabelled_field.*prepare_batch"):
+    with pytest.raises(TrainingError, match=r"unlabeled_field.*prepare_batch"):
         session.loss(output["loss"])
     session.loss(model(**session.techniques["distill"].prepare_batch(given))["loss"])
     session.finish()
-    assert "new marked no example as unlabelled" in capsys.readouterr().out
-    assert session.receipt()["techniques"]["distill"]["unlabelled_field"] == "new marked no example as unlabelled"
+    assert "new marked no example as unlabeled" in capsys.readouterr().out
+    assert session.receipt()["techniques"]["distill"]["unlabeled_field"] == "new marked no example as unlabeled"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_options_and_models_that_do_not_fit_are_refused():
     model = Net()
     model.config = type("Config", (), {"is_encoder_decoder": True})()
     with pytest.raises(ConfigError, match="must be none for an encoder-decoder"):
-        started(model, unlabelled_field=FIELD)
+        started(model, unlabeled_field=FIELD)
 
 
 def test_what_is_counted_ahead_is_what_counts():
@@ -150,7 +150,7 @@ def test_what_is_counted_ahead_is_what_counts():
         for told in (None, torch.tensor([True, False, True, False]), torch.ones(4, dtype=torch.bool)):
             for mask in (None, real):
                 given = {"input_ids": labels, "labels": labels} | ({} if mask is None else {"attention_mask": mask})
-                rows = rows_that_count((4, 6), labels, mask, causal=causal, unlabelled=told)
+                rows = rows_that_count((4, 6), labels, mask, causal=causal, unlabeled=told)
                 by_hand = [
                     sum(
                         (1 if mask is None else int(mask[i, j])) if told is not None and told[i]
@@ -164,7 +164,7 @@ def test_what_is_counted_ahead_is_what_counts():
     assert positions_ahead(nothing, None, causal=False, per_token=False) == 4
     assert positions_ahead({"labels": torch.zeros(4, 2)}, None, causal=False, per_token=False) == 4
     # labels of a flattened batch of sequences are none of examples
-    flat = rows_that_count((24,), labels.flatten(), real, causal=False, unlabelled=None)
+    flat = rows_that_count((24,), labels.flatten(), real, causal=False, unlabeled=None)
     assert torch.equal(flat, labels.flatten() != -100)
 
 
@@ -175,9 +175,9 @@ def test_float_labels_become_nan_and_a_loss_that_leaves_them_out_stays_finite():
     for rows in (labels, labels[:1]):
         present = ~rows.isnan().any(-1)
         task = F.mse_loss(outputs[: len(rows)][present], rows[present])
-        labelled_part(task, rows, causal=False).backward()
+        labeled_part(task, rows, causal=False).backward()
         assert outputs.grad.isfinite().all()
-    assert not math.isnan(labelled_part(task, labels[:1], causal=False))
+    assert not math.isnan(labeled_part(task, labels[:1], causal=False))
 
 
 def test_zero_of_a_forward_reaches_every_parameter():
