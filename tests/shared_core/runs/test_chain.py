@@ -89,7 +89,7 @@ def test_a_baseline_is_a_chain_without_its_teacher():
     ({"teacher": "/nowhere/at/all", "students": ["a"]}, CheckpointError, "or a Hub name"),
     ({"teacher": "cache:nowhere", "students": ["a"]}, CheckpointError, "eff cache-teacher"),
     ({"students": ["a", "b"], "options": {"alpha": ["2"]}}, ConfigError, "alpha must be"),
-    ({"students": ["a", "b"], "options": {"alpa": ["0.2"]}}, ConfigError, "did you mean 'distill_alpha'"),
+    ({"students": ["a", "b"], "options": {"alpa": ["0.2"]}}, ConfigError, "did you mean '--distill_alpha'"),
     ({"students": ["a", "b"], "options": {"teacher": ["x"]}}, ConfigError, "distill_teacher must not be given"),
     ({"students": ["a", "b"], "options": {"alpha": ["0", "1"]}}, ConfigError, "each of the 1 stages with a teach"),
 ])  # fmt: skip

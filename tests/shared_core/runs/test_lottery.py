@@ -171,7 +171,7 @@ def test_commands_are_taken_apart(tmp_path):
         (["python", "nowhere.py"], "script must be a file, got 'nowhere.py'"),
         (["python", "-m"], "must be followed by a module"),
         (["python", path, "--lottery_out", "x"], "must not have flags of ticket"),
-        (["python", path, "--prune_sparsitty", "1"], "did you mean 'prune_sparsity'"),
+        (["python", path, "--prune_sparsitty", "1"], "did you mean '--prune_sparsity'"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_round(command)

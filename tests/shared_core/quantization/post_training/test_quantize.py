@@ -264,7 +264,7 @@ def test_equalization_saves_a_network_of_uneven_channels_and_keeps_its_function(
     assert "2 chains of layers equalized" in report.notes
     left, report = quantize_with_report(trained("attention"), "int8", batches(), equalize=True)
     assert accuracy(left) > accuracy(trained("attention")) - 1
-    assert any("equalis" in note for note in report.notes)
+    assert any("equaliz" in note for note in report.notes)
 
 
 def test_bias_correction_takes_the_mean_error_out_of_the_output():
