@@ -75,6 +75,8 @@ def test_python_gets_the_same_signature():
     assert parameters["scheme"].default is inspect.Parameter.empty
     assert parameters["ema_constant"].annotation is float
     with pytest.raises(ConfigError, match="scheme must be given"):
+        QuantizationAwareTraining()
+    with pytest.raises(ConfigError, match="did you mean 'scheme'"):
         QuantizationAwareTraining(schme="int8")
     assert Pruning(sparsity="8e-1").recipe["prune"].sparsity == 0.8
 

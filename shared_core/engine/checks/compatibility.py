@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
-from shared_core.engine.protocols import FollowsWeights, offering
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.errors import CompatibilityError
 
@@ -95,6 +94,8 @@ def refuse_late_weights(techniques: Mapping[str, Technique]) -> None:
     Raises:
         CompatibilityError: Names both, and what the first must declare.
     """
+    from shared_core.engine.protocols import FollowsWeights, offering  # it loads torch
+
     order = in_order(techniques, "finish")
     following = [key for key, _ in offering(techniques, FollowsWeights)]
     for key, one in techniques.items():
