@@ -10,6 +10,9 @@ ROOT = Path(__file__).parents[1]
 TESTS = """
 import pytest
 
+def run_two_ranks():
+    pass
+
 def test_alone():
     pass
 
@@ -29,6 +32,13 @@ def test_family_with_a_slow_case(case):
 def test_refusal(case):
     with pytest.raises(ValueError):
         int("x")
+
+@pytest.fixture
+def two():
+    return run_two_ranks
+
+def test_of_two_processes(two):
+    pass
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", range(9))
@@ -57,7 +67,7 @@ def test_the_two_together_are_all(tmp_path):
     (rest,) = re.findall(r'^test-all:.*\n.*-m "(.*)"$', (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
     quick, last = run(tmp_path)
     others, _ = run(tmp_path, "-m", rest)
-    assert len({*quick, *others}) == len(quick) + len(others) == 29
+    assert len({*quick, *others}) == len(quick) + len(others) == 30
     assert last == f"{len(others)} further cases were left out: make test-all"
     one_of_each = ["test_alone", "test_family", "test_family_with_a_slow_case"]
     assert sorted(test.partition("[")[0] for test in quick) == [*one_of_each, *["test_refusal"] * 9]

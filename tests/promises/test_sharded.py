@@ -9,7 +9,7 @@ import torch
 from codes import assert_codes_close, grid_step
 from promise_drivers import difference
 from sharded_runs import LAYOUTS, RECIPES, REFUSED_BY_LAYERS, train
-from two_ranks import ranks_of, run_scripts, run_two_ranks
+from two_ranks import ranks_of, run_scripts
 
 from shared_core.lottery_ticket import read_ticket
 
@@ -17,9 +17,17 @@ SCRIPT = Path(__file__).parents[1] / "support" / "sharded_runs.py"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    run_two_ranks(SCRIPT, folder)
+    of_recipes = test_two_processes_that_hold_half_of_each_weight_train_what_one_does
+    asked = {
+        item.callspec.params["recipe"]
+        for item in request.session.items
+        if getattr(item, "function", None) is of_recipes
+    }
+    # Others read the ticket of "lottery".
+    recipes = [name for name in RECIPES if name in {*asked, "lottery"}]
+    run_scripts(ranks_of(SCRIPT, folder, RECIPES=" ".join(recipes)), folder)
     (folder / "one").mkdir()
     return folder, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 

@@ -1,8 +1,9 @@
 """Which tests `make test` runs: one case of each family, four of one in tests/promises, nothing slow.
 
-A family is the cases of one test function; which of them run depends on its name and their number alone. What is asked
-of every page of the documents runs in full, and so do refusals but in tests/promises. `make test-all` runs the others.
-A test that is named, ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
+Tests of several processes take long, so it runs only those in tests/promises. A family is the cases of one test
+function; which of them run depends on its name and their number alone. What is asked of every page of the documents
+runs in full, and so do refusals but in tests/promises. `make test-all` runs the others. A test that is named,
+``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 ``--technique prune`` takes of that what is about pruning: the tests of its package, and its promises.
 """
 
@@ -23,6 +24,7 @@ IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} an
 IN_PROMISES = 4
 PROMISES = "tests/promises/test_promises.py"
 OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_notebooks.py", "test_site.py")
+STARTERS = {"run_two_ranks", "run_scripts", "ranks_of", "saved_by_two_ranks", "run_by_one_and_by_two"}
 left_out = 0
 
 
@@ -44,7 +46,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not of_promises(item.nodeid) or key in re.split(r"\W", item.nodeid)]
     families = defaultdict(list)
     for item in items:
-        if selected(item, IN_QUICK) and not in_full(item):
+        if starts_processes(item) and not of_promises(item.nodeid):
+            item.add_marker("further")
+        elif selected(item, IN_QUICK) and not in_full(item):
             families[item.nodeid.partition("[")[0]].append(item)
     for family, cases in families.items():
         for case in further(family, cases):
@@ -60,6 +64,14 @@ def selected(item, lane):
 
 def in_full(item):
     return item.path.name in OF_PAGES or (not of_promises(item.nodeid) and refuses(item))
+
+
+def starts_processes(item):
+    """Return True if a test, or a fixture of it, calls a function that runs a script in several processes."""
+    fixtures = getattr(item, "_fixtureinfo", None)
+    used = [one for found in (fixtures.name2fixturedefs.values() if fixtures else ()) for one in found]
+    functions = [getattr(item, "function", None), *(one.func for one in used)]
+    return any(STARTERS & {*inspect.unwrap(one).__code__.co_names} for one in functions if inspect.isfunction(one))
 
 
 def of_promises(nodeid):
