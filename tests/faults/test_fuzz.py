@@ -39,7 +39,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def often(quick, long=1000):
+def often(quick, long=300):
     """A test's number of examples in a quick and in a long run; `--hypothesis-seed=N` draws others than usual."""
     return pytest.mark.parametrize("count", [quick, pytest.param(long, marks=LONG)])
 
@@ -64,7 +64,7 @@ def for_each(strategy, count, tried):
 
 
 @pytest.mark.slow
-@often(120, 5_000)
+@often(120, 1_500)
 def test_recipes(count):
     def tried(values):
         recipe = Recipe.from_dict(values)
