@@ -203,7 +203,7 @@ class Stubborn(nn.Module):
     ("how", "reason"),
     [
         ("constant", "fixed size"), ("softmax", "needs all"), ("picked", "by number"), ("padded", "padded"),
-        ("unknown", "not followed"),
+        ("unknown", "not supported"),
     ],
 )  # fmt: skip
 def test_what_cannot_follow_stays_with_the_reason(how, reason):
