@@ -317,7 +317,7 @@ class Pruning(Technique):
         told += f". {lost:,} of {counted(units, 'unit')} are zero" if units else ""
         left = report["left_out"]
         dense = [f"Left dense: {listed(left, 3)}."] if left else []
-        return [f"{told}.", *dense, report["note"]]
+        return [f"{told}.", *dense, *filter(None, [report["note"]])]
 
     def _update(self, context: Context) -> None:
         step, own = context.step, self._targets.own

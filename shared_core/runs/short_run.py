@@ -134,7 +134,8 @@ class ShortRun(Technique):
             found["train_loss"] = float(torch.stack([loss.to("cpu", torch.float64) for loss in last]).mean())
         save(model)
         written, packed = _sizes(model)
-        told = {key: {**report, "note": []} for key, report in session.receipt().values["techniques"].items()}
+        reports = session.receipt().values["techniques"]
+        told = {key: report | {"note": ""} if "note" in report else report for key, report in reports.items()}
         write_result(self.config.folder, {
             "steps": self._done, "seconds": self._seconds, "memory": memory, "metrics": found,
             "bytes": written, "packed": packed, "learning": self._learning(),

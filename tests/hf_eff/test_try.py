@@ -64,7 +64,7 @@ def test_a_trainers_script(tmp_path, monkeypatch):
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["prune"]["figures"].keys() == {"time", "memory", "metric", "bytes", "packed"}
     assert rows["prune"]["figures"]["packed"]["verdict"] == "better"
-    assert "sparsity 0.8" in rows["prune"]["happened"]["prune"]
+    assert rows["prune"]["happened"]["prune"].startswith("Pruned 80.0 %")
     assert found["metric"] == "eval_loss"
     assert rows["distill"]["error"].startswith("distill")
     assert rows["distill"]["advice"].startswith("failed: distill")
@@ -80,5 +80,5 @@ def test_a_loop_of_accelerate(tmp_path, monkeypatch):
     found = tried("loop.py", "--prune_sparsity", "0.8")
     assert sorted(path.name for path in Path().iterdir()) == ["eff_try", "loop.py"]
     assert found["metric"] == "train_loss"
-    assert "sparsity 0.8" in found["rows"][0]["happened"]["prune"]
+    assert found["rows"][0]["happened"]["prune"].startswith("Pruned 80.0 %")
     assert found["rows"][0]["figures"]["packed"]["verdict"] == "better"

@@ -50,5 +50,5 @@ def test_a_script(name, tmp_path, monkeypatch):
     found = told_by("try", "--steps", "12", "fit.py", "--prune_sparsity", "0.8")
     assert sorted(path.name for path in Path().iterdir()) == ["eff_try", "fit.py"]
     assert found["metric"] == "val_loss"
-    assert "sparsity 0.8" in found["rows"][0]["happened"]["prune"]
+    assert found["rows"][0]["happened"]["prune"].startswith("Pruned 80.0 %")
     assert found["rows"][0]["figures"]["packed"]["verdict"] == "better"
