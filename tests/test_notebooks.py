@@ -47,6 +47,6 @@ def test_the_page_runs_and_prints_what_it_shows(name, tmp_path):
 
 
 def kinds_of_lines(text):
-    """Return the first word of each line but those of tables and notes; figures differ between processors."""
-    lines = [line for line in text.splitlines() if not line.startswith((*"│┃┏┡└", "efftrain: "))]
+    """Return the first word of each line, without boxes, notes and wrapped cells, whose widths follow the figures."""
+    lines = [line for line in text.splitlines() if line and not line.startswith((*"│┃┏┡└ ", "efftrain: "))]
     return [re.match(r"[\w/]*", line)[0] for line in lines]
