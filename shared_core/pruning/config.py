@@ -287,9 +287,9 @@ class PruneConfig(OverridableConfig):
                 "parameters by gathered tensors. Use filter, layer or weights, or DDP"
             )
         return {
-            "fisher": "criterion fisher keeps as much as the whole model on every process. Use taylor, or DDP",
+            "fisher": "criterion fisher keeps as much as the whole model on every process; use taylor, or DDP",
             "sparsegpt": "criterion sparsegpt needs whole weights. Prune the saved model instead",
-            "shapley": "criterion shapley masks units in whole weights. Use l2_norm, or DDP",
+            "shapley": "criterion shapley masks units in whole weights; use l2_norm, or DDP",
         }.get(self.criterion)
 
     @property
@@ -329,7 +329,7 @@ class PruneConfig(OverridableConfig):
         if "tensor_parallel" in environment and self.criterion in ("wanda", "neuron_taylor"):
             yield (
                 f"prune with criterion {self.criterion} cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: "
-                "each process sees only part of some layers' inputs or outputs. Use taylor or magnitude"
+                "each process sees only part of some layers' inputs or outputs; use taylor or magnitude"
             )
         if self.straight_through and "primary_weights" in recipe:
             yield (
