@@ -298,23 +298,20 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
     teacher = copy.deepcopy(student)
     missing, others = unlike(teacher, weights)
-    if replaced is not None or missing or others:
+    remedy = "give a Transformers folder, a .ckpt with hyperparameters, or in code the module: teacher=my_teacher"
+    if replaced is not None:
+        rule = f"come with its model class, since a technique replaces the student's layers by {replaced.__name__}"
+        raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
+    if missing or others:
         shapes = {name: tuple(value.shape) for name, value in student.state_dict().items()}
         reshaped = None if missing else next((name for name in others if name in shapes), None)
-        rule = (
-            f"come with its model class, since a technique replaces the student's layers by {replaced.__name__}"
-            if replaced is not None
-            else f"hold the weights of a {type(student).__name__} like the student, got "
-            + (
-                f"missing {missing[:3]} and others {others[:3]}"
-                if reshaped is None
-                else f"{reshaped} of shape {tuple(weights[reshaped].shape)}, the student's is {shapes[reshaped]}"
-            )
-        )
-        remedy = "give a Transformers folder, a .ckpt with hyperparameters, or in code the module: teacher=my_teacher"
-        parts = [name for name, part in student.named_modules() if name and not any(unlike(part, weights))]
-        if replaced is None and parts:
-            remedy = f"they fit its submodule {parts[0]}: add student={parts[0]!r}"
+        got = f"missing {missing[:3]} and others {others[:3]}"
+        if reshaped is not None:
+            got = f"{reshaped} of shape {tuple(weights[reshaped].shape)}, the student's is {shapes[reshaped]}"
+        parts = (name for name, part in student.named_modules() if name and not any(unlike(part, weights)))
+        if (part := next(parts, None)) is not None:
+            remedy = f"they fit its submodule {part}: add student={part!r}"
+        rule = f"hold the weights of a {type(student).__name__} like the student, got {got}"
         raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
     check_values(teacher, weights, f"distill: teacher {source}")
     # strict=False: `unlike` has checked the names except ties.
