@@ -27,7 +27,7 @@ from shared_core import Recipe, Session
 SEEDS, BATCH, LEARNING_RATE = range(4), 64, 2e-3
 STEPS, TEACHER_STEPS, SMALL_STEPS = 1500, 2500, 3000
 AUGMENTATIONS = COPIES = 6
-Labeled, WIDTH, SMALL = 250, 64, (30, 12)
+LABELED, WIDTH, SMALL = 250, 64, (30, 12)
 TRANSFER = {"no 3": ([0, 1, 2, 4, 5, 6, 7, 8, 9], [3]), "only 7 and 8": ([7, 8], [7, 8])}
 """The digits that the student sees, and those whose biases are moved."""
 TRANSFER_TEMPERATURE, TEMPERATURES = 8.0, (1.0, 2.0, 4.0, 8.0)
@@ -148,12 +148,12 @@ def plan() -> dict[str, tuple[str, tuple[Any, ...]]]:
             found[named(name, temperature)] = "transfer", (name, temperature)
     every = len(digits(0)[0][0])
     for temperature in (None, *TEMPERATURES):
-        found[named("few", temperature)] = "few_labels", (temperature, Labeled, Labeled, False)
+        found[named("few", temperature)] = "few_labels", (temperature, LABELED, LABELED, False)
     for regime, anew in (("unlabeled", False), ("unlabeled, anew", True)):
-        found[named(regime, JUDGED)] = "few_labels", (JUDGED, every, Labeled, anew)
+        found[named(regime, JUDGED)] = "few_labels", (JUDGED, every, LABELED, anew)
     found["all labels"] = "few_labels", (None, every, every, False)
     for temperature in (None, JUDGED):
-        found[named("few, anew", temperature)] = "few_labels", (temperature, Labeled, Labeled, True)
+        found[named("few, anew", temperature)] = "few_labels", (temperature, LABELED, LABELED, True)
     for width in SMALL:
         for temperature in (None, 2.0, JUDGED):
             found[named(f"width {width}", temperature)] = "small", (width, temperature)
@@ -232,7 +232,7 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
     ]
     rows += [
         Row(
-            f"784-{WIDTH}-10, {Labeled} labels; in brackets here and below: points gained, seed by seed",
+            f"784-{WIDTH}-10, {LABELED} labels; in brackets here and below: points gained, seed by seed",
             told(found, [few], few),
             "75.31 ± 1.0",
         ),
@@ -254,7 +254,7 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
     anew = named("few, anew", None)
     rows.append(
         Row(
-            f"images augmented anew in every batch: {Labeled} labels; with the teacher; on the unlabeled images too",
+            f"images augmented anew in every batch: {LABELED} labels; with the teacher; on the unlabeled images too",
             told(found, [anew, named("few, anew", JUDGED), named("unlabeled, anew", JUDGED)], anew),
         )
     )

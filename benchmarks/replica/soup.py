@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shared_core.soup import greedy_soup, uniform_soup
 
 SEEDS, MEMBERS, WILD = range(8), 16, 3
-BATCH, Labeled, COPIES = 64, 300, 6
+BATCH, LABELED, COPIES = 64, 300, 6
 START_STEPS, STEPS, WILD_STEPS = 600, 300, 600
 RATES, WILD_RATE, DECAYS = (5e-4, 1e-3, 1.5e-3, 2e-3), 1e-2, (0.0, 1e-2)
 SHIFT = 1.3
@@ -62,7 +62,7 @@ class Experiment:
     @classmethod
     def on_digits(cls, seed: int, quick: bool) -> Experiment:
         train, test = digits(seed)
-        few = train[0][:Labeled], train[1][:Labeled]
+        few = train[0][:LABELED], train[1][:LABELED]
         shorten = 20 if quick else 1
         start = trained(lenet(seed), few, 2e-3, 0.0, START_STEPS // shorten, seed)
         search = [(RATES[i % 4], DECAYS[i // 4 % 2], STEPS // shorten) for i in range(MEMBERS)]

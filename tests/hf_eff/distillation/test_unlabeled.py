@@ -20,10 +20,10 @@ from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.errors import ConfigError, TrainingError
 
 ALPHA, T, FIELD = 0.3, 2.0, "is_new"
-UNLabeled = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch of two that is wholly unlabeled
+UNLABELED = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch of two that is wholly unlabeled
 
 
-def texts(flags=UNLabeled, *, labeled=True, field=True):
+def texts(flags=UNLABELED, *, labeled=True, field=True):
     """Ragged texts, padded on the right; where one is unlabeled its labels are wrong."""
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -42,7 +42,7 @@ def teacher():
     return make_language_model(seed=5, hidden_size=32)
 
 
-def reference(flags=UNLabeled):
+def reference(flags=UNLABELED):
     """D10 on the joined window, in float64, from the formula."""
     student, taught_by = make_language_model().double(), teacher().double()
     rows = texts(flags)
