@@ -49,8 +49,8 @@ quickstart-seeds: $(VENV)/.examples # goes on when cut off: a seed whose runs/se
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(if $(TECHNIQUE),--technique $(TECHNIQUE))
 
-test-all: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu and not gpu_lane and (slow or further)"
+test-all: $(VENV)/.dev # SHARE=1/3 takes the first third
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu and not gpu_lane and (slow or further)" $(if $(SHARE),--share $(SHARE))
 
 test-processors: $(VENV)/.dev # ISA=sse4, avx2 or mixed takes one of the three; some 2 minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/processors.py $(ISA)

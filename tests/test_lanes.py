@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import pytest
@@ -47,30 +49,40 @@ def test_gpu(case):
 """
 
 
-def run(folder, *arguments):
-    (folder / "test_it.py").write_text(TESTS)
+def run(folder, *arguments, text=TESTS):
+    (folder / "test_it.py").write_text(text)
     markers = ("slow", "further", "gpu", "gpu_lane")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =" + "".join(f"\n    {marker}" for marker in markers))
     options = ["-q", "-rp", "-p", "lanes", "-p", "no:cacheprovider"]
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *options, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "support"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
-    return re.findall(r"^PASSED \S+::(\S+)$", told, flags=re.MULTILINE), told.splitlines()[-1]
+        check=False,
+    )
+    assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), done.stdout
+    return re.findall(r"^PASSED \S+::(\S+)$", done.stdout, flags=re.MULTILINE), done.stdout.splitlines()[-1]
 
 
 def test_the_two_together_are_all(tmp_path):
-    (rest,) = re.findall(r'^test-all:.*\n.*-m "(.*)"$', (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    (rest,) = re.findall(r'^test-all:.*\n.*-m "([^"]*)"', (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
     quick, last = run(tmp_path)
     others, _ = run(tmp_path, "-m", rest)
     assert len({*quick, *others}) == len(quick) + len(others) == 30
     assert last == f"{len(others)} further cases were left out: make test-all"
     one_of_each = ["test_alone", "test_family", "test_family_with_a_slow_case"]
     assert sorted(test.partition("[")[0] for test in quick) == [*one_of_each, *["test_refusal"] * 9]
+
+
+def test_shares_together_are_all(tmp_path):
+    alone = TESTS.replace("return run_two_ranks", "return None")
+    for text in (TESTS, alone):
+        shares = [run(tmp_path, "-m", "not gpu", "--share", f"{part}/2", text=text)[0] for part in (1, 2)]
+        found = [test for share in shares for test in share]
+        assert len({*found}) == len(found) == 30
+        assert all(shares) == (text == alone)  # a file that starts processes stays together
 
 
 def test_what_is_named_runs(tmp_path):

@@ -5,11 +5,13 @@ function; which of them run depends on its name and their number alone. What is 
 runs in full, and so do refusals but in tests/promises. `make test-all` runs the others. A test that is named,
 ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 ``--technique prune`` takes of that what is about pruning: the tests of its package, and its promises.
+``--share 1/3`` takes a third of what was chosen.
 """
 
 import inspect
 import random
 import re
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -30,6 +32,14 @@ left_out = 0
 
 def pytest_addoption(parser):
     parser.addoption("--technique", choices=REGISTRY, help="run the tests of one technique and its promises")
+    parser.addoption("--share", type=share, help="run one part of the chosen tests, such as 1/3")
+
+
+def share(text):
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
 
 
 def pytest_configure(config):
@@ -53,6 +63,15 @@ def pytest_collection_modifyitems(config, items):
     for family, cases in families.items():
         for case in further(family, cases):
             case.add_marker("further")
+    if config.option.share:
+        part, parts = config.option.share
+        together = {item.path for item in items if starts_processes(item)}  # whose tests share what the processes did
+        dealt = defaultdict(list)
+        for item in items:
+            place = item.nodeid.partition("::")[0] if item.path in together else item.nodeid
+            dealt[zlib.crc32(place.encode()) % parts == part - 1].append(item)
+        items[:] = dealt[True]
+        config.hook.pytest_deselected(items=dealt[False])
     if config.option.markexpr == QUICK:
         tell(config, sum(selected(item, IN_REST) for item in items))
 
