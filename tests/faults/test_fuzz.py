@@ -30,7 +30,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, EffError, TrainingError
 from shared_core.files.json_yaml import parse_yaml
 
-LONG = [pytest.mark.slow, pytest.mark.timeout(7200)]
+LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(autouse=True)

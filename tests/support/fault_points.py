@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 SLOW = pytest.mark.slow
-QUICK_POINTS, ALL_POINTS = 5, 50
+QUICK_POINTS, ALL_POINTS = 5, 20
 """Moments at which every writer is killed: in every run of the tests, and in the long ones."""
 _OF_FILES = {"posix", "_io", "safetensors._safetensors_rust", "torch._C"}
 _CALLS = {"fsync", "replace", "rename", "mkdir", "open", "fdopen"}

@@ -151,21 +151,21 @@ LIVE_ON = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
 TWO = {"gradient_accumulation_steps": 2}
 WORKERS = {"two": {"dataloader_num_workers": 2}, "live on": LIVE_ON,
            "three": {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 3, **TWO}}  # fmt: skip
-STOPS = (1, 2, 3, 5, 6, 7)  # 6 batches are an epoch
+STOPS = (2, 6, 7)  # 6 batches are an epoch
 GOES_ON = {
     "masks": (STOPS, masked, masking, {}),
     "masks in windows": (STOPS, masked, masking, TWO),
     "augmented": (STOPS, augmented(), masking, {}),
     "augmented in windows": (STOPS, augmented(), masking, TWO),
-    "a short last batch": ((1, 2, 3, 5), augmented(22), masking, TWO),
-    "a short last window": ((1, 2, 3, 5), augmented(18), masking, TWO),
-    "a collator's own generator": ((1, 4, 6, 8), augmented(), own_masks, {}),
+    "a short last batch": ((2, 5), augmented(22), masking, TWO),
+    "a short last window": ((2, 3), augmented(18), masking, TWO),
+    "a collator's own generator": ((4, 8), augmented(), own_masks, {}),
     "an order of the same generator": (
-        (1, 5, 6, 7), augmented(), masking, {"accelerator_config": {"use_seedable_sampler": False}},
+        (5, 6), augmented(), masking, {"accelerator_config": {"use_seedable_sampler": False}},
     ),
-    "a stream": ((1, 2, 4), lambda: Stream(48), masking, {}),
+    "a stream": ((1, 4), lambda: Stream(48), masking, {}),
     **{
-        f"workers: {name}": ((3, 6, 8), augmented(22), own_masks, {**settings, "max_steps": 10})
+        f"workers: {name}": ((3, 8), augmented(22), own_masks, {**settings, "max_steps": 10})
         for name, settings in WORKERS.items()
     },
     **{

@@ -181,7 +181,7 @@ def test_a_skipped_step_changes_nothing(name):
     assert same({n: v for n, v in before.items() if "norm." not in n}, after)
 
 
-LONG = 1000
+LONG = 400
 LONG_OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
@@ -257,7 +257,7 @@ def test_no_weight_comes_back(recipe, optimizer, how):
         for name, mask in masks.items():
             pruned = parameters[name].detach()[~mask]
             assert not pruned.view(torch.int32).count_nonzero(), (steps, name)
-    for name, mask in masks.items():  # half of what an average held is forgotten in each of 400 steps
+    for name, mask in masks.items():  # half of what an average held is forgotten in each step
         assert not average.get_parameter(name).detach()[~mask].count_nonzero(), name
     assert steps == LONG
     assert since > LONG / 2

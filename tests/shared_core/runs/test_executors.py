@@ -122,7 +122,7 @@ def test_a_lottery_search_is_the_same_elsewhere(tmp_path, executor):
         f"import os, sys\nsys.path.insert(0, {str(SUPPORT / 'techniques')!r})\nfrom lottery_runs import train\n"
         "from shared_core import Recipe\ntrain(Recipe.from_yaml(os.environ['EFF_RECIPE']))\n"
     )
-    options = {"rounds": 2, "rate": 0.5, "rewind_to": 2, "controls": ["random_mask", "random_reinit"]}
+    options = {"rounds": 1, "rate": 0.5, "rewind_to": 2, "controls": ["random_mask", "random_reinit"]}
     here = LotterySearch(**options).run(train, tmp_path / "here")
     made = executor_of(executor, LOCAL if executor == "submitit" else [], tmp_path / "there", "lottery")
     seen = []
@@ -131,7 +131,7 @@ def test_a_lottery_search_is_the_same_elsewhere(tmp_path, executor):
     )
     assert there == here
     # nothing waits for controls
-    assert [row.control for row in seen[-1].rows] == ["none"] * 3 + ["random_mask", "random_reinit"] * 2
+    assert [row.control for row in seen[-1].rows] == ["none", "none", "random_mask", "random_reinit"]
     for file in (tmp_path / "here").glob("*/ticket.safetensors"):
         assert file.read_bytes() == (tmp_path / "there" / file.parent.name / file.name).read_bytes()
 
