@@ -125,6 +125,13 @@ class ModelOptions(CommandOptions):
     weights: Path | None = option(None, "For module:function: a folder or file with the trained weights.")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
 
+    def __post_init__(self) -> None:
+        """Check the options, and that MODEL can be a model."""
+        super().__post_init__()
+        from shared_core.cli.loading import check_model
+
+        check_model(self.model, self.key)
+
     def open(self) -> tuple[nn.Module, Any, Path | None]:
         """Return (model, example inputs or None, its folder or None)."""
         from shared_core.cli.loading import open_model

@@ -113,12 +113,18 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
         raise ConfigError(where, told, "return one, such as the accuracy") from error
 
 
+def check_model(name: str, where: str, asked: str = "MODEL") -> None:
+    """Raise an error if a name is neither a folder nor ``module:function``, before anything is imported."""
+    told = f"{asked} must be module:function, file.py:function, or a model folder where it takes one, got {name!r}"
+    is_either = ":" in name or Path(name).is_dir()
+    require(is_either, where, told, "check the path, or write my_module.py:build for build of that file")
+
+
 def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:
     """Return the result of the user's function: (model, example inputs or None)."""
     from torch import nn
 
-    told = f"{asked} must be module:function, file.py:function, or a model folder where it takes one, got {name!r}"
-    require(":" in name, where, told, "check the path, or write my_module.py:build for build of that file")
+    check_model(name, where, asked)
     built = function(name, f"{where}: {asked}")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     told = f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}"

@@ -257,7 +257,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
 
 @pytest.mark.parametrize(("args", "error", "message"), [
     (["prune_task:model", "--out", "full", "--sparsity", "0.5"], CheckpointError, "--out must be a new or empty"),
-    (["nobody", "--out", "full/kept/out", "--sparsity", "0.5"], CheckpointError, "cannot write to full"),
+    (["nobody:model", "--out", "full/kept/out", "--sparsity", "0.5"], CheckpointError, "cannot write to full"),
     (["nobody", "--out", "out", "--sparsity", "0.5"], ConfigError, "MODEL must be module:function"),
     (["prune_task:loss", *SPARSE[1:]], ConfigError, "MODEL must name a function without arguments, got"),
     ([*SPARSE, "--eval", "prune_task:text"], ConfigError, "--eval must name a function that takes .model., got"),

@@ -176,7 +176,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
 
 @pytest.mark.parametrize(("args", "error", "message"), [
     (["quantize_task:model", "--out", "full"], CheckpointError, "--out must be a new or empty folder"),
-    (["quantize_task", "--out", "quantize_task.py/out"], CheckpointError, "eff quantize: --out: cannot write to"),
+    (["quantize_task:cnn", "--out", "quantize_task.py/out"], CheckpointError, "eff quantize: --out: cannot write to"),
     (["quantize_task", "--out", "out"], ConfigError, "MODEL must be module:function"),
     (["quantize_task:nobody", "--out", "out"], ConfigError, "must name a function of quantize_task"),
     (["no_such_module:f", "--out", "out"], ConfigError, "must name an importable module"),
