@@ -181,8 +181,8 @@ class Options:
 
         Example:
             >>> from shared_core.quantization import QatConfig
-            >>> QatConfig.meaning(QatConfig.__dataclass_fields__["ema_constant"])
-            'Weight of a new step in the moving average. In (0, 1]. Only with range=ema.'
+            >>> QatConfig.meaning(QatConfig.__dataclass_fields__["percentile"])
+            'Share of the values inside the range, in percent. In (50, 100]. Only with range=percentile.'
         """
         text = str(field.metadata["help"])
         first = text.split(" ", 1)[0]

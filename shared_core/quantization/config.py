@@ -87,7 +87,11 @@ class QatConfig(OverridableConfig):
         only_with={"is_static": (True,)},
     )
     ema_constant: float = option(
-        0.01, help="weight of a new step in the moving average", above=0.0, high=1.0, only_with={"range": ("ema",)}
+        0.01,
+        help="smallest weight c of a new step in the moving average: r = r + max(c, 9/(n + 10))·(w - r) after n steps",
+        above=0.0,
+        high=1.0,
+        only_with={"range": ("ema",)},
     )
     percentile: float = option(
         99.99,

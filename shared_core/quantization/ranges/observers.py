@@ -49,8 +49,10 @@ class RangeBank:
     """The ranges of all observed layers of a model, one row per layer. A step costs one collective and a few ops.
 
     A forward only widens the window. `take_window` joins the ranks and empties it. `commit` updates the average
-    ``r ← r + c·(w − r)`` with that window after the optimizer step was applied. A window that is never
-    committed has no effect, so micro-batches, recomputation and skipped steps do no harm.
+    ``r ← r + max(c, 9/(n + 10))·(w − r)`` with that window after the optimizer step was applied. ``n`` counts the
+    earlier windows in the layer's average. So the range follows about the last ninth of the windows, until ``c`` is the
+    larger weight. A window that is never committed has no effect, so micro-batches, recomputation and skipped steps do
+    no harm.
 
     Rows are plain attributes, not buffers, because DDP would overwrite the other ranks' windows with those of rank 0.
 
@@ -59,6 +61,17 @@ class RangeBank:
         ema_constant: ``c``; None: the range is that of all steps.
         rounded_gate: Gate gradients on the rounded code.
         means: Observe mean magnitudes too, from which learned scales start. Costs a second collective per step.
+
+    Source: the warm-up of TensorFlow's ``ExponentialMovingAverage(num_updates=...)``, Abadi et al., 2016,
+    arXiv:1605.08695.
+
+    Example:
+        >>> bank = RangeBank([(-128, 127)])
+        >>> for largest in (1.0, 12.0, 12.0):
+        ...     bank.observe(0, torch.tensor([0.0, largest]))
+        ...     bank.commit(bank.take_window())
+        >>> bank.ranges.tolist()
+        [[0.0, 11.5]]
     """
 
     def __init__(
@@ -84,6 +97,8 @@ class RangeBank:
         self.window = torch.full((num_layers, 2), math.inf)  # (min, -max): both are reduced by a minimum
         self.ranges = torch.zeros(num_layers, 2)  # (min, max)
         self.known = torch.zeros(num_layers, dtype=torch.bool)
+        self.averaged = torch.zeros(num_layers, dtype=torch.int64)
+        """Windows in each layer's average."""
         self.non_finite = torch.zeros(num_layers, dtype=torch.int64)
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
@@ -153,10 +168,14 @@ class RangeBank:
                 [torch.minimum(self.ranges[:, 0], new[:, 0]), torch.maximum(self.ranges[:, 1], new[:, 1])], 1
             )
         else:
-            moved = self.ranges + self.ema_constant * (new - self.ranges)
-        # The first window is the first range, because an average with the initial 0 would stay too narrow for long.
+            # With weight c from the start, the first window would keep (1 - c)^n of the average, most of it in a run
+            # of fewer than 1/c steps. A plain mean of those steps would lag too: activations grow while a net learns.
+            weight = (9 / (self.averaged + 10)).clamp_min(self.ema_constant)
+            moved = self.ranges + weight[:, None] * (new - self.ranges)
+        # exactly the first window, not 0 + 1·(w - 0) of whatever the row held before
         moved = torch.where(self.known[:, None], moved, new)
         self.set_ranges(torch.where(finite[:, None], moved, self.ranges), self.known | finite)
+        self.averaged += finite
         self.mean = torch.where(finite, self.taken_mean, self.mean)
         self.non_finite += seen & ~finite
         self.num_updates += 1
@@ -177,6 +196,7 @@ class RangeBank:
     def forget(self) -> None:
         """Start over without known ranges."""
         self.known.zero_()
+        self.averaged.zero_()
         self.clear_window()
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +206,8 @@ class RangeBank:
 
     @property
     def _saved(self) -> tuple[str, ...]:
-        return ("ranges", "known", "window", "non_finite", *(("totals", "mean") if self.totals is not None else ()))
+        means = ("totals", "mean") if self.totals is not None else ()
+        return ("ranges", "known", "averaged", "window", "non_finite", *means)
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Tensor) -> None:
         """Restore a saved state; `rows` says which saved row is that of each layer."""

@@ -125,14 +125,14 @@ def test_the_moving_average_is_that_of_the_clipped_values():
     technique, context = start(model)
     seen = []
     hook = model.between.register_forward_hook(lambda module, args, output: seen.append(output.detach().double()))
-    expected = None
+    expected = np.zeros(2)
     for number in range(3):
         seen.clear()
         inputs = [torch.randn(8, 4) * (0.3 if number else 1.0) for _ in range(2)]
         step(technique, context, model, inputs)
         values = torch.cat(seen).clamp(max=10)
         window = np.array([values.min().item(), values.max().item()])
-        expected = window if expected is None else expected + 0.01 * (window - expected)
+        expected += (window - expected) * (9 / (number + 10) if number else 1)
     hook.remove()
     found = technique.ranges()["down"]
     assert [found["min"], found["max"]] == pytest.approx(list(expected), rel=1e-5)

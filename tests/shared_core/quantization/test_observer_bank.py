@@ -29,6 +29,57 @@ def ranges_of(kind, *steps, **options):
     return bank
 
 
+def windows_of(steps, layers=3):
+    """Return (min, max) for each step and layer, NaN for a layer without input, infinite for a broken one."""
+    draw = torch.Generator().manual_seed(5)
+    found = torch.stack([-torch.rand(steps, layers, generator=draw), 1 + torch.rand(steps, layers, generator=draw)], 2)
+    found[torch.rand(steps, layers, generator=draw) < 0.3] = math.nan
+    found[torch.rand(steps, layers, generator=draw) < 0.1] = math.inf
+    return found
+
+
+def commit(bank, step):
+    for layer, (low, high) in enumerate(step.tolist()):
+        if not math.isnan(low):
+            bank.observe(layer, torch.tensor([low, high]))
+    bank.commit(bank.take_window())
+
+
+@pytest.mark.parametrize("constant", [1e-9, 0.05, 0.5, 1.0])
+def test_an_average_weighs_recent_windows_more_until_its_constant_is_larger(constant):
+    bank = RangeBank([(-8, 7)] * 3, ema_constant=constant)
+    expected, counts = torch.zeros(3, 2, dtype=torch.float64), [0, 0, 0]
+    for number, step in enumerate(windows_of(60)):
+        if number == 25:
+            bank.forget()
+            counts = [0, 0, 0]
+        commit(bank, step)
+        for layer in range(3):
+            if step[layer].isfinite().all():
+                weight = max(constant, 9 / (counts[layer] + 10)) if counts[layer] else 1.0
+                expected[layer] += weight * (step[layer].double() - expected[layer])
+                counts[layer] += 1
+        seen = torch.tensor(counts) > 0
+        assert bank.known.tolist() == seen.tolist()
+        torch.testing.assert_close(bank.ranges[seen].double(), expected[seen], rtol=1e-6, atol=1e-6)
+
+
+def test_an_average_resumes_bit_for_bit_with_its_layers_in_another_order():
+    steps, order = windows_of(30), torch.tensor([2, 0, 1])
+    straight, resumed = RangeBank([(-8, 7)] * 3), RangeBank([(-8, 7)] * 3)
+    for step in steps[:9]:
+        commit(straight, step)
+    assert len({*straight.averaged.tolist()}) > 1
+    resumed.load_state_dict(straight.state_dict(), order)
+    for step in steps[9:]:
+        commit(straight, step)
+        commit(resumed, step[order])
+    states = straight.state_dict(), resumed.state_dict()
+    assert states[0].pop("num_updates") == states[1].pop("num_updates") == 30
+    for name, value in states[0].items():
+        assert torch.equal(value[order].nan_to_num(7), states[1][name].nan_to_num(7)), name
+
+
 @pytest.mark.parametrize("kind", HISTOGRAMS)
 def test_a_bank_has_the_ranges_of_the_committed_windows(kind):
     bank = bank_of(kind, 3)

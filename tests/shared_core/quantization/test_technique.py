@@ -21,14 +21,22 @@ from shared_core.quantization.schemes import LayerScheme, quantize_weight
 
 def test_ranges_are_the_moving_average_of_each_step():
     run = Run(small_net(), ema_constant=0.25)
-    data = batches(5)
-    expected = None
-    for batch in data:
+    data = batches(7)
+    expected = np.zeros(2)
+    for number, batch in enumerate(data):
         run.step(batch)
         window = np.array([batch.min(), batch.max()], np.float64)
-        expected = window if expected is None else 0.75 * expected + 0.25 * window
+        expected += (max(0.25, 9 / (number + 10)) if number else 1) * (window - expected)
         assert run.range_of("0") == pytest.approx(tuple(expected), rel=1e-6)
-    assert run.technique.figures() == {"qat/active": 1.0, "qat/layers": 2.0, "qat/range_updates": 5.0}
+    assert run.technique.figures() == {"qat/active": 1.0, "qat/layers": 2.0, "qat/range_updates": 7.0}
+
+
+def test_ranges_of_a_short_run_follow_inputs_wider_than_its_first_batches():
+    run = Run(small_net())
+    batch = batches(1)[0]
+    for number in range(60):
+        run.step(batch if number >= 10 else batch / 2)
+    assert run.range_of("0") == pytest.approx((batch.min().item(), batch.max().item()), rel=1e-3)
 
 
 def test_first_step_has_float_activations_and_quantized_weights():
