@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -370,6 +370,7 @@ class QuantizationAwareTraining(Technique):
             "without_range": [
                 entry["name"] for entry in layers if entry["input"] in WITH_RANGE and entry["scale"] is None
             ],
+            "beyond_range": _beyond_range(layers),
             "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers if "sqnr_db" in entry), default=None),
             "left_out": dict(self.left_out),
             "float_inputs": self.float_inputs,
@@ -386,6 +387,12 @@ class QuantizationAwareTraining(Technique):
         told = [f"Trained {layers} in {report['scheme']} since step {report['began_at_step']:,}."]
         if (worst := report["smallest_sqnr_db"]) is not None:
             told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
+        if (reached := report["beyond_range"]) is not None and reached["layers"]:
+            told.append(
+                f"The inputs observed last reach beyond the range of {reached['layers']} of "
+                f"{counted(reached['of'], 'layer')}, by up to {reached['largest']:.1%} of its width. Values there are "
+                "clipped."
+            )
         if report["left_out"]:
             told.append(f"Left in float: {listed(report['left_out'], 3)}.")
         if report["without_range"]:
@@ -411,6 +418,12 @@ class QuantizationAwareTraining(Technique):
             report |= self.policy.report(name)
             reports.append({**report, **weight_report(module, gather=gather)})
         return reports
+
+
+def _beyond_range(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return how many ranges the inputs observed last exceeded, of how many, and the largest excess."""
+    found = [entry["beyond"] for entry in layers if entry.get("beyond") is not None]
+    return {"layers": sum(map(bool, found)), "of": len(found), "largest": max(found)} if found else None
 
 
 def _refuse_shards(name: str, folded: nn.Module) -> None:

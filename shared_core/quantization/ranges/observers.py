@@ -99,6 +99,8 @@ class RangeBank:
         self.known = torch.zeros(num_layers, dtype=torch.bool)
         self.averaged = torch.zeros(num_layers, dtype=torch.int64)
         """Windows in each layer's average."""
+        self.latest = torch.zeros(num_layers, 2)
+        """(min, max) of the last committed window, NaN or infinite for layers that saw no finite input in it."""
         self.non_finite = torch.zeros(num_layers, dtype=torch.int64)
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
@@ -176,6 +178,7 @@ class RangeBank:
         moved = torch.where(self.known[:, None], moved, new)
         self.set_ranges(torch.where(finite[:, None], moved, self.ranges), self.known | finite)
         self.averaged += finite
+        self.latest = new
         self.mean = torch.where(finite, self.taken_mean, self.mean)
         self.non_finite += seen & ~finite
         self.num_updates += 1
@@ -207,7 +210,7 @@ class RangeBank:
     @property
     def _saved(self) -> tuple[str, ...]:
         means = ("totals", "mean") if self.totals is not None else ()
-        return ("ranges", "known", "averaged", "window", "non_finite", *means)
+        return ("ranges", "known", "averaged", "latest", "window", "non_finite", *means)
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Tensor) -> None:
         """Restore a saved state; `rows` says which saved row is that of each layer."""
@@ -297,6 +300,7 @@ class EstimatorBank(RangeBank):
         """Add one window to the history, and derive the ranges if due."""
         added = Histogram.of(window)
         Histogram.of(self.history).merge(added)
+        self.latest = torch.stack([added.extrema[:, 0], -added.extrema[:, 1]], 1).to(self.ranges.dtype)
         self.non_finite += added.non_finite > 0
         self.num_updates += 1
         self.num_commits += 1

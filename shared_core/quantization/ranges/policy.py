@@ -7,6 +7,7 @@ LSQ, LSQ+ and PACT, each with a variant that clips the outputs of GELU.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, cast
@@ -174,14 +175,26 @@ class ObservedRanges:
             return {}
         bank, row = self.bank, self.static.index(name)
         if not bool(bank.known[row]):
-            return dict.fromkeys(("min", "max", "scale", "zero_point"))
+            return dict.fromkeys(("min", "max", "scale", "zero_point", "beyond"))
         minimum, maximum = bank.ranges[row].tolist()
         return {
             "min": minimum,
             "max": maximum,
             "scale": bank.scale[row].item(),
             "zero_point": int(bank.zero_point[row]),
+            "beyond": self._beyond(name, row),
         }
+
+    def _beyond(self, name: str, row: int) -> float | None:
+        """Return how far the inputs observed last reach beyond the range, as a share of its width; None if unknown."""
+        (low, high), (least, most) = self.bank.ranges[row].tolist(), self.bank.latest[row].tolist()
+        if not (math.isfinite(least) and math.isfinite(most)):
+            return None
+        # as the codes cover it
+        low, high = (-max(-low, high), max(-low, high)) if self.schemes[name].input == "fp8_static" else (low, high)
+        low, high = min(low, 0.0), max(high, 0.0)
+        reach = max(low - least, most - high, 0.0)
+        return reach / (high - low) if high > low else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the current window and learned state."""

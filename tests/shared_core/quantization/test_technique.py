@@ -39,6 +39,37 @@ def test_ranges_of_a_short_run_follow_inputs_wider_than_its_first_batches():
     assert run.range_of("0") == pytest.approx((batch.min().item(), batch.max().item()), rel=1e-3)
 
 
+@pytest.mark.parametrize("range", ["ema", "minmax", "percentile", "pact"])
+def test_the_receipt_says_how_far_the_last_inputs_exceed_their_range(range):
+    run = Run(small_net(), range=range, begin=6)
+    data = batches(5)
+    data[-1] *= 3
+    for batch in data:
+        run.step(batch)
+    run.technique.before_step(run.context)  # a step without input, which commits an empty window
+    report = run.technique.report()
+    low, high = run.range_of("0")
+    excess = max(low - data[-1].min().item(), data[-1].max().item() - high, 0.0) / (high - low)
+    assert report["per_layer"][0]["beyond"] == pytest.approx(excess, rel=1e-5)
+    assert (excess == 0) == (range == "minmax")
+    found = [entry["beyond"] for entry in report["per_layer"]]
+    assert report["beyond_range"] == {"layers": sum(map(bool, found)), "of": 2, "largest": max(found)}
+    told = " ".join(run.technique.summary({**report, "began_at_step": 0}))
+    assert (f"{max(found):.1%}" in told) == (max(found) > 0)
+    run.technique.after_step(run.context, True)
+    assert run.technique.report()["beyond_range"] is None
+
+
+def test_the_last_inputs_are_compared_with_what_codes_of_fp8_cover():
+    run = Run(small_net(), scheme="fp8_static", ema_constant=1e-9)
+    (batch,) = batches(1)
+    run.step(batch.abs() + 1)
+    run.step(-batch.abs() - 1)
+    (low, high), most = run.range_of("0"), (batch.abs() + 1).max().item()
+    bound = max(-low, high)
+    assert run.technique.report()["per_layer"][0]["beyond"] == pytest.approx((most - bound) / (2 * bound), rel=1e-5)
+
+
 def test_first_step_has_float_activations_and_quantized_weights():
     run = Run(small_net())
     net, (batch,) = run.model, batches(1)
