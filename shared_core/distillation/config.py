@@ -107,7 +107,12 @@ class DistillConfig(TechniqueConfig):
     trust_remote_code: bool = option(
         False, help="run the code that lies in a teacher's folder or Hub repository (auto_map in its config.json)"
     )
-    ema_decay: float = option(0.999, low=0, below=1, help="of teacher ema: what is kept of the average at each step")
+    ema_decay: float = option(
+        0.999,
+        low=0,
+        below=1,
+        help="of teacher ema: what is kept of the average at each step, at most 1 - 1/(n + 2) after n steps",
+    )
     divergence: Literal[
         "forward_kl", "reverse_kl", "jsd", "soft_cross_entropy", "hard_label", "logit_mse", "bernoulli_kl"
     ] = option(

@@ -190,8 +190,11 @@ class Teachers:
 class StudentAverage(Teachers):
     """The student's moving average as its teacher: ``θ' ← d·θ' + (1 - d)·θ`` after each applied step.
 
-    Buffers are copied from the student (Tarvainen and Valpola 2017, arXiv:1703.01780). Under FSDP2 each process
-    averages its own shard.
+    After ``n`` steps the next one has ``d = min(decay, 1 - 1/(n + 2))``: until that reaches `decay`, the average is the
+    plain mean of all weights so far, the initial ones included. Buffers are copied from the student. Under FSDP2 each
+    process averages its own shard.
+
+    Source: Tarvainen and Valpola 2017, arXiv:1703.01780; the start is that of their published code.
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
@@ -203,6 +206,7 @@ class StudentAverage(Teachers):
             )
         super().__init__([_copied(student)])
         self._decay = decay
+        self._num_updates = 0
         self._gathered: dict[str, Tensor] | None = None
 
     @torch.no_grad()
@@ -213,12 +217,15 @@ class StudentAverage(Teachers):
         buffers = zip(average.buffers(), student.buffers(), strict=True)
         try:  # comparing shapes by name is slow, so it is done only after an error
             pairs = [(local_part(mean), local_part(now.detach())) for mean, now in parameters if not _is_codes(mean)]
-            move_towards_([mean for mean, _ in pairs], [now for _, now in pairs], 1 - self._decay)
+            # With `decay` from the start, a run of 100 steps at 0.999 would be taught by its random initial weights.
+            weight = max(1 - self._decay, 1 / (self._num_updates + 2))
+            move_towards_([mean for mean, _ in pairs], [now for _, now in pairs], weight)
             for its, buffer in buffers:
                 its.copy_(buffer)
         except (RuntimeError, ValueError):
             self._check_same(student)
             raise
+        self._num_updates += 1
         reshard_(average)
 
     def begin(self, student: nn.Module) -> None:
@@ -254,9 +261,10 @@ class StudentAverage(Teachers):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average's full tensors. If it is sharded and not gathered, every process must call this."""
-        if self._gathered is not None:
-            return dict(self._gathered)
-        return {name: whole(tensor.detach()).clone() for name, tensor in self._tensors().items()}
+        tensors = self._gathered
+        if tensors is None:
+            tensors = {name: whole(tensor.detach()).clone() for name, tensor in self._tensors().items()}
+        return {"average": dict(tensors), "num_updates": self._num_updates}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
@@ -266,12 +274,13 @@ class StudentAverage(Teachers):
             if any(map(_is_codes, module._parameters.values())):
                 average.set_submodule(path, _copied(module))
         self._freeze(self.modules)  # the copies start in the student's mode
-        tensors = self._tensors()
-        if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
+        tensors, saved = self._tensors(), state["average"]
+        if set(saved) != set(tensors) or any(saved[name].shape != tensor.shape for name, tensor in tensors.items()):
             rule = "the saved average must fit this model"
             raise CheckpointError("distill", rule, "resume with the model that wrote the checkpoint")
         for name, tensor in tensors.items():
-            fill_(tensor, state[name])
+            fill_(tensor, saved[name])
+        self._num_updates = int(state["num_updates"])
 
     def _tensors(self) -> dict[str, Tensor]:
         (average,) = self.modules
