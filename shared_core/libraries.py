@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal
@@ -90,3 +93,18 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Pause the garbage collector, which searches the objects of all libraries again and again as their number grows.
+
+    Use it for work that makes many objects and little garbage, such as imports and traces.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -216,9 +216,12 @@ def check_new(folder: Path, where: str) -> None:
 
 def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, allow_codes: bool = False) -> nn.Module:
     """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable."""
-    from torch import nn
+    from shared_core.libraries import collecting_later
 
-    model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
+    with collecting_later():  # it imports torch and transformers
+        from torch import nn
+
+        model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
     is_float, told = not getattr(model, "is_quantized", False), f"{folder} must hold weights in float, got codes"
     require(allow_codes or is_float, where, told, "give the folder that they were made from", CheckpointError)
     return model.requires_grad_(True).eval()

@@ -29,6 +29,7 @@ from torch.utils._pytree import (
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.files.atomic import atomic_write, scratch_folder
+from shared_core.libraries import collecting_later
 from shared_core.modules.calls import call_model
 from shared_core.quantization.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.kv_cache import cache_scales
@@ -38,7 +39,7 @@ from shared_core.tools.export.onnx_files import (
     WeightCodes,
     checking,
     integer_nodes,
-    make_unsigned,
+    make_unsigned_,
     opened,
     quantize_activations,
     relative_change,
@@ -244,9 +245,11 @@ def export_onnx(
         while True:
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
             groups = repeated_blocks(exported, plain(example_inputs)) if once else []
-            shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length, groups)
+            program, shapes = _export(exported, example_inputs, opset, dynamic_batch, dynamic_length, groups)
             # The second round runs only if the first found something to change.
-            unsigned = unsigned and make_unsigned(file)
+            unsigned = unsigned and make_unsigned_(program.model)
+            program.save(file)
+            del program  # before the file is read
             if not (runs and verify):
                 break
             try:
@@ -271,7 +274,7 @@ def export_onnx(
         # From the final file: the integer nodes depend on onnxruntime's fusions here.
         nodes = integer_nodes(written or file) if runs else {}
         with atomic_write(path) as temporary:
-            shutil.copyfile(file, temporary)
+            shutil.move(file, temporary)
     path = Path(path)
     size = path.stat().st_size
     return ExportReport(
@@ -316,13 +319,12 @@ def _exportable(
 def _export(
     exported: nn.Module,
     inputs: Any,
-    file: Path,
     opset: int,
     dynamic_batch: bool,
     dynamic_length: bool,
     groups: list[dict[str, Any]],
-) -> dict[str, tuple[int | str, ...]]:
-    """Write the file, and return name → shape of its inputs."""
+) -> tuple[Any, dict[str, tuple[int | str, ...]]]:
+    """Return the program, and name → shape of its inputs."""
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
     inputs = plain(inputs)
@@ -351,8 +353,7 @@ def _export(
         if axis in asked and not stays:
             rule = f"model must take any {axis} for it to be dynamic, but its forward fixes it"
             raise CompatibilityError("export_onnx", rule, f"make it depend on the inputs' shapes{hint}")
-    program.save(file)
-    return taken
+    return program, taken
 
 
 def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: str, groups: list[dict[str, Any]]) -> Any:
@@ -393,7 +394,7 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
             value.name = name
         return program
 
-    with quiet(), torch.no_grad(), _parsing_if_needed():
+    with quiet(), torch.no_grad(), _parsing_if_needed(), collecting_later():
         try:
             program = None
             if groups:

@@ -514,15 +514,13 @@ def onnxruntime_sums_exactly() -> bool:
     return all((found == 255 * 127 * inputs).all() for found in sums)
 
 
-def make_unsigned(file: Path) -> bool:
+def make_unsigned_(model: Any) -> bool:
     """Rewrite int8 weights as uint8, 128 more, with a zero point of 128: the same values. Return True if there are any.
 
     Weights whose codes are too small to saturate stay, and so do embeddings, which are only gathered.
     """
-    import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    model: Any = onnx_ir.load(file)
     graph, changed = model.graph, False
     for node in graph:
         # Position of the weight's codes in these operators' inputs.
@@ -535,17 +533,16 @@ def make_unsigned(file: Path) -> bool:
             continue
         codes = value.const_value.numpy()
         # Codes up to 64 are exact as they are: a pair of products fits 16 bits.
-        if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
+        if codes.dtype != np.int8 or max(codes.max(initial=0), -int(codes.min(initial=0))) <= _EXACT:
             continue
         name = f"{value.name}_unsigned"
         codes = codes.T if turned else codes
         # the second zero point of a product belongs to the weights
         zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
         node.resize_inputs(3 + place)
-        # int16 in between: 127 + 128 does not fit int8.
-        node.replace_input_with(place, _constant(graph, name, (codes.astype(np.int16) + 128).astype(np.uint8)))
+        # adds 128 modulo 256, in one pass
+        node.replace_input_with(place, _constant(graph, name, codes.view(np.uint8) ^ np.uint8(128)))
         node.replace_input_with(2 + place, _constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
         changed = True
     RemoveUnusedNodesPass()(model)
-    onnx_ir.save(model, file)
     return changed
