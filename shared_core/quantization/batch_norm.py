@@ -79,6 +79,10 @@ class FoldQuantizer(Protocol):
         """Return the folded weight, fake-quantized."""
         ...
 
+    def output(self, module: nn.Module, y: Tensor) -> Tensor:
+        """Return the normalized output, observed."""
+        ...
+
 
 def fold_batch_norm(
     layer: nn.Module,
@@ -165,6 +169,11 @@ class FoldedLayer(PlainState):
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:
         """Return the normalized output. Takes the arguments of the layer."""
+        quantizer = self.fold.quantizer
+        y = self._normalized(input, *args)
+        return y if quantizer is None else quantizer.output(self, y)
+
+    def _normalized(self, input: Tensor, *args: Any) -> Tensor:
         layer: Any = self
         norm, quantizer = self.fold.batch_norm, self.fold.quantizer
         x = input if quantizer is None else quantizer.input(layer, input)

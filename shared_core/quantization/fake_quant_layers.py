@@ -38,7 +38,7 @@ class _FakeQuant(PlainState):
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
         """Run the stock layer on fake-quantized input and weight."""
         x, weight = self.operands(input)
-        return compute(self, x, weight, self.bias, *args)
+        return self.quantizer.output(self, compute(self, x, weight, self.bias, *args))  # type: ignore[no-any-return]
 
     def operands(self: Any, input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fake-quantized input and weight."""

@@ -33,6 +33,8 @@ class LayerQuantizer:
 
     def __init__(self, bank: RangeBank, index: int | None, scheme: LayerScheme, *, number: int = 0) -> None:
         self.bank, self.index, self.scheme, self.number = bank, index, scheme, number
+        self.output_index: int | None = None
+        """Row of the output's range in the bank; None: outputs are not observed."""
         self.has_range = False  # a copy of bank.known on the host, so that a forward does not wait for the device
         self.batch_norm: str | None = None
         """Relative name of the batch norm folded into the layer, or None."""
@@ -50,13 +52,22 @@ class LayerQuantizer:
             return quantize_input(module, x, self.scheme) if bank.quantizing else x
         if x.device != bank.device:
             bank.move_(x.device)
-        if bank.observing and (module.training or bank.observes_in_eval) and x.numel():
+        if self._observes(module) and x.numel():
             self.observe(self.index, x)
         return self.in_range(module, self.index, x)
 
     def observe(self, index: int, x: Tensor) -> None:
         """Widen the window of the range by an input."""
         self.bank.observe(index, x)
+
+    def output(self, module: nn.Module, y: Tensor) -> Tensor:
+        """Observe an output in training, for engines that compute on its codes, and return it unchanged."""
+        if self.output_index is not None and self._observes(module) and y.numel():
+            self.bank.observe(self.output_index, y)
+        return y
+
+    def _observes(self, module: nn.Module) -> bool:
+        return self.bank.observing and (module.training or self.bank.observes_in_eval)
 
     def in_range(self, module: nn.Module, index: int, x: Tensor) -> Tensor:
         """Return an input fake-quantized with the layer's range, once quantization is on and a range exists."""
@@ -116,6 +127,8 @@ class LayerQuantizer:
             entry["weight_scale"] = kernels.symmetric_scale(rows, 0, self.scheme.weight_qmax).tolist()
         if self.batch_norm is not None:
             entry["batch_norm"] = self.batch_norm
+        if self.output_index is not None and bool(self.bank.known[self.output_index]):
+            entry["output"] = self.bank.ranges[self.output_index].tolist()
         if self.index is None:
             return entry
         return {**entry, **self.input_entry(module, self.index)} if self.has_range else None

@@ -20,7 +20,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import UNHELD, own_class, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
-from shared_core.modules.weight_views import weights_of
+from shared_core.modules.weight_views import TRANSPOSED, weights_of
 from shared_core.printing import counted, listed
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import find_folds, own_parameters, relative
@@ -83,7 +83,7 @@ class QuantizationAwareTraining(Technique):
             model, config.include, config.skip, config.min_size, trains=self._trains
         )
         self.schemes = layer_schemes(config, self.layers)
-        self.policy = make_policy(config, self.schemes)
+        self.policy = make_policy(config, self.schemes, self._between_layers())
         modules = {plain_name(name): module for name, module in model.named_modules()}
         folds = self._find_folds(model)
         for name, module in self.layers.items():
@@ -123,6 +123,15 @@ class QuantizationAwareTraining(Technique):
         # the state dict of a layer with lora adapters has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
         return self._touched()
+
+    def _between_layers(self) -> list[str]:
+        """Return the layers whose outputs an engine needs as codes: it sums a convolution in integers only then."""
+        return [
+            name
+            for name, module in self.layers.items()
+            if isinstance(module, nn.modules.conv._ConvNd) and not isinstance(module, TRANSPOSED)
+            if self.schemes[name].input == "static"
+        ]
 
     def leave_unheld(self, context: Context) -> Touched:
         """Leave in float the layers whose weights no optimizer holds.

@@ -41,21 +41,38 @@ class ObservedRanges:
     quantizer_class: ClassVar[type[LayerQuantizer]] = LayerQuantizer
     observes_means: ClassVar[bool] = False
 
-    def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
+    def __init__(
+        self, config: QatConfig, schemes: Mapping[str, LayerScheme], with_output: Collection[str] = ()
+    ) -> None:
         self.config, self.schemes = config, schemes
         self.static = [name for name, scheme in schemes.items() if scheme.has_range]
-        """Layers with a range, in the order of the bank's rows."""
-        self.bank = self._make_bank([schemes[name].input_range for name in self.static])
+        """Layers with a range of the input, in the order of the bank's first rows."""
+        self.with_output = [name for name in self.static if name in with_output]
+        """Layers with a range of the output too, in the order of its other rows."""
+        self.bank = self._make_bank()
         self.quantizers = {
             name: self.quantizer_class(
                 self.bank, self.static.index(name) if scheme.has_range else None, scheme, number=number
             )
             for number, (name, scheme) in enumerate(schemes.items())
         }
+        self._number_outputs()
         self._pending: Tensor | None = None
         self._window_restored = False
 
-    def _make_bank(self, codes: list[tuple[int, int]]) -> RangeBank:
+    def _number_outputs(self) -> None:
+        for row, name in enumerate(self.with_output, len(self.static)):
+            self.quantizers[name].output_index = row
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the bank's rows."""
+        return [*self.static, *(f"{name} (output)" for name in self.with_output)]
+
+    def _make_bank(self) -> RangeBank:
+        codes = [self.schemes[name].input_range for name in self.static]
+        # An output has codes only between integer kernels, which are uint8 whatever the width of the layers' inputs.
+        codes += [(0, 255)] * len(self.with_output)
         config, rounded = self.config, self.config.gate == "rounded"
         if config.range in ("percentile", "kl", "mse"):
             return EstimatorBank(config.range, codes, percentile=config.percentile, rounded_gate=rounded)
@@ -75,11 +92,13 @@ class ObservedRanges:
         self.schemes = {name: scheme for name, scheme in self.schemes.items() if name not in names}
         self.quantizers = {name: quantizer for name, quantizer in self.quantizers.items() if name not in names}
         self.static = [name for name in self.static if name not in names]
-        self.bank = self._make_bank([self.schemes[name].input_range for name in self.static])
+        self.with_output = [name for name in self.with_output if name not in names]
+        self.bank = self._make_bank()
         for quantizer in self.quantizers.values():
             quantizer.bank = self.bank
         for row, name in enumerate(self.static):
             self.quantizers[name].index = row
+        self._number_outputs()
 
     def begin(self, device: torch.device, seed: int) -> None:
         """Begin or resume a run, after the optimizer is created."""
@@ -119,8 +138,11 @@ class ObservedRanges:
         """Mark the layers that now have a range."""
         # read from the device only until every layer has a range
         if not all(quantizer.has_range for quantizer in self.ranged):
-            for quantizer, known in zip(self.ranged, self.bank.known.tolist(), strict=True):
-                quantizer.has_range = known
+            self._set_known()
+
+    def _set_known(self) -> None:
+        for quantizer, known in zip(self.ranged, self.bank.known.tolist(), strict=False):  # the inputs come first
+            quantizer.has_range = known
 
     def reestimate(self, calibrate: Callable[[], None]) -> bool:
         """Re-estimate the ranges from the batches that `calibrate` runs. Return True if there were any before."""
@@ -145,7 +167,7 @@ class ObservedRanges:
                 )
             bank.refresh()
         except BaseException:
-            bank.load_state_dict(before, torch.arange(len(self.static)))
+            bank.load_state_dict(before, torch.arange(len(self.rows)))
             raise
         finally:
             bank.window.copy_(before["window"])
@@ -198,23 +220,22 @@ class ObservedRanges:
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the current window and learned state."""
-        return {"layers": list(self.static), **self.bank.state_dict(), "learned": {}, "gelu_inputs": None}
+        return {"layers": self.rows, **self.bank.state_dict(), "learned": {}, "gelu_inputs": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore saved ranges by layer name."""
         names = list(state["layers"])
-        if set(names) != set(self.static):
-            odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
+        if set(names) != set(self.rows):
+            odd = ", ".join(sorted(set(names) ^ set(self.rows))[:5])
             raise CheckpointError(
                 "qat",
                 f"saved ranges and the layers quantized now differ in {odd}",
                 "resume with the include and skip of the saved run",
             )
-        rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
+        rows = torch.tensor([names.index(name) for name in self.rows], dtype=torch.int64)
         self.bank.load_state_dict(state, rows)
         self._window_restored = True
-        for quantizer, known in zip(self.ranged, self.bank.known.tolist(), strict=True):
-            quantizer.has_range = known
+        self._set_known()
 
 
 class _ClippedRanges(ObservedRanges):
@@ -222,8 +243,10 @@ class _ClippedRanges(ObservedRanges):
 
     quantizer_class = ClippedQuantizer
 
-    def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
-        super().__init__(config, schemes)
+    def __init__(
+        self, config: QatConfig, schemes: Mapping[str, LayerScheme], with_output: Collection[str] = ()
+    ) -> None:
+        super().__init__(config, schemes, with_output)
         quantizers = {name: cast("ClippedQuantizer", self.quantizers[name]) for name in self.static}
         self.gelu_inputs = GeluInputs(quantizers, cast("float", config.clip_gelu))
 
@@ -325,8 +348,10 @@ class _LearnedRanges(ObservedRanges):
     quantizer_class = LearnedQuantizer
     observes_means = True
 
-    def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
-        super().__init__(config, schemes)
+    def __init__(
+        self, config: QatConfig, schemes: Mapping[str, LayerScheme], with_output: Collection[str] = ()
+    ) -> None:
+        super().__init__(config, schemes, with_output)
         self.layers: dict[str, nn.Module] = {}
         self._closed: dict[str, Any] | None = None
         self._decay, self._positive = NoDecay([]), list[nn.Parameter]()
@@ -465,8 +490,10 @@ class _ClippedLearnedRanges(_LearnedRanges, _ClippedRanges):
     quantizer_class = ClippedLearnedQuantizer
 
 
-def make_policy(config: QatConfig, schemes: Mapping[str, LayerScheme]) -> ObservedRanges:
-    """Return the range policy of a config for layers with these schemes."""
+def make_policy(
+    config: QatConfig, schemes: Mapping[str, LayerScheme], with_output: Collection[str] = ()
+) -> ObservedRanges:
+    """Return the range policy of a config for layers with these schemes, some with a range of their output."""
     learns, clips = config.learns_ranges, config.clip_gelu is not None
     kinds = {
         (False, False): ObservedRanges,
@@ -474,7 +501,7 @@ def make_policy(config: QatConfig, schemes: Mapping[str, LayerScheme]) -> Observ
         (True, False): _LearnedRanges,
         (True, True): _ClippedLearnedRanges,
     }
-    return kinds[learns, clips](config, schemes)
+    return kinds[learns, clips](config, schemes, with_output)
 
 
 def _refuse_other_dtypes(name: str, layer: nn.Module) -> None:

@@ -241,7 +241,7 @@ def export_executorch(
     check_installed("export_executorch", "executorch", "executorch")
     check_inputs(example_inputs, "export_executorch")
     reference, names = quantized_reference(model, "export_executorch", partial(check_exportable, kinds=EXPORTED))
-    exported, layers, schemes, qparams = baked_copy(reference, names, example_inputs)
+    exported, layers, schemes, qparams, _ = baked_copy(reference, names, example_inputs)
     shared: dict[int, Quantized] = {}
     weights = [layer.weight for layer in layers.values()]  # kept alive, so that ids stay unique
     # In model order: a tied weight gets its codes from the first layer.

@@ -243,7 +243,7 @@ def export_onnx(
         # bias, in float.
         once, exact_bias = runs and verify, False
         while True:
-            exported, left = _exportable(reference, names, example_inputs, exact_bias)
+            exported, left, outputs = _exportable(reference, names, example_inputs, exact_bias)
             groups = repeated_blocks(exported, plain(example_inputs)) if once else []
             program, shapes = _export(exported, example_inputs, opset, dynamic_batch, dynamic_length, groups)
             # The second round runs only if the first found something to change.
@@ -265,12 +265,11 @@ def export_onnx(
                 once, exact_bias = False, not groups
         convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
         asked = convolves or (calibration is not None and bool(names))  # otherwise don't read the file
-        found = quantize_activations(file, folder / "integer.onnx", calibration) if asked else ()
-        if isinstance(found, dict):
-            exact, file, activations, written = file, folder / "integer.onnx", found, None
-            change = relative_change(file, exact, example_inputs)
-        else:
-            waiting = found
+        found = quantize_activations(file, folder / "integer.onnx", calibration, outputs) if asked else None
+        if found is not None:
+            activations, waiting = found
+            exact, file, written = file, folder / "integer.onnx", None
+            change = relative_change(file, exact, example_inputs) if runs else None
         # From the final file: the integer nodes depend on onnxruntime's fusions here.
         nodes = integer_nodes(written or file) if runs else {}
         with atomic_write(path) as temporary:
@@ -305,15 +304,31 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_
 
 def _exportable(
     reference: nn.Module, names: tuple[str, ...], inputs: Any, exact_bias: bool
-) -> tuple[nn.Module, tuple[str, ...]]:
-    exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
+) -> tuple[nn.Module, tuple[str, ...], dict[str, tuple[float, float]]]:
+    """Return the model of codes, its float layers, and the ranges of its layers' outputs."""
+    exported, layers, schemes, qparams, fused = baked_copy(reference, names, inputs)
     shared: dict[int, Any] = {}
     for name, layer in layers.items():
         if type(layer) in RECURRENT:
             to_export_recurrent(name, layer, schemes[name], qparams[name], shared)
         else:
             to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
-    return exported, float_layers(exported)
+    # The output of a layer was observed without the batch norm that it got here.
+    seen = {name: layer for name, layer in layers.items() if name not in fused}
+    return exported, float_layers(exported), _output_ranges(reference, seen)
+
+
+def _output_ranges(reference: nn.Module, layers: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the observed ranges of layers' outputs. Layers of equal codes, which the file stores once, share one."""
+    found: dict[Any, dict[str, tuple[float, float]]] = {}
+    for name, layer in layers.items():
+        quantized: Any = reference.get_submodule(name)
+        entry = quantized.quantizer.entry(quantized)
+        if entry is not None and "output" in entry:
+            codes = layer.weight_codes
+            found.setdefault((codes.shape, codes.numpy().tobytes()), {})[name] = entry["output"]
+    widest = {key: (min(low), max(high)) for key, same in found.items() for low, high in [zip(*same.values())]}
+    return {name: widest[key] for key, same in found.items() for name in same}
 
 
 def _export(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.files.atomic import scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.fake_quant_layers import STOCK
-from shared_core.quantization.ranges.observers import EstimatorBank
+from shared_core.quantization.ranges.observers import EstimatorBank, RangeBank
 from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
 
 TOLERANCE = 1e-5
@@ -282,48 +283,87 @@ Codes = dict[str, tuple[float, int]]
 """Name of a tensor in an ONNX file → scale and zero point of its uint8 codes."""
 
 
-def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | Codes | None) -> Codes | tuple[str, ...]:
-    """Rewrite an exported file so that convolutions pass on codes; return the codes of the newly quantized tensors.
+Ranges = Mapping[str, tuple[float, float]]
+"""Name → smallest and largest value."""
 
-    Without `calibration`, or if it lacks a tensor, nothing is written. The tensors that stay in float are returned.
+
+def quantize_activations(
+    exact: Path, file: Path, calibration: Iterable[Any] | Codes | None, outputs: Ranges
+) -> tuple[Codes, tuple[str, ...]] | None:
+    """Rewrite an exported file so that convolutions pass on codes.
+
+    Return the codes of the newly quantized tensors, and the tensors that need some but stay in float; None if nothing
+    is written.
 
     onnxruntime sums a convolution in integers only if its output is quantized. Training has no quantizer for outputs
-    that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8, with the range of least
-    squared error over the calibration batches. Other readers of a quantized tensor read those codes too, so sums and
-    concatenations of codes are computed on codes. Biases of convolutions are rounded to the scale of the sums, s_x·s_w.
-    Outputs of the model stay in float.
+    that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8. Its range has the least
+    squared error over the calibration batches. Without these, or if earlier codes belong to another graph, it follows
+    from the ranges of the convolutions' outputs that training observed (see `_bounds`). Other readers of a quantized
+    tensor read those codes too, so sums and concatenations of codes are computed on codes. Biases of convolutions are
+    rounded to the scale of the sums, s_x·s_w. Outputs of the model stay in float.
 
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    model = onnx_ir.load(exact)
-    graph = model.graph
-    new: list[Any] = []
-    # A copy of the nodes, since some are added during the loop.
-    for node in tuple(graph):
-        integer = _is_integer_convolution(node)
-        if integer:
-            _round_bias(graph, node)
-        if integer or _joins_codes(node):
-            _hand_on_codes(graph, _end_of(node.outputs[0]), new)
-    # Place first, then measure: only the graph shows which tensors need a range. Ranges come from the exact file, so
-    # earlier quantizers do not shift them.
+    # Place first, then measure: only the graph shows which tensors need a range.
+    model, new, left = _with_quantizers(onnx_ir.load(exact), None)
     names = tuple(quantizer.inputs[0].name for quantizer in new)
-    if calibration is None or (isinstance(calibration, dict) and not {*names} <= {*calibration}):
-        return names
-    codes = calibration if isinstance(calibration, dict) else _observed(exact, names, calibration)
-    for quantizer, (scale, zero_point) in zip(new, map(codes.__getitem__, names), strict=True):
+    if isinstance(calibration, dict) and {*names} <= {*calibration}:
+        codes = {name: calibration[name] for name in names}
+    elif calibration is None or isinstance(calibration, dict):
+        model = onnx_ir.load(exact)
+        bounds = {value.name: bound for value, bound in _bounds(model.graph, outputs).items()}
+        model, new, left = _with_quantizers(model, bounds)
+        if not new and left:
+            return None
+        codes = _codes_of([quantizer.inputs[0].name for quantizer in new], bounds)
+    else:
+        # Ranges come from the exact file, so earlier quantizers do not shift them.
+        codes = _observed(exact, names, calibration)
+    for quantizer in new:
+        scale, zero_point = codes[quantizer.inputs[0].name]
         # An unsigned scale and zero point per tensor: onnxruntime's fast kernels take uint8 inputs.
         for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
             value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
-            graph.register_initializer(value)
+            model.graph.register_initializer(value)
     # Layers that now read passed-on codes have their own, unused quantizer.
     RemoveUnusedNodesPass()(model)
-    graph.sort()  # a reader may come before the quantizer whose codes it now reads
+    model.graph.sort()  # a reader may come before the quantizer whose codes it now reads
     onnx_ir.save(model, file)
-    return {name: codes[name] for name in names}
+    return codes, left
+
+
+def _with_quantizers(model: Any, bounds: Ranges | None) -> tuple[Any, list[Any], tuple[str, ...]]:
+    """Place quantizers after convolutions and joins of codes; return the model, these, and the tensors left in float.
+
+    `bounds` has the tensors whose range is known; None: the ranges of all are measured later.
+    """
+    graph, new, left = model.graph, list[Any](), list[str]()
+    # A copy of the nodes, since some are added during the loop.
+    for node in tuple(graph):
+        integer = _is_integer_convolution(node)
+        if not integer and node.op_type not in _JOINS:
+            continue
+        end = _end_of(node.outputs[0])
+        is_known = bounds is None or end.name in bounds or not _needs_quantizer(end)
+        if not integer and not (is_known and _joins_codes(node)):
+            continue
+        if not is_known:
+            left.append(end.name)
+            continue
+        if integer:
+            _round_bias(graph, node)
+        _hand_on_codes(graph, end, new)
+    return model, new, tuple(left)
+
+
+def _codes_of(names: Sequence[str], bounds: Ranges) -> Codes:
+    """Return the codes of tensors with these bounds."""
+    bank = RangeBank([(0, 255)] * len(names))
+    bank.set_ranges(torch.tensor([bounds[name] for name in names]).view(-1, 2), torch.ones(len(names)).bool())
+    return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
 
 
 def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
@@ -349,6 +389,79 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
         rule = f"calibration must give finite values, but {', '.join(missing[:5])} had none"
         raise TrainingError("export_onnx", rule, "look for NaN")
     return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
+
+
+_SAME = frozenset(
+    """
+    AveragePool Flatten GlobalAveragePool Identity LeakyRelu MaxPool ReduceMean Reshape Slice Squeeze Transpose
+    Unsqueeze
+    """.split()  # noqa: SIM905
+)
+"""Operators whose values lie in the range of their first input, widened to contain 0."""
+_SMALLEST, _SMALLEST_SILU = {"Relu": 0.0, "Gelu": -0.17, "HardSwish": -0.375}, -0.2785
+_GATES = frozenset({"HardSigmoid", "Sigmoid", "Softmax"})
+
+
+def _bounds(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
+    """Return (smallest, largest) of the graph's tensors, from the codes and the observed outputs of convolutions.
+
+    A sum may be smaller than the sum of the bounds. So a tensor has a range wider than its values, never a narrower
+    one, and is not used where a layer has observed the tensor itself.
+    """
+    found: dict[Any, tuple[float, float]] = {}
+    for node in graph:
+        known = [None if value is None else found.get(value) or _of_constant(value) for value in node.inputs]
+        if _is_activation(node.outputs[0]):
+            scale, zero_point = (float(value.const_value.numpy()) for value in node.inputs[1:])
+            bound: tuple[float, float] | None = (scale * -zero_point, scale * (255 - zero_point))
+        elif node.op_type == "Conv":
+            bound = outputs.get(_layer_of(node))
+        else:
+            bound = _bound(node, known) if known and known[0] is not None else None
+        if bound is not None:
+            found[node.outputs[0]] = bound
+    return found
+
+
+def _bound(node: Any, known: Sequence[Any]) -> tuple[float, float] | None:
+    """Return the bounds of an operator's result from those of its inputs; None if it has no rule."""
+    kind, (low, high) = node.op_type, known[0]
+    if kind in _SAME:
+        return min(low, 0.0), max(high, 0.0)
+    if kind in _SMALLEST:
+        return _SMALLEST[kind], max(high, 0.0)
+    if kind in _GATES:
+        return 0.0, 1.0
+    if kind == "Clip":
+        least, most = (bound if bound is not None else (low, high) for bound in (*known[1:], None, None)[:2])
+        return max(low, least[0]), min(high, most[1])
+    if None in known:
+        return None
+    if kind == "Add":
+        return low + known[1][0], high + known[1][1]
+    if kind == "Mul":
+        for (x, gate), (_, high) in zip(itertools.permutations(node.inputs), known, strict=True):
+            if (maker := gate.producer()) is not None and maker.op_type == "Sigmoid" and maker.inputs[0] is x:
+                return _SMALLEST_SILU, max(high, 0.0)
+        products = [one * other for one in known[0] for other in known[1]]
+        return min(products), max(products)
+    if kind == "Concat":
+        return min(bound[0] for bound in known), max(bound[1] for bound in known)
+    return None
+
+
+def _of_constant(value: Any) -> tuple[float, float] | None:
+    constant = value.const_value
+    if constant is None or constant.size == 0:
+        return None
+    return float(constant.numpy().min()), float(constant.numpy().max())
+
+
+def _layer_of(convolution: Any) -> str:
+    """Return the name of the layer whose codes a convolution multiplies; empty for a model that is the layer."""
+    maker = convolution.inputs[1].producer()
+    codes = "" if maker is None else maker.inputs[0].name
+    return codes.removesuffix("_unsigned").removesuffix("weight_codes").removesuffix(".")  # type: ignore[no-any-return]
 
 
 def _is_code(value: Any) -> bool:
@@ -428,9 +541,7 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
     """Make all readers of a tensor read its codes. A quantizer added for this is appended to `new`."""
     import onnx_ir
 
-    readers = value.consumers()
-    # A graph's output stays in float, and codes that only a quantizer reads are codes already.
-    if value.is_graph_output() or not readers or [node.op_type for node in readers] == ["QuantizeLinear"]:
+    if not _needs_codes(value):
         return
     quantizer = _quantizer_of(value)
     if quantizer is None:
@@ -441,6 +552,16 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
         graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
         new.append(quantizer)
     _let_read(value, quantizer)
+
+
+def _needs_codes(value: Any) -> bool:
+    readers = value.consumers()
+    # A graph's output stays in float, and codes that only a quantizer reads are codes already.
+    return bool(readers) and not value.is_graph_output() and [node.op_type for node in readers] != ["QuantizeLinear"]
+
+
+def _needs_quantizer(value: Any) -> bool:
+    return _needs_codes(value) and _quantizer_of(value) is None
 
 
 def _quantizer_of(value: Any) -> Any | None:

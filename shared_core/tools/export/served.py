@@ -131,7 +131,7 @@ def served_model(
     reference, names = quantized_reference(model, where, check_layer)
     if not names:
         raise ConfigError(where, "model must have quantized layers, got none", "train with qat, or eff quantize first")
-    exported, layers, schemes, qparams = baked_copy(reference, names)
+    exported, layers, schemes, qparams, _ = baked_copy(reference, names)
     left = tuple(name for name in float_layers(exported) if name not in names)
     return ServedModel(
         where, reference, names, exported, layers, schemes, qparams, left, saved_type(model), cache_scales(reference)

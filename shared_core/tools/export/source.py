@@ -103,8 +103,11 @@ def quantized_reference(
 
 def baked_copy(
     reference: nn.Module, names: tuple[str, ...], inputs: Any = None
-) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
-    """Return a copy with stock layers and folded batch norms, its quantized layers, their schemes and input ranges."""
+) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None], set[str]]:
+    """Return a copy with stock layers and folded batch norms, its quantized layers, their schemes and input ranges.
+
+    The last value has the layers into which a batch norm was folded here.
+    """
     # Values that baking and folding never modify are not copied.
     folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reference.modules())
     unbaked = [layer for name in names if not (layer := reference.get_submodule(name)).quantizer.baked]  # type: ignore[union-attr]
@@ -131,10 +134,11 @@ def baked_copy(
             bake_(layer, baked)
     for layer in layers.values():
         restore(layer)
+    fused: set[str] = set()
     if inputs is not None:
         with contextlib.suppress(CompatibilityError):  # a model that cannot be traced keeps its batch norms
-            fuse_batch_norm(exported, plain(inputs))
-    return exported, layers, schemes, qparams
+            fused = {pair.layer for pair in fuse_batch_norm(exported, plain(inputs)).fused}
+    return exported, layers, schemes, qparams, fused
 
 
 def float_layers(exported: nn.Module) -> tuple[str, ...]:
