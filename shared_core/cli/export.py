@@ -75,7 +75,8 @@ class ExportOptions(ModelOptions):
     calibration: str | None = option(
         None,
         "module:function that returns batches of inputs. They set the integers between convolutions; with "
-        "compressed-tensors, the scales of --kv-cache and of NVFP4 inputs. Default for onnx: what eff quantize saved.",
+        "compressed-tensors, the scales of --kv-cache and of NVFP4 inputs. Default for onnx: what qat or eff quantize "
+        "saved.",
         only_with={"kind": (*_TRACED, "compressed-tensors")},
     )
     kv_cache: str | None = option(
@@ -305,9 +306,9 @@ def _onnx(report: Any) -> Iterator[str]:
     if report.float_activations:
         yield (
             f"{counted(len(report.float_activations), 'tensor')} between convolutions stay in float, and so do the "
-            "convolutions before them. That is slower than the float model. --calibration makes them integers."
+            "operations before them. That is slower than the float model. --calibration makes them integers."
             if len(report.float_activations) > 1
-            else "One tensor between convolutions stays in float, and so does the convolution before it. That is "
+            else "One tensor between convolutions stays in float, and so does the operation before it. That is "
             "slower than the float model. --calibration makes it an integer tensor."
         )
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())

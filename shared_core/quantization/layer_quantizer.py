@@ -128,7 +128,7 @@ class LayerQuantizer:
         if self.batch_norm is not None:
             entry["batch_norm"] = self.batch_norm
         if self.output_index is not None and bool(self.bank.known[self.output_index]):
-            entry["output"] = self.bank.ranges[self.output_index].tolist()
+            entry["output"] = dict(zip(("min", "max"), self.bank.ranges[self.output_index].tolist(), strict=True))
         if self.index is None:
             return entry
         return {**entry, **self.input_entry(module, self.index)} if self.has_range else None

@@ -375,7 +375,7 @@ class QuantizationAwareTraining(Technique):
             "scheme": self.config.scheme,
             "began_at_step": self._began_at,
             "range_updates": self.bank.num_updates,
-            "non_finite_windows": int(self.bank.non_finite.sum()),
+            "non_finite_windows": int(self.bank.non_finite[: len(self.policy.static)].sum()),  # of inputs
             "without_range": [
                 entry["name"] for entry in layers if entry["input"] in WITH_RANGE and entry["scale"] is None
             ],

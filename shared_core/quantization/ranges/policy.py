@@ -192,20 +192,19 @@ class ObservedRanges:
         """Release the layers before they become stock again."""
 
     def report(self, name: str) -> dict[str, Any]:
-        """Return a layer's range for the receipt; empty if its scheme has none."""
+        """Return a layer's ranges for the receipt; empty if its scheme has none."""
         if name not in self.static:
             return {}
         bank, row = self.bank, self.static.index(name)
         if not bool(bank.known[row]):
             return dict.fromkeys(("min", "max", "scale", "zero_point", "beyond"))
         minimum, maximum = bank.ranges[row].tolist()
-        return {
-            "min": minimum,
-            "max": maximum,
-            "scale": bank.scale[row].item(),
-            "zero_point": int(bank.zero_point[row]),
-            "beyond": self._beyond(name, row),
-        }
+        found = {"min": minimum, "max": maximum}
+        found |= {"scale": bank.scale[row].item(), "zero_point": int(bank.zero_point[row])}
+        found["beyond"] = self._beyond(name, row)
+        if (output := self.quantizers[name].output_index) is not None:
+            found["output_min"], found["output_max"] = bank.ranges[output].tolist()
+        return found
 
     def _beyond(self, name: str, row: int) -> float | None:
         """Return how far the inputs observed last reach beyond the range, as a share of its width; None if unknown."""

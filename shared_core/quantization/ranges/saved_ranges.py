@@ -40,7 +40,8 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
     Args:
         model: The plain model with baked weights.
         ranges: Module name → ``{"min", "max", "activation_bits", …}``, as `QuantizationAwareTraining.ranges`
-            returns it; attention layer → the scales of its cache, as `calibrate_kv_cache` returns them.
+            returns it; attention layer → the scales of its cache, as `calibrate_kv_cache` returns them. Nothing here
+            rounds outputs: ``"output"``, their range, is for `export_onnx`.
 
     Raises:
         MatchError: If a name is no layer that can be quantized.
@@ -56,6 +57,9 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
     ranges = take_cache_scales_(model, ranges)
     layers = find_layers(model, ranges, "apply_ranges")
     schemes = {name: saved_scheme(ranges[name], f"apply_ranges: {name}") for name in layers}
+    for name in layers:
+        if "output" in ranges[name]:
+            check_range(ranges[name]["output"], f"apply_ranges: output of {name}")
     static = [name for name in layers if schemes[name].has_range]
     bank = RangeBank([schemes[name].input_range for name in static])
     bounds = [check_range(ranges[name], f"apply_ranges: {name}") for name in static]

@@ -137,10 +137,11 @@ class ExportReport:
         largest_difference: Between unoptimized onnxruntime and the model on the example inputs; None if not
             compared.
         moved_codes: Share of activation codes that differ by one because of rounding ties in that comparison.
-        quantized_activations: Tensors between layers with codes from `calibration`, and these codes.
-        float_activations: Such tensors without `calibration`: a convolution before one is computed in float.
+        quantized_activations: Tensors between layers with codes from `calibration` or from what training observed, and
+            these codes.
+        float_activations: Such tensors without codes: the operator before one computes in float.
         relative_change: Change of the outputs by those codes, and by biases on the grid of the sums, for the example
-            inputs, relative to the largest output; None without `calibration`.
+            inputs, relative to the largest output; None if there are none.
         inputs: Name → shape of the file's inputs; a dynamic axis has a name.
         unsigned_weights: True if weights were written as unsigned codes.
         cache_scales_left_out: Attention layers with cache scales (`calibrate_kv_cache`), which the file lacks.
@@ -183,8 +184,9 @@ def export_onnx(
     quantized layers.
 
     onnxruntime runs a convolution on integers only if its output is quantized. For residual sums, concatenations
-    and average pools training has no quantizer, so their convolutions stay in float. `calibration` adds these
-    quantizers, which is several times faster but no longer exactly what the model computes.
+    and average pools training has no quantizer, but it observes the outputs of convolutions. From their ranges, or from
+    `calibration`, the file gets these quantizers. That is several times faster, but no longer exactly what the model
+    computes: the report has the change of the outputs.
 
     Args:
         model: A float32 model: in or after quantization-aware training, with `apply_ranges` called, or in float,
@@ -199,9 +201,10 @@ def export_onnx(
             are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
             1e-2 of it if inputs have a range per token. With `dynamic_length` the same for inputs one
             shorter. Without onnxruntime nothing is compared.
-        calibration: Batches like `example_inputs` for ranges of activations between layers, or the codes
-            from an earlier calibration (the report's `quantized_activations`), which are ignored if they belong to
-            another graph. The comparison uses the file without them; the report has the change that they make.
+        calibration: Batches like `example_inputs` for ranges of activations between layers, which fit these better
+            than what training observed. Or the codes from an earlier calibration (the report's
+            `quantized_activations`), which are ignored if they belong to another graph. The comparison uses the file
+            without codes between layers.
         weight_codes: ``signed`` is fastest on processors with VNNI or AMX. Without them onnxruntime's products of
             unsigned inputs and signed 8-bit weights saturate, with large errors on some; ``unsigned`` weights are exact
             there. ``auto``: the right choice for this processor. Weights of 7 bits are exact either way.
@@ -265,10 +268,11 @@ def export_onnx(
                 once, exact_bias = False, not groups
         convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
         asked = convolves or (calibration is not None and bool(names))  # otherwise don't read the file
-        found = quantize_activations(file, folder / "integer.onnx", calibration, outputs) if asked else None
+        found = None
+        if asked:
+            found, waiting = quantize_activations(file, folder / "integer.onnx", calibration, outputs)
         if found is not None:
-            activations, waiting = found
-            exact, file, written = file, folder / "integer.onnx", None
+            exact, file, activations, written = file, folder / "integer.onnx", found, None
             change = relative_change(file, exact, example_inputs) if runs else None
         # From the final file: the integer nodes depend on onnxruntime's fusions here.
         nodes = integer_nodes(written or file) if runs else {}
@@ -326,9 +330,13 @@ def _output_ranges(reference: nn.Module, layers: Mapping[str, Any]) -> dict[str,
         entry = quantized.quantizer.entry(quantized)
         if entry is not None and "output" in entry:
             codes = layer.weight_codes
-            found.setdefault((codes.shape, codes.numpy().tobytes()), {})[name] = entry["output"]
-    widest = {key: (min(low), max(high)) for key, same in found.items() for low, high in [zip(*same.values())]}
-    return {name: widest[key] for key, same in found.items() for name in same}
+            bounds = entry["output"]["min"], entry["output"]["max"]
+            found.setdefault((codes.shape, codes.numpy().tobytes()), {})[name] = bounds
+    widest: dict[str, tuple[float, float]] = {}
+    for same in found.values():
+        lows, highs = zip(*same.values(), strict=True)
+        widest |= dict.fromkeys(same, (min(lows), max(highs)))
+    return widest
 
 
 def _export(

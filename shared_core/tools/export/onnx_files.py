@@ -276,7 +276,7 @@ def _sums_integers(kind: str) -> bool:
 
 # A quantizer after one of these moves before it or is fused: onnxruntime computes it on the codes.
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
-_JOINS = frozenset({"Add", "Concat"})
+_JOINS = frozenset({"Add", "AveragePool", "Concat", "GlobalAveragePool"})
 
 
 Codes = dict[str, tuple[float, int]]
@@ -289,17 +289,16 @@ Ranges = Mapping[str, tuple[float, float]]
 
 def quantize_activations(
     exact: Path, file: Path, calibration: Iterable[Any] | Codes | None, outputs: Ranges
-) -> tuple[Codes, tuple[str, ...]] | None:
+) -> tuple[Codes | None, tuple[str, ...]]:
     """Rewrite an exported file so that convolutions pass on codes.
 
-    Return the codes of the newly quantized tensors, and the tensors that need some but stay in float; None if nothing
-    is written.
+    Return the codes of the newly quantized tensors, None if nothing is written, and the tensors that stay in float.
 
     onnxruntime sums a convolution in integers only if its output is quantized. Training has no quantizer for outputs
     that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8. Its range has the least
     squared error over the calibration batches. Without these, or if earlier codes belong to another graph, it follows
     from the ranges of the convolutions' outputs that training observed (see `_bounds`). Other readers of a quantized
-    tensor read those codes too, so sums and concatenations of codes are computed on codes. Biases of convolutions are
+    tensor read those codes too, so sums, concatenations and average pools are computed on codes. Biases of convolutions are
     rounded to the scale of the sums, s_x·s_w. Outputs of the model stay in float.
 
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
@@ -307,21 +306,24 @@ def quantize_activations(
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    # Place first, then measure: only the graph shows which tensors need a range.
-    model, new, left = _with_quantizers(onnx_ir.load(exact), None)
-    names = tuple(quantizer.inputs[0].name for quantizer in new)
-    if isinstance(calibration, dict) and {*names} <= {*calibration}:
-        codes = {name: calibration[name] for name in names}
-    elif calibration is None or isinstance(calibration, dict):
+    codes: Codes | None = None
+    if calibration is not None:
+        # Place first, then measure: only the graph shows which tensors need a range.
+        model = onnx_ir.load(exact)
+        new, left = _add_quantizers(model.graph, None)
+        names = tuple(quantizer.inputs[0].name for quantizer in new)
+        if not isinstance(calibration, dict):
+            # Ranges come from the exact file, so earlier quantizers do not shift them.
+            codes = _observed(exact, names, calibration)
+        elif {*names} <= {*calibration}:
+            codes = {name: calibration[name] for name in names}
+    if codes is None:
         model = onnx_ir.load(exact)
         bounds = {value.name: bound for value, bound in _bounds(model.graph, outputs).items()}
-        model, new, left = _with_quantizers(model, bounds)
-        if not new and left:
-            return None
+        new, left = _add_quantizers(model.graph, bounds)
+        if not new and (left or not outputs):
+            return None, left
         codes = _codes_of([quantizer.inputs[0].name for quantizer in new], bounds)
-    else:
-        # Ranges come from the exact file, so earlier quantizers do not shift them.
-        codes = _observed(exact, names, calibration)
     for quantizer in new:
         scale, zero_point = codes[quantizer.inputs[0].name]
         # An unsigned scale and zero point per tensor: onnxruntime's fast kernels take uint8 inputs.
@@ -335,12 +337,12 @@ def quantize_activations(
     return codes, left
 
 
-def _with_quantizers(model: Any, bounds: Ranges | None) -> tuple[Any, list[Any], tuple[str, ...]]:
-    """Place quantizers after convolutions and joins of codes; return the model, these, and the tensors left in float.
+def _add_quantizers(graph: Any, bounds: Ranges | None) -> tuple[list[Any], tuple[str, ...]]:
+    """Add quantizers after convolutions and joins of codes; return these, and the tensors left in float.
 
     `bounds` has the tensors whose range is known; None: the ranges of all are measured later.
     """
-    graph, new, left = model.graph, list[Any](), list[str]()
+    new, left = list[Any](), list[str]()
     # A copy of the nodes, since some are added during the loop.
     for node in tuple(graph):
         integer = _is_integer_convolution(node)
@@ -356,7 +358,7 @@ def _with_quantizers(model: Any, bounds: Ranges | None) -> tuple[Any, list[Any],
         if integer:
             _round_bias(graph, node)
         _hand_on_codes(graph, end, new)
-    return model, new, tuple(left)
+    return new, tuple(left)
 
 
 def _codes_of(names: Sequence[str], bounds: Ranges) -> Codes:
@@ -405,18 +407,19 @@ _GATES = frozenset({"HardSigmoid", "Sigmoid", "Softmax"})
 def _bounds(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
     """Return (smallest, largest) of the graph's tensors, from the codes and the observed outputs of convolutions.
 
-    A sum may be smaller than the sum of the bounds. So a tensor has a range wider than its values, never a narrower
-    one, and is not used where a layer has observed the tensor itself.
+    Bounds may be wider than the values, as those of a sum are. A layer that reads a tensor has observed it, so these
+    are needed only for tensors that no layer reads.
     """
     found: dict[Any, tuple[float, float]] = {}
     for node in graph:
-        known = [None if value is None else found.get(value) or _of_constant(value) for value in node.inputs]
-        if _is_activation(node.outputs[0]):
-            scale, zero_point = (float(value.const_value.numpy()) for value in node.inputs[1:])
-            bound: tuple[float, float] | None = (scale * -zero_point, scale * (255 - zero_point))
-        elif node.op_type == "Conv":
+        bound: tuple[float, float] | None = None
+        if node.op_type == "Conv":
             bound = outputs.get(_layer_of(node))
-        else:
+        elif _is_activation(node.outputs[0]):
+            scale, zero_point = (float(value.const_value.numpy()) for value in node.inputs[1:])
+            bound = (scale * -zero_point, scale * (255 - zero_point))
+        elif node.op_type != "DequantizeLinear":
+            known = [None if value is None else found.get(value) or _of_constant(value) for value in node.inputs]
             bound = _bound(node, known) if known and known[0] is not None else None
         if bound is not None:
             found[node.outputs[0]] = bound
@@ -433,8 +436,8 @@ def _bound(node: Any, known: Sequence[Any]) -> tuple[float, float] | None:
     if kind in _GATES:
         return 0.0, 1.0
     if kind == "Clip":
-        least, most = (bound if bound is not None else (low, high) for bound in (*known[1:], None, None)[:2])
-        return max(low, least[0]), min(high, most[1])
+        (least, _), (_, most) = (bound or (-np.inf, np.inf) for bound in (*known[1:], None, None)[:2])
+        return min(max(low, least), most), min(max(high, least), most)
     if None in known:
         return None
     if kind == "Add":
@@ -481,7 +484,7 @@ def _is_integer_convolution(node: Any) -> bool:
 
 
 def _joins_codes(node: Any) -> bool:
-    """Return True if all inputs of a sum or concatenation are codes, or can be made so."""
+    """Return True if all inputs of a sum, concatenation or average pool are codes, or can be made so."""
     if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
         return False
     # All inputs must be codes. Otherwise onnxruntime leaves the sum in float and dequantizes each.

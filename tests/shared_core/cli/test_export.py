@@ -91,7 +91,13 @@ def test_eff_quantize_keeps_the_codes_between_convolutions_that_eff_export_takes
     assert (room / "kept.onnx").read_bytes() == (room / "calibrated.onnx").read_bytes()
     file = room / "small" / "eff_deployment.json"
     deployment = json.loads(file.read_text())
-    deployment["qat"]["between_layers"].popitem()  # as of another graph
+    deployment["qat"]["between_layers"].popitem()  # as of another graph: the ranges of the outputs are used
+    write_deployment(room / "small", deployment)
+    observed = json.loads(eff(*saved, "--out", "observed.onnx", "--json").output)
+    assert observed["integer_nodes"] == plain["integer_nodes"]
+    assert observed["quantized_activations"] != plain["quantized_activations"]
+    for entry in deployment["qat"]["ranges"].values():
+        entry.pop("output", None)
     write_deployment(room / "small", deployment)
     told = eff(*saved, "--out", "float.onnx").output
     assert "2 tensors between convolutions stay in float" in told

@@ -205,6 +205,43 @@ def test_resume_inside_a_window():
     assert second.range_of("0") == whole.range_of("0")
 
 
+@pytest.mark.parametrize("range", ["ema", "kl"])
+def test_a_resumed_run_observes_the_same_outputs(range):
+    data = batches(4, (9, 2, 5, 5))
+    whole, first = Run(conv_net(), range=range), Run(conv_net(), range=range)
+    for batch in data:
+        whole.step(batch)
+    for batch in data[:2]:
+        first.step(batch)
+    net = conv_net()
+    net.load_state_dict(first.model.state_dict())
+    second = Run(net, range=range, state=first.technique.state_dict(), step=2)
+    for batch in data[2:]:
+        second.step(batch)
+    assert second.technique.ranges() == whole.technique.ranges()
+    assert [name for name, entry in whole.technique.ranges().items() if "output" in entry] == ["0", "2"]
+
+
+def test_observed_outputs_are_those_of_applied_steps_and_change_no_weight():
+    run, other = Run(conv_net(), range="minmax"), Run(conv_net(), range="minmax")
+    for quantizer in other.technique.policy.quantizers.values():
+        quantizer.output_index = None
+    seen = []
+    run.model[2].register_forward_hook(lambda module, args, y: seen.append(y.detach()))
+    a, b, c = batches(3, (9, 2, 5, 5))
+    for one in (run, other):
+        one.step(a, b)
+        one.step(c, skip=True)
+        one.step(a)
+    committed = torch.stack([seen[0], seen[1], seen[3]])
+    low, high = committed.min().item(), committed.max().item()
+    assert run.technique.ranges()["2"]["output"] == {"min": low, "max": high}
+    (told,) = (entry for entry in run.technique.report()["per_layer"] if entry["name"] == "2")
+    assert (told["output_min"], told["output_max"]) == (low, high)
+    mine, theirs = run.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
 def test_state_of_other_layers_is_refused():
     state = Run(small_net(), skip=("2",)).technique.state_dict()
     with pytest.raises(CheckpointError, match="differ in 2"):

@@ -7,10 +7,13 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loop import begun_session, plain_step
 from quantization_export_runs import assert_close_in_steps, constants, conv2d, expected, kinds, mlp, run, trained
 from torch import nn
 
+from shared_core.checkpoint_formats.plain import read_deployment, write_deployment
 from shared_core.errors import ConfigError, MissingExtraError
+from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
 
 # the package has a function of this name too
@@ -66,33 +69,124 @@ def net(build, **options):
 
 
 @pytest.mark.parametrize(
-    ("build", "before", "after", "added"),
+    ("build", "nodes", "added"),
     [
-        (pooled, {"QGemm": 1, "QLinearConv": 1}, {"QGemm": 1, "QLinearConv": 2}, 1),
+        (pooled, {"QGemm": 1, "QLinearConv": 2}, 1),
         # the codes of the sums are those that training gave the layers behind them
-        (Residual, {"QGemm": 1, "QLinearConv": 2}, {"QGemm": 1, "QLinearAdd": 2, "QLinearConv": 6}, 4),
-        (Skips, {}, {"QLinearConcat": 1, "QLinearConv": 2}, 1),
-        (conv2d, {"QGemm": 1, "QLinearConv": 2}, {"QGemm": 1, "QLinearConv": 2}, 0),
+        (Residual, {"QGemm": 1, "QLinearAdd": 2, "QLinearConv": 6}, 4),
+        (Skips, {"QLinearConcat": 1, "QLinearConv": 2}, 1),
+        (conv2d, {"QGemm": 1, "QLinearConv": 2}, 0),
     ],
 )
-def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build, before, after, added, tmp_path):
+def test_all_convolutions_but_the_output_run_on_integers(build, nodes, added, tmp_path):
     model, path, optimized = net(build), tmp_path / "model.onnx", tmp_path / "optimized.onnx"
-    plain = export_onnx(model, images(), path)
-    assert plain.integer_nodes == before
-    assert plain.quantized_activations == {}
-    assert plain.relative_change is None
     x = images(64)
-    exact = run(path, x)
-    report = export_onnx(model, images(), path, calibration=calibration())
-    assert report.integer_nodes == after
-    assert len(report.quantized_activations) == added
-    assert report.largest_difference <= 1e-5
-    assert (report.relative_change == 0) == (added == 0)
+    exact = expected(model, x)
+    for batches in (None, calibration()):  # the ranges that training observed, or those of these batches
+        report = export_onnx(model, images(), path, calibration=batches)
+        assert report.integer_nodes == nodes
+        assert len(report.quantized_activations) == added
+        assert report.float_activations == ()
+        assert report.largest_difference <= 1e-5
+        assert (report.relative_change == 0) == (added == 0)
+        assert report.relative_change < 0.05
+        y = run(path, x)
+        assert np.abs(y - exact).max() < 0.05 * np.abs(exact).max()
+        assert_close_in_steps(run(path, x, optimize=True, save=optimized), y)
+        assert kinds(optimized).count("Conv") == (1 if build is Skips else 0)
+
+
+class Joins(nn.Module):
+    """Two convolutions, of which the second's output is joined with other values before a third reads it."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join = join
+        self.one, self.two = (nn.Sequential(nn.Conv2d(i, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)) for i in (3, 8))
+        self.squeeze, self.expand = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+        self.last, self.head = nn.Conv2d(16 if join == "concat" else 8, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.one(x))
+        y = getattr(self, f"_{self.join}")(x, self.two(x))
+        return self.head(F.adaptive_avg_pool2d(torch.relu(self.last(y)), 1).flatten(1)), y.mean((2, 3))
+
+    def _add(self, x, y):
+        return torch.relu(y + x)
+
+    def _concat(self, x, y):
+        return torch.cat([x, torch.relu(y)], 1)
+
+    def _pool(self, x, y):
+        return F.avg_pool2d(torch.relu(y), 2)
+
+    def _hardswish(self, x, y):
+        return F.hardswish(y)
+
+    def _silu(self, x, y):
+        return F.silu(y)
+
+    def _gate(self, x, y):
+        gate = self.expand(torch.relu(self.squeeze(y.mean((2, 3), keepdim=True))))
+        return y * torch.sigmoid(gate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("join", "nodes"),
+    [
+        ("add", {"QLinearAdd": 1, "QLinearConv": 3}),
+        ("concat", {"QLinearConcat": 1, "QLinearConv": 3}),
+        ("pool", {"QLinearAveragePool": 1, "QLinearConv": 3}),
+        ("hardswish", {"QLinearConv": 3}),
+        ("silu", {"QLinearConv": 3}),
+        ("gate", {"QLinearConv": 5}),
+    ],
+)
+def test_a_session_saves_all_that_a_file_of_integers_needs(join, nodes, tmp_path):
+    torch.manual_seed(0)
+    model = Joins(join)
+    skip = () if join == "gate" else ("squeeze", "expand")
+    session, optimizer = begun_session({"qat": {"scheme": "int8", "skip": skip}}, model, 2, lr=0.02)
+    for _ in range(2):
+        plain_step(session, optimizer, sum(y.square().mean() for y in model(images())))
+    session.finish()
+    write_deployment(tmp_path, session.files.deployment())
+    plain = Joins(join)
+    plain.load_state_dict(model.state_dict())
+    apply_ranges(plain, read_deployment(tmp_path)["qat"]["ranges"])
+    report = export_onnx(plain.eval(), images(), tmp_path / "model.onnx")
+    assert report.integer_nodes == {"QGemm": 1, **nodes}
+    assert report.float_activations == ()
     assert report.relative_change < 0.05
-    y = run(path, x)
-    assert np.abs(y - exact).max() < 0.05 * np.abs(exact).max()
-    assert_close_in_steps(run(path, x, optimize=True, save=optimized), y)
-    assert kinds(optimized).count("Conv") == (1 if build is Skips else 0)
+
+
+@pytest.mark.slow
+def test_layers_whose_ranges_are_not_those_in_the_file_stay_in_float(tmp_path):
+    # the file has the batch norm in the convolution, whose output training observed without it
+    model, path = net(lambda: Joins("add"), skip=("squeeze", "expand"), fold_batch_norm=False), tmp_path / "model.onnx"
+    report = export_onnx(model, images(), path)
+    assert len(report.float_activations) == 1
+    assert report.relative_change < 0.05
+    assert export_onnx(model, images(), path, calibration=calibration()).float_activations == ()
+
+
+@pytest.mark.slow
+def test_layers_of_equal_codes_share_the_widest_range(tmp_path):
+    def build():
+        first, second = nn.Conv2d(3, 3, 3, 1, 1, bias=False), nn.Conv2d(3, 3, 3, 1, 1, bias=False)
+        return nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), nn.AvgPool2d(16), nn.Flatten(), nn.Linear(3, 2))
+
+    model = build()
+    model[2].load_state_dict(model[0].state_dict())
+    ranges = {"0": {"min": -3.0, "max": 3.0, "output": {"min": -1.0, "max": 9.0}},
+              "2": {"min": -3.0, "max": 3.0, "output": {"min": -5.0, "max": 2.0}}}  # fmt: skip
+    for layer in (model[0], model[2]):
+        layer.weight.data = (layer.weight.detach() * 100).round().clamp(-127, 127) / 64
+        layer.weight.data[:, 0, 0, 0] = 127 / 64
+    report = export_onnx(apply_ranges(model.eval(), ranges), images(), tmp_path / "model.onnx")
+    codes = [(0 - zero) * scale for scale, zero in report.quantized_activations.values()]
+    assert codes == [pytest.approx(-5, abs=0.06)] * 2
 
 
 @pytest.mark.slow
@@ -142,10 +236,8 @@ def test_a_tapped_tensor_is_quantized_once_with_the_step_of_the_layer_that_reads
 @pytest.mark.slow
 def test_biases_go_on_the_grid_of_the_sums_where_steps_are_coarse(tmp_path):
     model, path = net(Residual, range="lsq", activation_bits=8), tmp_path / "model.onnx"
-    exact = export_onnx(model, images(), path)
-    assert exact.integer_nodes.get("QLinearConv", 0) < 6
-    report = export_onnx(model, images(), path, calibration=calibration())
-    assert report.integer_nodes["QLinearConv"] == 6
+    for batches in (None, calibration()):
+        assert export_onnx(model, images(), path, calibration=batches).integer_nodes["QLinearConv"] == 6
     found = constants(path)
     graph = onnx.load(path).graph
     makers = {name: node for node in graph.node for name in node.output}
