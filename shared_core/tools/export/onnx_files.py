@@ -298,31 +298,29 @@ def quantize_activations(
     that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8. Its range has the least
     squared error over the calibration batches. Without these, or if earlier codes belong to another graph, it follows
     from the ranges of the convolutions' outputs that training observed (see `_bounds`). Other readers of a quantized
-    tensor read those codes too, so sums, concatenations and average pools are computed on codes. Biases of convolutions are
-    rounded to the scale of the sums, s_x·s_w. Outputs of the model stay in float.
+    tensor read those codes too, so sums, concatenations and average pools are computed on codes. Biases of convolutions
+    are rounded to the scale of the sums, s_x·s_w. Outputs of the model stay in float.
 
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    codes: Codes | None = None
-    if calibration is not None:
-        # Place first, then measure: only the graph shows which tensors need a range.
-        model = onnx_ir.load(exact)
-        new, left = _add_quantizers(model.graph, None)
-        names = tuple(quantizer.inputs[0].name for quantizer in new)
-        if not isinstance(calibration, dict):
-            # Ranges come from the exact file, so earlier quantizers do not shift them.
-            codes = _observed(exact, names, calibration)
-        elif {*names} <= {*calibration}:
-            codes = {name: calibration[name] for name in names}
-    if codes is None:
+    # Place first, then measure: only the graph shows which tensors need a range.
+    model = onnx_ir.load(exact)
+    new = _add_quantizers(model.graph, None)
+    names = tuple(quantizer.inputs[0].name for quantizer in new)
+    if isinstance(calibration, dict) and {*names} <= {*calibration}:
+        codes = {name: calibration[name] for name in names}
+    elif calibration is not None and not isinstance(calibration, dict):
+        # Ranges come from the exact file, so earlier quantizers do not shift them.
+        codes = _observed(exact, names, calibration)
+    else:
         model = onnx_ir.load(exact)
         bounds = {value.name: bound for value, bound in _bounds(model.graph, outputs).items()}
-        new, left = _add_quantizers(model.graph, bounds)
-        if not new and (left or not outputs):
-            return None, left
+        new = _add_quantizers(model.graph, bounds)
+        if not new:  # keep biases exact where nothing else changes
+            return None, names
         codes = _codes_of([quantizer.inputs[0].name for quantizer in new], bounds)
     for quantizer in new:
         scale, zero_point = codes[quantizer.inputs[0].name]
@@ -334,15 +332,15 @@ def quantize_activations(
     RemoveUnusedNodesPass()(model)
     model.graph.sort()  # a reader may come before the quantizer whose codes it now reads
     onnx_ir.save(model, file)
-    return codes, left
+    return codes, tuple(name for name in names if name not in codes)
 
 
-def _add_quantizers(graph: Any, bounds: Ranges | None) -> tuple[list[Any], tuple[str, ...]]:
-    """Add quantizers after convolutions and joins of codes; return these, and the tensors left in float.
+def _add_quantizers(graph: Any, bounds: Ranges | None) -> list[Any]:
+    """Add quantizers after convolutions and joins of codes, and return them.
 
-    `bounds` has the tensors whose range is known; None: the ranges of all are measured later.
+    `bounds` has the tensors whose range is known, which alone get one; None: all do, and are measured later.
     """
-    new, left = list[Any](), list[str]()
+    new: list[Any] = []
     # A copy of the nodes, since some are added during the loop.
     for node in tuple(graph):
         integer = _is_integer_convolution(node)
@@ -350,15 +348,11 @@ def _add_quantizers(graph: Any, bounds: Ranges | None) -> tuple[list[Any], tuple
             continue
         end = _end_of(node.outputs[0])
         is_known = bounds is None or end.name in bounds or not _needs_quantizer(end)
-        if not integer and not (is_known and _joins_codes(node)):
-            continue
-        if not is_known:
-            left.append(end.name)
-            continue
-        if integer:
-            _round_bias(graph, node)
-        _hand_on_codes(graph, end, new)
-    return new, tuple(left)
+        if is_known and (integer or _joins_codes(node)):
+            if integer:
+                _round_bias(graph, node)
+            _hand_on_codes(graph, end, new)
+    return new
 
 
 def _codes_of(names: Sequence[str], bounds: Ranges) -> Codes:
