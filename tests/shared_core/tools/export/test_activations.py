@@ -51,8 +51,8 @@ class Skips(nn.Module):
 
 def pooled():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(8, 5),
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
     )  # fmt: skip
 
 
@@ -102,7 +102,9 @@ class Joins(nn.Module):
     def __init__(self, join):
         super().__init__()
         self.join = join
-        self.one, self.two = (nn.Sequential(nn.Conv2d(i, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)) for i in (3, 8))
+        # momentum 1: the statistics of evaluation follow the data within two steps
+        convolutions = (nn.Conv2d(inputs, 8, 3, 1, 1, bias=False) for inputs in (3, 8))
+        self.one, self.two = (nn.Sequential(one, nn.BatchNorm2d(8, momentum=1.0)) for one in convolutions)
         self.squeeze, self.expand = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
         self.last, self.head = nn.Conv2d(16 if join == "concat" else 8, 8, 1), nn.Linear(8, 5)
 
@@ -154,8 +156,8 @@ def trained_in_a_session(join, folder, **options):
         ("concat", {"QLinearConcat": 1, "QLinearConv": 3}),
         ("pool", {"QLinearAveragePool": 1, "QLinearConv": 3}),
         ("hardswish", {"QLinearConv": 3}),
-        ("silu", {"QLinearConv": 3}),
-        ("gate", {"QLinearConv": 5}),
+        ("silu", {"QLinearConv": 3, "QLinearMul": 1, "QLinearSigmoid": 1}),
+        ("gate", {"QLinearConv": 5, "QLinearMul": 1, "QLinearSigmoid": 1}),
     ],
 )
 def test_a_session_saves_all_that_a_file_of_integers_needs(join, nodes, tmp_path):
@@ -177,7 +179,9 @@ def test_layers_whose_ranges_are_not_those_in_the_file_stay_in_float(tmp_path):
 def test_layers_of_equal_codes_share_the_widest_range(tmp_path):
     def build():
         first, second = nn.Conv2d(3, 3, 3, 1, 1, bias=False), nn.Conv2d(3, 3, 3, 1, 1, bias=False)
-        return nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), nn.AvgPool2d(16), nn.Flatten(), nn.Linear(3, 2))
+        return nn.Sequential(
+            first, nn.Hardswish(), second, nn.Hardswish(), nn.AvgPool2d(16), nn.Flatten(), nn.Linear(3, 2)
+        )
 
     model = build()
     model[2].load_state_dict(model[0].state_dict())
@@ -206,7 +210,7 @@ def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
 
     with torch.no_grad():
         before = model[:3](x)
-        reference = model[4:](F.silu(quantized(before))).numpy()
+        reference = model[4:](F.hardswish(quantized(before))).numpy()
     assert scale * (0 - zero) <= before.min() + 0.2 * before.abs().max()  # the range is that of what was seen
     assert scale * (255 - zero) >= 0.8 * before.max()
     difference = np.abs(run(path, x) - reference)
