@@ -251,7 +251,7 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
     convolutions = f"net of 4 Conv2d with batch norm, {channels} to {2 * channels} channels, batch 8 of 32x32"
     rows = [
         export(f"net of 3 Linear({width}), batch 64", *linear_net(width), rounds),
-        *([export(f"{convolutions}, exactly as trained", *conv_net(channels), rounds)] if more else []),
+        *([export(f"{convolutions}, without calibration", *conv_net(channels), rounds)] if more else []),
         export(f"{convolutions}, with calibration", *conv_net(channels), rounds, True),
         open_length(32 if quick else 256, rounds),
     ]
@@ -262,7 +262,7 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
     for number, (wide, size, batch) in enumerate(shapes[: None if more else 1]):
         residual = f"residual net of 10 Conv2d, {wide} to {2 * wide} channels, batch {batch} of {size}x{size}"
         if more and number == 0:
-            rows.append(export(f"{residual}, exactly as trained", *residual_net(wide, size, batch), rounds))
+            rows.append(export(f"{residual}, without calibration", *residual_net(wide, size, batch), rounds))
         rows.append(export(f"{residual}, with calibration", *residual_net(wide, size, batch), rounds, True))
         rows.append(converted(residual, *residual_net(wide, size, batch), rounds))
     return rows
