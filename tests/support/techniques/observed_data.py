@@ -24,8 +24,8 @@ def range_of(kind, steps, bits=8, percentile=99.99, bins=2048):
         ends = torch.stack([torch.stack([x.min(), x.max()]) for x in steps]).double()
         low, high = ends.unbind(1)
         found = ends[0] if kind == "ema" else torch.stack([low.min(), high.max()])
-        for step in ends[1:] if kind == "ema" else ():
-            found = found + 0.01 * (step - found)
+        for count, step in enumerate(ends[1:] if kind == "ema" else (), start=1):
+            found = found + max(0.01, 9 / (count + 10)) * (step - found)
         return found.tolist()
     histogram = Histogram(bins=bins)
     for x in steps:
