@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest, require
 from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, is_free
+from shared_core.files.journal import read_object
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
 
@@ -291,13 +292,24 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
     # a model of pairs with its own loss, such as CLIP, reads both
     if name == "pixel_values" or (inputs and {"pixel_values", "return_loss"} <= taken.keys()):
         vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", 224)
+        size = getattr(vision, "image_size", None) or _processed_size(Path(config._name_or_path))
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, getattr(vision, "num_channels", 3), height, width)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
     told = f"model must read tokens, pixels or speech, for which inputs are made up, got {name}"
     require(inputs, where, told, "name a function that returns them")
     return inputs
+
+
+def _processed_size(folder: Path) -> int | tuple[int, int]:
+    """Return the size of the images that a folder's image processor makes; 224 if it doesn't tell."""
+    file = folder / "preprocessor_config.json"
+    found = read_object(file) if file.is_file() else {}
+    size = found.get("crop_size" if found.get("do_center_crop") else "size")
+    if isinstance(size, dict):
+        size = size.get("shortest_edge") or (size.get("height"), size.get("width"))
+    is_size = all(type(one) is int and one > 0 for one in (size if isinstance(size, tuple) else [size]))
+    return size if is_size else 224  # type: ignore[return-value]
 
 
 def keep_report(out: Path, values: Mapping[str, Any]) -> None:

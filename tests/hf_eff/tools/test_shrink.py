@@ -10,11 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     BertModel,
     CLIPConfig,
+    CLIPImageProcessor,
     CLIPModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
     Wav2Vec2Config,
@@ -245,3 +248,17 @@ def test_example_inputs_are_made_up_from_the_configuration():
          (2, 1599, 24)),
     ):  # fmt: skip
         assert model(**made_up_inputs(model))[output].shape == shape
+
+
+def test_made_up_images_have_the_size_that_the_folders_processor_makes(tmp_path):
+    sizes = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
+    model = ResNetForImageClassification(ResNetConfig(**sizes))
+    assert made_up_inputs(model)["pixel_values"].shape == (2, 3, 224, 224)
+    for options, shape in (
+        ({"size": {"height": 32, "width": 48}}, (32, 48)),
+        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True}, (32, 32)),
+    ):
+        model.save_pretrained(tmp_path)
+        CLIPImageProcessor(**{"do_center_crop": False, **options}).save_pretrained(tmp_path)
+        loaded = ResNetForImageClassification.from_pretrained(tmp_path)
+        assert made_up_inputs(loaded)["pixel_values"].shape == (2, 3, *shape)
