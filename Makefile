@@ -8,11 +8,11 @@ TORCH ?= torch
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
 	@echo "make quickstart-seeds  the same for five seeds, write the tables of docs/results.md (15 minutes)"
-	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, six to seven minutes)"
+	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, 7 to 13 minutes)"
 	@echo "make test TECHNIQUE=prune  the tests of one technique and its promises (a minute)"
 	@echo "make test-all     all that make test leaves out: the other cases, and what is slow"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
-	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
+	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (5 to 11 minutes)"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with five sets of versions of torch and trainers, each in an environment of its own"
 	@echo "make test-serving exported models in vLLM, llama.cpp and other engines, beside what training saw"
