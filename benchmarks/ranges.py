@@ -109,7 +109,7 @@ def main() -> None:
         "",
         "Signal-to-noise ratio of the outputs in dB, and error in %, for unseen digits of scikit-learn. Rounded inputs",
         "are compared with float ones in the same final model, so the ratio shows how well the ranges fit it. Each net",
-        f"trains from random weights, {asked.seeds} time(s). Written by `python benchmarks/ranges.py`.",
+        f"trains from random weights. Seeds: {asked.seeds}. Written by `python benchmarks/ranges.py`.",
     ]
     for bits in BITS:
         lines += ["", f"Inputs of {bits} bits:", "", f"| net, steps | {' | '.join(f'`{kind}`' for kind in RANGES)} |"]
