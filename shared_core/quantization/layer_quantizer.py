@@ -63,7 +63,7 @@ class LayerQuantizer:
     def output(self, module: nn.Module, y: Tensor) -> Tensor:
         """Observe an output in training, for engines that compute on its codes, and return it unchanged."""
         if self.output_index is not None and self._observes(module) and y.numel():
-            self.bank.observe(self.output_index, y)
+            self.bank.observe(self.output_index, y, mean=False)  # only scales of inputs start from one
         return y
 
     def _observes(self, module: nn.Module) -> bool:

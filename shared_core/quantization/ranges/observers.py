@@ -118,14 +118,15 @@ class RangeBank:
                 if isinstance(value, Tensor) and name != "step":
                     setattr(self, name, value.to(device))
 
-    def observe(self, index: int, x: Tensor) -> None:
-        """Widen a layer's window by the values of `x`."""
+    def observe(self, index: int, x: Tensor, *, mean: bool = True) -> None:
+        """Widen a layer's window by the values of `x`, and with `mean` add to its mean magnitude if these are kept."""
         low, high = torch.aminmax(x.detach())
         window = self.window[index]
         # minimum propagates NaN, so that a bad batch is found when the window is read
         window.copy_(torch.minimum(window, torch.stack([low, -high]).to(window.dtype)))
         # A recomputation would change a sum, unlike extrema. It is the only forward inside a backward pass.
-        if self.totals is not None and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
+        is_first = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+        if mean and self.totals is not None and is_first:
             self.totals[index, 0] += x.detach().abs().sum(dtype=torch.float64)
             self.totals[index, 1] += x.numel()
 
@@ -278,8 +279,8 @@ class EstimatorBank(RangeBank):
             self._rows_of.setdefault((int(pair[0]), int(pair[1])), []).append(row)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def observe(self, index: int, x: Tensor) -> None:
-        """Count the values of `x` in a layer's window."""
+    def observe(self, index: int, x: Tensor, *, mean: bool = True) -> None:
+        """Count the values of `x` in a layer's window. There are no means."""
         # A recomputation would change counts, unlike extrema. It is the only forward inside a backward pass.
         if torch._C._current_graph_task_id() == -1:
             # A layer counts directly into its row of the bank.
