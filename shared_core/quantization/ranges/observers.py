@@ -124,9 +124,10 @@ class RangeBank:
         window = self.window[index]
         # minimum propagates NaN, so that a bad batch is found when the window is read
         window.copy_(torch.minimum(window, torch.stack([low, -high]).to(window.dtype)))
+        if not mean or self.totals is None:
+            return
         # A recomputation would change a sum, unlike extrema. It is the only forward inside a backward pass.
-        is_first = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
-        if mean and self.totals is not None and is_first:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.totals[index, 0] += x.detach().abs().sum(dtype=torch.float64)
             self.totals[index, 1] += x.numel()
 
