@@ -123,9 +123,9 @@ def check_model(name: str, where: str, asked: str = "MODEL") -> None:
 
 def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:
     """Return the result of the user's function: (model, example inputs or None)."""
+    check_model(name, where, asked)
     from torch import nn
 
-    check_model(name, where, asked)
     built = function(name, f"{where}: {asked}")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     told = f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}"

@@ -199,9 +199,13 @@ class ObservedRanges:
         if not bool(bank.known[row]):
             return dict.fromkeys(("min", "max", "scale", "zero_point", "beyond"))
         minimum, maximum = bank.ranges[row].tolist()
-        found = {"min": minimum, "max": maximum}
-        found |= {"scale": bank.scale[row].item(), "zero_point": int(bank.zero_point[row])}
-        found["beyond"] = self._beyond(name, row)
+        found = {
+            "min": minimum,
+            "max": maximum,
+            "scale": bank.scale[row].item(),
+            "zero_point": int(bank.zero_point[row]),
+            "beyond": self._beyond(name, row),
+        }
         if (output := self.quantizers[name].output_index) is not None:
             found["output_min"], found["output_max"] = bank.ranges[output].tolist()
         return found

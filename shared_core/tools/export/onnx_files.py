@@ -389,12 +389,10 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
     return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
 
 
-_SAME = frozenset(
-    """
-    AveragePool Flatten GlobalAveragePool Identity LeakyRelu MaxPool ReduceMean Reshape Slice Squeeze Transpose
-    Unsqueeze
-    """.split()  # noqa: SIM905
-)
+_SAME = frozenset({
+    "AveragePool", "Flatten", "GlobalAveragePool", "Identity", "LeakyRelu", "MaxPool", "ReduceMean", "Reshape", "Slice",
+    "Squeeze", "Transpose", "Unsqueeze",
+})  # fmt: skip
 """Operators whose values lie in the range of their first input, widened to contain 0."""
 _SMALLEST, _SMALLEST_SILU = {"Relu": 0.0, "Gelu": -0.17, "HardSwish": -0.375}, -0.2785
 _GATES = frozenset({"HardSigmoid", "Sigmoid", "Softmax"})
