@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -297,8 +297,8 @@ class Region:
         snapshot.close()
         self._kept_elsewhere += kept.num_bytes if kept else 0
         # A changed input would give other values in backward. Raise now, while the block's name is known.
-        changed = any(kept_input.is_changed() for kept_input in inputs.values())
-        _refuse_change(changed, name, "its input must not be changed in place inside it", "try inplace=False, or ")
+        if any(kept_input.is_changed() for kept_input in inputs.values()):
+            raise _changed(name, "its input must not be changed in place inside it", "try inplace=False, or ")
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
@@ -320,19 +320,21 @@ class Region:
             # The first tensor that backward needs runs the whole region again and fills all slots.
             self._recompute()
         value, slot.value = slot.value, None  # a second backward over a retained graph recomputes again
-        changed = value is None or version_of(value) != slot.version
-        _refuse_change(changed, self.calls[0].name, "a tensor needed for its gradient must not be changed in place")
-        return cast("Tensor", value)
+        if value is None or version_of(value) != slot.version:
+            raise _changed(self.calls[0].name, "a tensor needed for its gradient must not be changed in place")
+        return value
 
     def _recompute(self) -> None:
         for call in self.calls:
             if isinstance(call.block, FSDPModule):
                 call.block.unshard()  # backward gathers only the last block's weights
-            changed = any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves)
-            rule = "its input must not be changed in place before backward"
-            _refuse_change(changed, call.name, rule, "copy it first, or ")
-            rule = "its weights must not be changed between forward and backward"
-            _refuse_change(_weights_version(call.block) != call.weights, call.name, rule, "step afterwards, or ")
+            if any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves):
+                raise _changed(
+                    call.name, "its input must not be changed in place before backward", "copy it first, or "
+                )
+            if _weights_version(call.block) != call.weights:
+                rule = "its weights must not be changed between forward and backward"
+                raise _changed(call.name, rule, "step afterwards, or ")
         kept: list[Tensor] = []
 
         # The n-th tensor saved now corresponds to the n-th of the forward.
@@ -432,10 +434,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _refuse_change(is_changed: bool, name: str, rule: str, remedy: str = "") -> None:
-    if is_changed:
-        told = f"{name}: {rule}, got a change; recomputed values would differ"
-        raise TrainingError("checkpointing", told, f"{remedy}leave the block out")
+def _changed(name: str, rule: str, remedy: str = "") -> TrainingError:
+    told = f"{name}: {rule}, got a change; recomputed values would differ"
+    return TrainingError("checkpointing", told, f"{remedy}leave the block out")
 
 
 def _differs(name: str, found: str) -> TrainingError:

@@ -111,8 +111,15 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {} if weight is None else {"weight": weight}
 
 
+def _has_outputs_first(module: nn.Module) -> bool:
+    """Return True for Linear and convolutions. Each forward asks, so it comes before costlier questions."""
+    return isinstance(module, (nn.Linear, _Conv)) and not isinstance(module, TRANSPOSED)
+
+
 def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight with one row per output channel or embedding vector, experts concatenated."""
+    if _has_outputs_first(module):
+        return weight.flatten(1)
     if isinstance(module, TRANSPOSED):
         weight = output_channels_first(weight, module.groups)
     if (axis := output_axis_of_experts(module)) is not None:
@@ -122,6 +129,8 @@ def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
 
 def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
     """Undo `as_rows`: return `rows` in the shape of the weight `like`."""
+    if _has_outputs_first(module):
+        return rows.view(like.shape)
     if is_transformers_conv1d(module):
         return rows.t()
     if output_axis_of_experts(module) == 2:
