@@ -89,7 +89,7 @@ CORE = [  # a command, what it must print
     ("eff init --goal smaller --out recipe.yaml", "recipe.yaml"),
     ("eff explain recipe.yaml --model model:build --steps 100", "prune"),
     ("python -c model.write()", ""),
-    ("eff soup 0.safetensors 1.safetensors --kind uniform --out soup.safetensors", "wrote soup.safetensors"),
+    ("eff soup 0.safetensors 1.safetensors --kind uniform --out soup.safetensors", "soup.safetensors"),
     ("python -c model.averaged()", ""),
 ]
 EXTRAS = [  # a command that must fail, and the extra that it must name
