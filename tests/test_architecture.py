@@ -1,6 +1,7 @@
 """The house rules that code can check: who imports whom, what files are called, where the root may not be."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,13 @@ ONLY_ON = {
 SOURCES = [(floor, path) for floor, folder in FLOORS.items() for path in sorted(folder.rglob("*.py"))]
 
 
+@functools.cache
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported_names(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,29 +73,29 @@ STANDS_ON = {
 }
 
 
+@functools.cache
 def our_imports():
     """Return who imports whom among the modules of shared_core, imports inside functions included."""
     folder = FLOORS["shared_core"].parent
     modules = {}
     for path in FLOORS["shared_core"].rglob("*.py"):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        modules[name.removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
-    for tree in modules.values():
-        for node in ast.walk(tree):  # for annotations alone
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
+        modules[name.removesuffix(".__init__")] = nodes_of(path)
     edges = {name: set() for name in modules}
-    for name, tree in modules.items():
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in modules):
+    for name, nodes in modules.items():
+        checking = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        annotating = {id(inner) for node in checking for inner in node.body}  # for annotations alone
+        imports = (node for node in nodes if isinstance(node, ast.ImportFrom) and id(node) not in annotating)
+        for node in (node for node in imports if node.module in modules):
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             edges[name] |= (whole & modules.keys()) or {node.module}
     return edges
 
 
-def level_of(module):
+@functools.cache
+def level_of(package):
     from shared_core.engine.registry import REGISTRY
 
-    package = module.split(".")[1]
     package = "<technique>" if package in {one.package.split(".")[1] for one in REGISTRY.values()} else package
     return next((level for level, packages in enumerate(LEVELS) if package in packages), None)
 
@@ -98,8 +104,8 @@ def test_arrows_point_down():
     for module, others in our_imports().items():
         for other in (other for other in others if "." in module and "." in other):
             own, its = module.split(".")[1], other.split(".")[1]
-            below = level_of(other) < level_of(module) or own == its or STANDS_ON.get(own) == its
-            beside = level_of(other) == level_of(module) and "<technique>" not in LEVELS[level_of(module)]
+            below = level_of(its) < level_of(own) or own == its or STANDS_ON.get(own) == its
+            beside = level_of(its) == level_of(own) and "<technique>" not in LEVELS[level_of(own)]
             assert below or beside, f"{module} imports {other}, which lies above or beside it"
 
 
