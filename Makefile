@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What pip installs as torch, with options of its own: TORCH="torch --index-url ..." takes a build from another index.
 TORCH ?= torch
+# Tests start hundreds of processes. Where no bytecode is kept, each of them compiles all our files.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
