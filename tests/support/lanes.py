@@ -1,13 +1,14 @@
-"""Which tests `make test` runs: one case of each family, four of one in tests/promises, nothing slow.
+"""Which tests `make test` runs: one case of each family, two of one in tests/promises, nothing slow.
 
-Tests of several processes take long, so it runs only those in tests/promises. A family is the cases of one test
-function; which of them run depends on its name and their number alone. What is asked of every page of the documents
-runs in full, and so do refusals but in tests/promises. `make test-all` runs the others. A test that is named,
+Tests of several processes take long, so it runs only those in tests/promises, one of a family. A family is the cases
+of one test function; which of them run depends on its name and their number alone. What is asked of every page of the
+documents runs in full, and so do refusals but in tests/promises. `make test-all` runs the others. A test that is named,
 ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 ``--technique prune`` takes of that what is about pruning: the tests of its package, and its promises.
 ``--share 1/3`` takes a third of what was chosen.
 """
 
+import functools
 import inspect
 import random
 import re
@@ -23,10 +24,13 @@ from shared_core.engine.registry import REGISTRY
 DEVICES = "not gpu and not gpu_lane"
 QUICK = f"{DEVICES} and not slow and not further"
 IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
-IN_PROMISES = 4
+IN_PROMISES = 2
 PROMISES = "tests/promises/test_promises.py"
 OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_notebooks.py", "test_site.py")
-STARTERS = {"run_two_ranks", "run_scripts", "ranks_of", "saved_by_two_ranks", "run_by_one_and_by_two"}
+STARTERS = {
+    "by_two", "by_two_and_by_one", "ranks_of", "run_by_one_and_by_two", "run_scripts", "run_two_ranks",
+    "saved_by_two_ranks",
+}  # fmt: skip
 left_out = 0
 
 
@@ -61,7 +65,8 @@ def pytest_collection_modifyitems(config, items):
         elif selected(item, IN_QUICK) and not in_full(item):
             families[item.nodeid.partition("[")[0]].append(item)
     for family, cases in families.items():
-        for case in further(family, cases):
+        count = IN_PROMISES if of_promises(family) and not starts_processes(cases[0]) else 1
+        for case in further(family, cases, count):
             case.add_marker("further")
     if config.option.share:
         part, parts = config.option.share
@@ -90,7 +95,13 @@ def starts_processes(item):
     fixtures = getattr(item, "_fixtureinfo", None)
     used = [one for found in (fixtures.name2fixturedefs.values() if fixtures else ()) for one in found]
     functions = [getattr(item, "function", None), *(one.func for one in used)]
-    return any(STARTERS & {*inspect.unwrap(one).__code__.co_names} for one in functions if inspect.isfunction(one))
+    return any(STARTERS & names_in(inspect.unwrap(one).__code__) for one in functions if inspect.isfunction(one))
+
+
+@functools.cache
+def names_in(code):
+    inner = (names_in(one) for one in code.co_consts if inspect.iscode(one))
+    return {*code.co_names}.union(*inner)
 
 
 def of_promises(nodeid):
@@ -102,8 +113,7 @@ def refuses(item):
     return test is not None and "raises" in inspect.unwrap(test).__code__.co_names
 
 
-def further(family, cases):
-    count = IN_PROMISES if of_promises(family) else 1
+def further(family, cases, count):
     kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
     return [case for case in cases if case not in kept]
 

@@ -63,6 +63,7 @@ def test_a_language_model_by_keywords(make, tmp_path):
     assert report.largest_difference <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
 def test_an_open_length(scheme, make, tmp_path):
     model = quantized(make.classifier(), make_batch(4), scheme=scheme)

@@ -59,6 +59,7 @@ def test_front_ends_get_the_recipe_once_a_module_of_theirs_is_there(tmp_path, mo
     assert lines[1].startswith("Recipe {'prune': ")
 
 
+@pytest.mark.slow
 def test_steps_that_no_front_end_sees_are_refused_in_a_child():
     train = (
         "import torch\np = torch.nn.Parameter(torch.ones(2))\no = torch.optim.SGD([p], lr=1)\n"

@@ -83,6 +83,7 @@ def test_a_search_writes_table_json_csv_and_plot(tmp_path):
     assert f"| 1 | winning ticket | {curve.rows[1].kept:,} | {curve.rows[1].left:.6g} |" in text
 
 
+@pytest.mark.slow
 def test_a_stopped_search_goes_on_and_can_be_extended(tmp_path):
     calls = []
 

@@ -227,6 +227,7 @@ def test_the_model_is_not_changed(tmp_path):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_wrong_file_is_found_and_nothing_is_written(tmp_path, monkeypatch):
     model, _ = trained(mlp)
     (tmp_path / "model.onnx").write_text("old")
