@@ -96,10 +96,11 @@ def format_rows() -> list[dict[str, Cell]]:
 
 
 def formats_markdown() -> str:
-    """Return the table of number formats as Markdown."""
-    table = format_rows()
-    lines = ["| " + " | ".join(table[0]) + " |", "|---" * len(table[0]) + "|"]
-    lines += ["| " + " | ".join(_text(column, cell) for column, cell in row.items()) + " |" for row in table]
+    """Return the table of number formats, without the figures that follow from the others, as Markdown."""
+    rows = format_rows()
+    columns = [column for column in rows[0] if column not in ("bias", "smallest subnormal", "decades", "NaN/Inf share")]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(_text(column, row[column]) for column in columns) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -202,7 +203,7 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
 
 
 def pairs_markdown() -> str:
-    """Return the table of pairs that are refused, and why, as Markdown."""
+    """Return the table of pairs that are refused, and what to do instead, as Markdown."""
     from shared_core.engine.checks.compatibility import matrix
 
     rows, refused = matrix(), {}
@@ -210,36 +211,27 @@ def pairs_markdown() -> str:
         for other in (other["technique"] for other in rows):
             pair = frozenset((row["technique"], other))
             if row[other] not in ("yes", "-") and pair not in refused:
-                why, _, instead = row[other].partition("; ")
-                refused[pair] = f"| `{row['technique']}` + `{other}` | {why} | {instead} |"
-    return "\n".join(["| together | why not | instead |", "|---|---|---|", *refused.values()]) + "\n"
+                instead = row[other].partition("; ")[2]
+                refused[pair] = f"| `{row['technique']}` + `{other}` | {instead} |"
+    return "\n".join(["| together | instead |", "|---|---|", *refused.values()]) + "\n"
 
 
 def distributed_markdown() -> str:
-    """Return the table of techniques and distributed strategies as Markdown, with a note for each no."""
+    """Return the table of distributed strategies, with the techniques that each refuses, as Markdown."""
     from shared_core.engine.checks.compatibility import matrix
 
-    ways = {
-        "fsdp2": "FSDP2", "tensor_parallel": "tensor parallel", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",
-        "fsdp1": "FSDP1", "data_parallel": "DataParallel",
+    strategies = {
+        "DDP": (), "FSDP2": ("fsdp2",), "tensor parallelism": ("tensor_parallel",),
+        "DeepSpeed ZeRO 0–2": ("deepspeed",), "DeepSpeed ZeRO 3": ("deepspeed", "zero3"),
+        "FSDP1": ("fsdp1",), "DataParallel": ("data_parallel",),
     }  # fmt: skip
-    notes: dict[str, int] = {}
-    lines = [f"| technique | DDP | {' | '.join(ways.values())} |", "|---" * (len(ways) + 2) + "|"]
-    for row in matrix():
-        cells = ["yes"]
-        for way in ways:
-            reason = row["deepspeed"] if way == "zero3" and row["deepspeed"] != "yes" else row[way]
-            if reason != "yes":
-                # reasons that apply to almost every technique would only add notes
-                few = way in ("fsdp1", "data_parallel")
-                reason = "no" if few else f"no ({notes.setdefault(reason, len(notes) + 1)})"
-            cells.append(reason)
-        lines.append(f"| `{row['technique']}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {_sentence(note)}" for note, number in notes.items())]) + "\n"
-
-
-def _sentence(reason: str) -> str:
-    return f"{reason[0].upper()}{reason[1:]}."
+    lines = ["| strategy | techniques that are refused |", "|---|---|"]
+    for strategy, ways in strategies.items():
+        rows = [(f"`{row['technique']}`", all(row[way] == "yes" for way in ways)) for row in matrix()]
+        works, refused = [name for name, fits in rows if fits], [name for name, fits in rows if not fits]
+        told = f"all but {' and '.join(works)}" if works else "all"
+        lines.append(f"| {strategy} | {told if len(works) < 3 else ', '.join(refused) or 'none'} |")
+    return "\n".join(lines) + "\n"
 
 
 _UNUSABLE = ("out of range", "known bad")

@@ -15,7 +15,7 @@ from shared_core.errors import CheckpointError, require
 TICKET_FILE, RESULT_FILE = "ticket.safetensors", "round.json"
 """In the folder of a run: what it found, and its figures, which are written last."""
 _REWOUND = (
-    "weights are rewound at step k, and the next masks come from the trained weights. Average in the winning "
+    "weights are rewound at step k, and the next masks come from the trained weights; average in the winning "
     "ticket's own run"
 )
 
