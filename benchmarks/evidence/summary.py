@@ -8,19 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "evidence.md", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- make evidence -->\n\n", "\n<!-- end of make evidence -->"
-INT8 = {"float": "float", "int8": "ours", "int8 by onnxruntime": "peer"}
-# network, what is measured, section of the results, label → row there
-NETWORKS: list[tuple[str, str, str, dict[str, str]]] = [
-    ("CREPE tiny, pitch tracker", "frames right", "crepe-tiny", INT8),
-    ("CREPE tiny, distilled from the full size", "frames right", "crepe-taught",
-     {"as published": "tiny, as published", "distilled": "taught", "distilled by a torch loop": "peer: taught"}),
-    ("CREPE tiny, half of its channels, retrained", "frames right", "crepe-half",
-     {"as published": "tiny, as published", "half": "half, healed", "half by Torch-Pruning": "peer: half, healed"}),
-    ("GE2E, speaker encoder", "equal-error rate", "voices",
-     {"float": "float", "int8 weights": "int8_weight", "int8 by onnxruntime": "peer: onnxruntime"}),
-    ("Silero VAD, voice detector", "area under ROC", "silero", INT8 | {"int8": "ours, transform too"}),
-    ("EasyOCR, line reader", "lines right", "reader", INT8),
-]  # fmt: skip
+# network, what is measured, section of the results, its rows of float, int8, and int8 by onnxruntime
+NETWORKS: list[tuple[str, str, str, tuple[str, str, str]]] = [
+    ("CREPE tiny, pitch tracker", "frames right", "crepe-tiny", ("float", "ours", "peer")),
+    ("GE2E speaker encoder, int8 weights", "equal-error rate", "voices", ("float", "int8_weight", "peer: onnxruntime")),
+    ("Silero VAD, voice detector", "area under ROC", "silero", ("float", "ours, transform too", "peer")),
+    ("EasyOCR, line reader", "lines right", "reader", ("float", "ours", "peer")),
+]
 
 
 def sections() -> dict[str, tuple[str, dict[str, dict[str, str]]]]:
@@ -39,14 +33,11 @@ def table() -> str:
     measured = sections()
     days = sorted({measured[section][0].partition(",")[0] for _, _, section, _ in NETWORKS})
     where = measured[NETWORKS[0][2]][0].partition(", ")[2]
-    lines = [f"{' and '.join(days)}, {where}", "", "| network | file | measured | | kB | ms a call |", "|---" * 6 + "|"]
-    for network, measure, section, rows in NETWORKS:
-        for label, name in rows.items():
-            row = measured[section][1][name]
-            size = f"{int(row['bytes']) / 1000:,.0f}" if row.get("bytes") else ""
-            milliseconds = row.get("ms", "").partition(" ")[0]
-            lines.append(f"| {network} | {label} | {measure} | {row['quality']} | {size} | {milliseconds} |")
-            network = measure = ""
+    columns = "| network | measured | float | int8 | int8 by onnxruntime |"
+    lines = [f"{' and '.join(days)}, {where}", "", columns, "|---" * 5 + "|"]
+    for network, measure, section, names in NETWORKS:
+        cells = [measured[section][1][name]["quality"] for name in names]
+        lines.append(f"| {network} | {measure} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
