@@ -112,17 +112,15 @@ def page(result: Mapping[str, Any]) -> str:
     about = result["about"]
     again = "".join(f"`{key}` was measured again: {told}.\n" for key, told in about.get("again", {}).items())
     parts = [COMMENT, INTRODUCTION.format(**{**about, "again": again})]
-    rows = ["| n | technique | what | largest n | cost at this n | fit |", "|---|---|---|---|---|---|"]
+    rows = ["| what | n | cost at the largest n | fit |", "|---|---|---|---|"]
     for axis in AXES:
         for curve in result["curves"]:
             if curve["axis"] != axis:
                 continue
             cells = (
+                f"`{curve['technique']}`: {curve['quantity']}",
                 axis,
-                f"`{curve['technique']}`",
-                curve["quantity"],
-                _size(curve["sizes"][-1]),
-                f"{curve['values'][-1]:.3g} {curve['unit']}",
+                f"{curve['values'][-1]:.3g} {curve['unit']} at {_size(curve['sizes'][-1])}",
                 fit_text(curve),
             )
             rows.append(f"| {' | '.join(cells)} |")
