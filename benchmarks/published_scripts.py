@@ -213,24 +213,20 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table, one row a technique, with the refusals below it."""
     refusals: list[str] = []
 
-    def cell(name: str) -> str:
-        found = results.get(name)
-        if found is None:
-            return "not tried"
+    def exception(script: str, technique: str) -> str:
+        found = results.get(f"{script} x {technique}", {"status": "not tried"})
         if found["status"] != "refused":
-            return "yes" if found["status"] == "works" else f"**fails**: {found['told']}"
+            return "" if found["status"] == "works" else f"{script}: **{found['status']}** {found.get('told', '')}"
         reason = re.sub(r"got \w+, (whose|which)", r"got a trainer \1", found["told"])
         if reason not in refusals:
             refusals.append(reason)
-        return f"no ({refusals.index(reason) + 1})"
+        return f"{script} ({refusals.index(reason) + 1})"
 
-    lines = [
-        f"| {technique} | "
-        + " | ".join(cell(f"{script} x {technique}") for script in SCRIPTS)
-        + f" | {RECOUNTS[technique][0]} |"
-        for technique in TECHNIQUES
-    ]
-    table = "\n".join([f"| | {' | '.join(SCRIPTS)} | recounted |", f"|---{'|---' * len(SCRIPTS)}|---|", *lines])
+    lines = ["| technique | refused in | recounted |", "|---|---|---|"]
+    for technique in TECHNIQUES:
+        exceptions = ", ".join(filter(None, (exception(script, technique) for script in SCRIPTS)))
+        lines.append(f"| {technique} | {exceptions or 'none'} | {RECOUNTS[technique][0]} |")
+    table = "\n".join(lines)
     where = "; ".join(
         sorted({f"{found['date']}, {found['versions']}, {found['device']}" for found in results.values()})
     )
