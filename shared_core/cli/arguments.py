@@ -39,6 +39,7 @@ class CommandOptions(Options):
     """Base of the dataclass of a command's options, which errors call as the command line spells them.
 
     Beside what `option` takes, ``argument=True`` makes a field an argument of the command, and ``flag`` is its name.
+    ``reads`` says what a field names that must exist: a ``path``, a ``function`` or a ``model``.
     """
 
     technique: ClassVar[str] = ""
@@ -56,6 +57,16 @@ class CommandOptions(Options):
     def written(cls, name: str, value: Any) -> str:
         """Return an option with its value as the command line has it."""
         return f"{cls.named(name)[1]} {value}"
+
+    def check_files(self) -> None:
+        """Raise an error if a path or module named by an option does not exist. Does not import torch."""
+        from shared_core.cli.loading import check_named
+
+        for field in dataclasses.fields(self):
+            value, reads = getattr(self, field.name), field.metadata.get("reads")
+            for one in value if isinstance(value, tuple) else (value,):
+                if reads is not None and one is not None:
+                    check_named(one, reads, *self.named(field.name))
 
     @contextlib.contextmanager
     def telling(self, beside: Collection[str]) -> Iterator[None]:
@@ -118,19 +129,14 @@ class ModelOptions(CommandOptions):
     """Options of a command that makes a new model from a trained one."""
 
     model: str = option(
-        help="A Hugging Face folder, or module:function that returns the model or (model, inputs).", argument=True
+        help="A Hugging Face folder, or module:function that returns the model or (model, inputs).",
+        argument=True,
+        reads="model",
     )
     out: Path = option(help="The folder to write.")
     force: bool = force()
-    weights: Path | None = option(None, "For module:function: a folder or file with the trained weights.")
+    weights: Path | None = option(None, "For module:function: a folder or file with the trained weights.", reads="path")
     as_json: bool = option(False, "Print the report as JSON.", flag="--json")
-
-    def __post_init__(self) -> None:
-        """Check the options, and that MODEL can be a model."""
-        super().__post_init__()
-        from shared_core.cli.loading import check_model
-
-        check_model(self.model, self.key)
 
     def open(self) -> tuple[nn.Module, Any, Path | None]:
         """Return (model, example inputs or None, its folder or None)."""
@@ -150,7 +156,9 @@ class ModelOptions(CommandOptions):
 class JudgedOptions(ModelOptions):
     """The same, for a command that reports the quality before and after."""
 
-    evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
+    evaluate: str | None = option(
+        None, "module:function that takes a model and returns its quality.", flag="--eval", reads="function"
+    )
     every_layer: bool = option(False, "List every layer, instead of the ten that stand out.", flag="--layers")
     allow_partial: bool = option(
         False, "Continue even if less than half of the weights in matrix products can be changed."
@@ -172,10 +180,10 @@ class LossOptions(ModelOptions):
     needs: ClassVar = {"loss": ("calibration",)}
 
     calibration: str | None = option(
-        None, "module:function that returns batches: tensors, tuples, dicts or what --loss takes."
+        None, "module:function that returns batches: tensors, tuples, dicts or what --loss takes.", reads="function"
     )
     loss: str | None = option(
-        None, "module:function that takes (model, batch) and returns its loss; default: output.loss."
+        None, "module:function that takes (model, batch) and returns its loss; default: output.loss.", reads="function"
     )
 
     def batch_loss(self) -> Callable[[Any, Any], Any] | None:
@@ -240,6 +248,7 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
                 asked.telling(beside or ()),
                 asked.replacing_out(),
             ):
+                asked.check_files()
                 command(asked) if beside is None else command(asked, beside)
 
         context = _keyword("context", inspect.Parameter.empty, typer.Context)

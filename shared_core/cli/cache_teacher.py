@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
-from shared_core.cli.loading import build_model, device_name, function, load_folder
+from shared_core.cli.loading import build_model, check_named, device_name, function, load_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, require
+from shared_core.files import hub_names
 from shared_core.printing import counted, share_text, size_text
 
 if TYPE_CHECKING:
@@ -41,12 +42,23 @@ class CacheOptions(CommandOptions):
     fields: str | None = option(None, "Inputs that identify an example, as input_ids,pixel_values. Default: all.")
     vocabulary: int | None = option(None, "Number of classes to use, if the student's vocabulary is smaller.")
     logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
-    tokenizer: str | None = option(None, "A folder or module:function. Default: the tokenizer of the teacher.")
+    tokenizer: str | None = option(
+        None, "A folder or module:function. Default: the tokenizer of the teacher.", reads="model"
+    )
     trust_remote_code: bool = option(False, "Run the code in the teacher's folder.")
     device: str = option("auto", "Where the teacher runs: auto, cpu, cuda, cuda:1, ...")
     shard_mb: int = option(128, "Size of a file in MB. Writing needs about three times that in memory.", low=1)
     resume: bool = option(False, "Continue an interrupted cache, or add examples.")
     as_json: bool = option(False, "Print the manifest as JSON.", flag="--json")
+
+    def check_files(self) -> None:
+        """Raise an error if what an option names does not exist. The teacher may also lie on the Hub."""
+        super().check_files()
+        check_named(self.data, "path" if self.data.endswith(".jsonl") else "function", *self.named("data"))
+        if ":" in self.teacher:
+            check_named(self.teacher, "model", *self.named("teacher"))
+        else:
+            hub_names.check_named(self.teacher, *self.named("teacher"))
 
 
 @takes(CacheOptions)

@@ -36,7 +36,9 @@ class CompressOptions(CommandOptions):
 
     key: ClassVar[str] = "eff compress"
 
-    model: Path = option(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True)
+    model: Path = option(
+        help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True, reads="path"
+    )
     out: Path = option(help="The file to write, such as model.eff.")
     force: bool = force()
     bits: int = option(5, "Bits per weight: 2**bits values per tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
@@ -99,7 +101,7 @@ class DecompressOptions(CommandOptions):
 
     key: ClassVar[str] = "eff decompress"
 
-    file: Path = option(help="A file that eff compress wrote.", argument=True)
+    file: Path = option(help="A file that eff compress wrote.", argument=True, reads="path")
     out: Path = option(help="The folder to write.")
     force: bool = force()
     max_bytes: int | None = option(

@@ -47,12 +47,14 @@ class ExportOptions(ModelOptions):
     model: str = option(
         help="A Hugging Face folder, or module:function that returns (model, inputs): a tensor, tuple or dict.",
         argument=True,
+        reads="model",
     )
     out: Path = option(help="The file, or of compressed-tensors and torchao the folder.")
     weights: Path | None = option(
         None,
         "Trained weights: a folder, a .safetensors file, or a Lightning .ckpt. Integers need the eff_deployment.json "
         "that qat saved in the same folder.",
+        reads="path",
     )
     length: int | None = option(
         None,
@@ -78,6 +80,7 @@ class ExportOptions(ModelOptions):
         "compressed-tensors, the scales of --kv-cache and of NVFP4 inputs. Default for onnx: what qat or eff quantize "
         "saved.",
         only_with={"kind": (*_TRACED, "compressed-tensors")},
+        reads="function",
     )
     kv_cache: str | None = option(
         None,

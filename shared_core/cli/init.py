@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import typer
 
 from shared_core.cli.arguments import CommandOptions, takes
+from shared_core.cli.loading import check_model
 from shared_core.config.options import option
 from shared_core.errors import CompatibilityError, require
 from shared_core.printing import echo
@@ -37,6 +38,11 @@ class InitOptions(CommandOptions):
     trainer: Literal["hf", "lightning"] | None = option(None, "The trainer of the run.")
     out: Path = option(Path("recipe.yaml"), "The file to write.")
     force: bool = option(False, "Overwrite it.")
+
+    def check_files(self) -> None:
+        """Raise an error if MODEL names neither a kind nor what exists."""
+        if self.model is not None and self.model not in get_args(Kind):
+            _check_named(self.model)
 
 
 @takes(InitOptions)
@@ -93,8 +99,7 @@ def _kind(model: str) -> tuple[Kind, str | None]:
     """Return the kind of a model, and the folder or function to inspect, if any."""
     if model in get_args(Kind):
         return model, None  # type: ignore[return-value]
-    told = f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
-    require(":" in model or Path(model).is_dir(), "eff init", told)
+    _check_named(model)
     from shared_core.activation_checkpointing.policies import chosen_blocks
     from shared_core.cli.planning import build
     from shared_core.errors import MatchError
@@ -104,6 +109,12 @@ def _kind(model: str) -> tuple[Kind, str | None]:
     except MatchError:
         return "other", model
     return "transformer", model
+
+
+def _check_named(model: str) -> None:
+    told = f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
+    require(":" in model or Path(model).is_dir(), "eff init", told)
+    check_model(model, "eff init", "--model")
 
 
 def _check(recipe: Recipe, name: str, trainer: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -30,9 +31,8 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
 
     Modules of the working folder can be imported.
     """
-    module_name, colon, function_name = name.rpartition(":")
-    told = f"{where} must be module:function or file.py:function, got {name!r}"
-    require(module_name and colon and function_name, told, "", "my_module.py:build names build of that file")
+    check_function(name, where)
+    module_name, _, function_name = name.rpartition(":")
     try:
         module = user_module(module_name)
     except Exception as error:  # importing a module may raise anything
@@ -114,11 +114,62 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
         raise ConfigError(where, told, "return one, such as the accuracy") from error
 
 
+def check_path(path: Path | str, where: str, asked: str) -> None:
+    """Raise `CheckpointError` if nothing lies at a path."""
+    is_there = Path(path).expanduser().exists()
+    told = f"{asked} must be an existing file or folder, got {str(path)!r}"
+    require(is_there, where, told, "check the path", CheckpointError)
+
+
+def check_function(name: str, where: str) -> None:
+    """Raise an error if a name is not ``module:function``, or the module does not exist. Nothing is imported."""
+    module, colon, function_name = name.rpartition(":")
+    told = f"{where} must be module:function or file.py:function, got {name!r}"
+    require(module and colon and function_name, told, "", "my_module.py:build names build of that file")
+    told = f"{where} must name an importable module, got {name!r}"
+    if module.endswith(".py"):
+        is_there = Path(module).expanduser().is_file()
+        require(is_there, f"{told}: there is no file {module}", "", "check the path")
+        return
+    remedy = "check the name, and run where it can be imported"
+    require(is_module(module), f"{told}: there is no module {module.partition('.')[0] or module}", "", remedy)
+
+
+def is_module(name: str) -> bool:
+    """Return True if a module's package can be imported here. What it contains shows only when it is imported."""
+    package = name.partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())])
+    return (
+        package in sys.modules or here is not None or (bool(package) and importlib.util.find_spec(package) is not None)
+    )
+
+
 def check_model(name: str, where: str, asked: str = "MODEL") -> None:
-    """Raise an error if a name is neither a folder nor ``module:function``, before anything is imported."""
+    """Raise an error if a name is neither a folder nor ``module:function`` of a module that exists."""
+    if Path(name).is_dir():
+        return
     told = f"{asked} must be module:function, file.py:function, or a model folder where it takes one, got {name!r}"
-    is_either = ":" in name or Path(name).is_dir()
-    require(is_either, where, told, "check the path, or write my_module.py:build for build of that file")
+    require(":" in name, where, told, "check the path, or write my_module.py:build for build of that file")
+    check_function(name, f"{where}: {asked}")
+
+
+_CHECKS: Mapping[str, Callable[[str, str, str], None]] = {
+    "path": check_path,
+    "function": lambda name, where, asked: check_function(name, f"{where}: {asked}"),
+    "model": check_model,
+}
+
+
+def check_named(name: object, reads: str, where: str, asked: str) -> None:
+    """Raise an error if what an option names does not exist. Neither torch nor the user's code is imported.
+
+    Args:
+        name: Its value.
+        reads: What it names: ``path``, ``function`` or ``model``.
+        where: The command.
+        asked: The option, as the command line spells it.
+    """
+    _CHECKS[reads](str(name), where, asked)
 
 
 def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:

@@ -53,9 +53,9 @@ class PlanOptions(RunOptions):
 
     key: ClassVar[str] = "eff plan"
 
-    recipe: Path | None = option(None, "A recipe, YAML. None: a run without techniques.", argument=True)
+    recipe: Path | None = option(None, "A recipe, YAML. None: a run without techniques.", argument=True, reads="path")
     params: float | None = option(None, "Parameters of the model, such as 70e9.")
-    model: Path | None = option(None, "A model's folder or its config.json, instead of --params.")
+    model: Path | None = option(None, "A model's folder or its config.json, instead of --params.", reads="path")
     layers: int | None = option(None, "With --params: number of blocks. Default: the usual number for this size.")
     hidden: int | None = option(None, "With --params: width. Default: the usual one for this size.")
     vocab: int = option(32_000, "With --params: size of the vocabulary.")
@@ -165,9 +165,9 @@ class ExplainOptions(RunOptions):
     }  # fmt: skip
     without: ClassVar = {"epochs": ("steps",)}
 
-    recipe: Path = option(help="A recipe, YAML.", argument=True)
+    recipe: Path = option(help="A recipe, YAML.", argument=True, reads="path")
     model: str | None = option(
-        None, "A Hugging Face folder, or module:function that returns the model or (model, inputs)."
+        None, "A Hugging Face folder, or module:function that returns the model or (model, inputs).", reads="model"
     )
     steps: int | None = option(None, "Optimizer steps of the run.", above=0)
     epochs: float | None = option(None, "Epochs, instead of --steps. Needs --examples and --batch-size.", above=0)

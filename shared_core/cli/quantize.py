@@ -48,7 +48,9 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     }  # fmt: skip
     without: ClassVar = {"method": _WITHOUT_METHOD, "largest_loss": ("plan",)}
 
-    calibration: str | None = option(None, "module:function that returns batches of inputs: tensors, tuples or dicts.")
+    calibration: str | None = option(
+        None, "module:function that returns batches of inputs: tensors, tuples or dicts.", reads="function"
+    )
     scheme: str | None = option(
         None,
         "As --qat_scheme: int8 (the default), int8_weight, int8_dynamic, int4_weight, ...; with --method the "
@@ -58,10 +60,10 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     set_options: tuple[str, ...] = option(
         (), "An option of --method, such as damping=0.05, or of qat. Repeatable.", flag="--set"
     )
-    plan: Path | None = option(None, "A bit plan (YAML). It sets the scheme unless --scheme is given.")
-    qat: Path | None = option(None, "The same model trained with qat, to compare: a folder or .ckpt.")
+    plan: Path | None = option(None, "A bit plan (YAML). It sets the scheme unless --scheme is given.", reads="path")
+    qat: Path | None = option(None, "The same model trained with qat, to compare: a folder or .ckpt.", reads="path")
     attack: str | None = option(
-        None, "module:function that returns batches (images, classes): accuracy under FGSM and PGD."
+        None, "module:function that returns batches (images, classes): accuracy under FGSM and PGD.", reads="function"
     )
     latency: bool = option(False, "Time a forward pass in float, bf16 and quantized.")
     report: Path | None = option(None, "Write a page with tables and plots: an .html file, with an .md beside it.")

@@ -264,9 +264,13 @@ class ShrinkOptions(LossOptions):
     without: ClassVar = {"multiple_of": _SIZES, "allow_inexact": _SIZES}
 
     model: str = option(
-        help="A Hugging Face folder, or module:function that returns (model, example_inputs).", argument=True
+        help="A Hugging Face folder, or module:function that returns (model, example_inputs).",
+        argument=True,
+        reads="model",
     )
-    inputs: str | None = option(None, "module:function that returns example inputs; without it a folder's are made up.")
+    inputs: str | None = option(
+        None, "module:function that returns example inputs; without it a folder's are made up.", reads="function"
+    )
     multiple_of: int = option(1, "Leave a multiple of this many neurons or channels.")
     allow_inexact: bool = option(False, "Also narrow what layer norms normalize, which is not exact.")
     layers: int | None = option(None, "Layers, of a model cut to sizes.")

@@ -123,10 +123,15 @@ class SoupOptions(CommandOptions):
         "Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
         "run's folder; or PEFT adapters.",
         argument=True,
+        reads="path",
     )
-    evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
+    evaluate: str | None = option(
+        None, "module:function that takes a model and returns its quality.", flag="--eval", reads="function"
+    )
     model: str | None = option(
-        None, "module:function that builds the model for --eval. Default: the model of a Hugging Face folder."
+        None,
+        "module:function that builds the model for --eval. Default: the model of a Hugging Face folder.",
+        reads="function",
     )
     task: str | None = option(
         None,
@@ -138,6 +143,7 @@ class SoupOptions(CommandOptions):
         "A .jsonl, .csv or .parquet file, or the folder of a saved data set, with a column label or labels and columns "
         "of text, input_ids, pixel_values or image (also img, file_name, path); for images also an .npz of images, or "
         "a folder of images per class.",
+        reads="path",
     )
     text: str | None = option(None, "One or two columns of text, as a,b. Default: all.")
     batch_size: int = option(32, "Examples per batch.", low=1)
@@ -153,6 +159,7 @@ class SoupOptions(CommandOptions):
     base: Path | None = option(
         None,
         "The checkpoint that all were fine-tuned from.",
+        reads="path",
         only_with={"kind": _TASK_VECTORS},
         required=True,
     )

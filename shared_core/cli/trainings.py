@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_command
+from shared_core.cli.loading import check_path, is_module
 from shared_core.config.options import checked, option
 from shared_core.config.training_time import Position
 from shared_core.errors import ConfigError, EffError, require
@@ -70,10 +71,7 @@ def run(context: typer.Context, script: _Script) -> None:
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
     if not recipe:
         check_spelling(context.args, script, "eff run")
-    # a console script such as bin/trl is a Python script too
-    is_file = script.endswith(".py") or Path(script).is_file()
-    told = f"script must be a file, got {script!r}"
-    require(Path(script).is_file() or not is_file, "eff run", told, "check the path")
+    is_file = _check_script(script, "eff run")
     check_before_imports(recipe)
     installed = front_ends() if recipe else []
     told = "needs a trainer"
@@ -101,6 +99,17 @@ def run(context: typer.Context, script: _Script) -> None:
             raise unseen(script, "no training by any of them was seen")
     if ended is not None:
         raise ended
+
+
+def _check_script(script: str, where: str) -> bool:
+    """Return True if a script is a file, False for a module."""
+    is_there = Path(script).is_file()
+    # a console script such as bin/trl is a Python script too
+    is_file = script.endswith(".py") or is_there
+    require(is_there or not is_file, where, f"script must be a file, got {script!r}", "check the path")
+    told = f"script must be a file or a module, got {script!r}"
+    require(is_file or is_module(script), where, told, "check its name")
+    return is_file
 
 
 def _leave_group(ended_well: list[bool]) -> None:
@@ -189,6 +198,7 @@ def try_out(
     remedy = "add a flag such as --prune_sparsity 0.8 (`eff flags` lists all)"
     require(recipe, "eff try", "at least one technique must be switched on", remedy)
     checked(mode, Literal["auto", "min", "max"], "eff try", "--mode")
+    _check_script(script, "eff try")
     work = TryOut(script, rest, recipe, out, steps=steps, repeats=repeats, eval_batches=eval_batches)
     make_folder(out)
     with (
@@ -445,6 +455,9 @@ def report(
 
     The page is one file that loads nothing. Plots need matplotlib.
     """
+    require(not (watch and as_json), "eff report", "--watch must come without --json, got both", "leave one out")
+    for run in runs if not watch else ():
+        check_path(run, "eff report", "RUNS")
     from shared_core.engine.receipt import Receipt
     from shared_core.files.json_yaml import json_text
     from shared_core.reports.page import check_place, write_page
@@ -456,7 +469,6 @@ def report(
     if out is not None:
         check_place(out, "eff report: --out")
     if watch:
-        require(not as_json, "eff report", "--watch must come without --json, got both", "leave one out")
         _watch(runs, out, seconds)
     found = [read_run(run) for run in runs]
     if out is None and not as_json:

@@ -93,8 +93,6 @@ def read_run(path: Path) -> RunFolder:
     In Lightning's ``default_root_dir`` this is the logger's newest version, in the Hugging Face Trainer's folder the
     newest checkpoint's log, unless the folder has its own.
     """
-    told = f"{path} must be the folder of a finished run, but it does not exist"
-    require(path.exists(), "eff report", told, "", CheckpointError)
     run = RunFolder(path)
     with of_ours(run):
         if path.is_dir():

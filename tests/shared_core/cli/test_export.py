@@ -141,7 +141,7 @@ def test_the_command_refuses(room):
         (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),
         (["export_task:alone", "--out", "m"], ConfigError, "must return .model, example_inputs., got a model alone"),
         (["export_task:build", "--out", "m", "--length", "4"], ConfigError, "--length must come with a folder"),
-        ([".", "--out", "m", "--weights", "m"], ConfigError, "--weights must be left out for a folder"),
+        ([".", "--out", "m", "--weights", "."], ConfigError, "--weights must be left out for a folder"),
         (["export_task:build", "--out", "m", "--weights", "absent"], CheckpointError, "absent"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):

@@ -257,7 +257,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
 
 @pytest.mark.parametrize(("args", "error", "message"), [
     (["prune_task:model", "--out", "full", "--sparsity", "0.5"], CheckpointError, "--out must be a new or empty"),
-    (["nobody:model", "--out", "full/kept/out", "--sparsity", "0.5"], CheckpointError, "cannot write to full"),
+    (["prune_task:nobody", "--out", "full/kept/out", "--sparsity", "0.5"], CheckpointError, "cannot write to full"),
     (["nobody", "--out", "out", "--sparsity", "0.5"], ConfigError, "MODEL must be module:function"),
     (["prune_task:loss", *SPARSE[1:]], ConfigError, "MODEL must name a function without arguments, got"),
     ([*SPARSE, "--eval", "prune_task:text"], ConfigError, "--eval must name a function that takes .model., got"),
@@ -278,7 +278,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
      "--batches must be in"),
     ([*SPARSE, "--loss", "prune_task:loss"], ConfigError, "--loss must come with --calibration"),
     ([*SPARSE, "--weights", "nothing"], CheckpointError, "nothing"),
-    (["full", "--weights", "x", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
+    (["full", "--weights", "full", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
     (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "must be a model folder with config.json"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):

@@ -220,7 +220,7 @@ def test_without_matplotlib_the_tables_stay(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("files", "match"), [
-    (None, r"none must be the folder of a finished run, but it does not exist"),
+    (None, r"RUNS must be an existing file or folder, got .*none"),
     ({"curve.json": "not ours"}, r"none .*got none of eff_receipt.json"),
     ({"eff_receipt.json": "{"}, r"eff_receipt.json: file must be JSON, .* another folder"),
     ({"eff_receipt.json": "[1]"}, r"must hold a JSON object, got list"),

@@ -219,7 +219,7 @@ TIES = ["--kind", "ties", "--density"]
 @pytest.mark.parametrize(("arguments", "kind", "match"), [
     (["--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 0"),
     (["run/checkpoint-1", "--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 1"),
-    (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: the file does not exist"),
+    (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "PATHS must be an existing file"),
     (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
     (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet.*--force"),
     (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),

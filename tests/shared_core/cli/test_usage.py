@@ -23,7 +23,8 @@ from shared_core.cli import main
     (["lottery", "--", "true"], "eff lottery: missing option '--out'"),
     (["cache-teacher", "m", "--data", "d", "--out", "c", "--batch-size", "x"],
      "eff cache-teacher: invalid value for '--batch-size'"),
-    (["quantize", "m:f", "--out", "x", "--min_size", "-1"], "eff quantize: --min-size must be in [0, inf), got -1"),
+    (["quantize", "os:getcwd", "--out", "x", "--min_size", "-1"],
+     "eff quantize: --min-size must be in [0, inf), got -1"),
 ])  # fmt: skip
 def test_a_wrong_command_line_is_one_line(given, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eff", *given])
@@ -51,7 +52,7 @@ def test_interrupted_is_told(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["shared_core.cli.smaller_models"], "check_new", interrupt)
-    monkeypatch.setattr(sys, "argv", ["eff", "prune", "m:build", "--sparsity", "0.5", "--out", "out"])
+    monkeypatch.setattr(sys, "argv", ["eff", "prune", "os:getcwd", "--sparsity", "0.5", "--out", "out"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130
