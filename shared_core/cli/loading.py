@@ -21,6 +21,7 @@ from shared_core.files.atomic import atomic_folder, atomic_write, check_writable
 from shared_core.files.journal import read_object
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
+from shared_core.printing import echo, listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
@@ -232,6 +233,24 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     return prefix
 
 
+def tell_unfinished(path: Path) -> None:
+    """Print a note if a path is a checkpoint of a run whose techniques had more to do."""
+    from shared_core.distributed.collectives import is_main
+    from shared_core.engine.saving.state_file import STATE_FILE, sessions_at
+
+    is_weights = path.is_file() and path.suffix != ".ckpt"
+    place = path.parent if is_weights and (path.parent / STATE_FILE).is_file() else path
+    if not is_main() or (is_weights and place is path):
+        return
+    for state in sessions_at(place, with_tensors=False):
+        is_baked = place.is_file()  # Lightning's files hold the weights that training would end with
+        keys = dict.fromkeys(key for key, at, _ in state.get("ahead", ()) if at is not None or not is_baked)
+        if keys:
+            told = f"{path} was saved at step {state['step']}, before {listed(keys)} finished."
+            remedy = "Use the model that training saves at its end, or resume the run to finish it."
+            echo(f"note: {told} {remedy}", err=True)
+
+
 def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     """Return the tensors in a folder, a ``.safetensors``, a ``.ckpt`` or another weights file."""
     from shared_core.checkpoint_formats import ADAPTER, DistributedWeights, load_checkpoint, open_ingredient
@@ -311,6 +330,7 @@ def open_model(
     model: str, weights: Path | None, where: str, load: Callable[[nn.Module, Path, str], object] = load_weights
 ) -> tuple[nn.Module, Any, Path | None]:
     """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``."""
+    tell_unfinished(Path(model) if weights is None else weights)
     if (folder := Path(model)).is_dir():
         require(weights is None, where, f"--weights must be left out for a folder, got {weights}")
         return load_folder(folder, where), None, folder

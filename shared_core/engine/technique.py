@@ -167,6 +167,12 @@ class Context:
         return [(key, at, what) for key, (at, what) in planned if at is not None and at > step]
 
     @property
+    def ahead(self) -> list[tuple[str, int | None, str]]:
+        """The events still planned: recipe key, step (None: after training) and event."""
+        planned = ((key, event) for key, plan in self.plans.items() for event in plan.events)
+        return [(key, at, what) for key, (at, what) in planned if at is None or at > self.step]
+
+    @property
     def first_usable_step(self) -> int:
         """The first step whose weights satisfy all plans."""
         return max((plan.usable_from for plan in self.plans.values()), default=0)

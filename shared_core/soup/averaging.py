@@ -26,12 +26,10 @@ from shared_core.checkpoint_formats import (
     Ingredient,
     TensorSpec,
     averaged,
-    load_checkpoint,
     storage_key,
 )
-from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import all_reduce_, broadcast_
-from shared_core.engine.saving.state_file import STATE_FILE, load_state
+from shared_core.engine.saving.state_file import sessions_at
 from shared_core.errors import CheckpointError, MatchError, TrainingError
 
 # Elements per piece: temporaries stay in cache, and memory does not grow with the largest tensor.
@@ -362,31 +360,16 @@ def _remask(masks: Mapping[str, Tensor], state_dict: dict[str, Tensor]) -> None:
 def _pruning_state(ingredient: Ingredient) -> _Pruned | None:
     if ingredient.path is None:
         return None
-    if ingredient.kind in (HF_FOLDER, DISTRIBUTED) and (ingredient.path / STATE_FILE).exists():
-        saved: Any = load_state(ingredient.path)
-    elif ingredient.kind == LIGHTNING:
-        saved = load_checkpoint(ingredient.path).get("callbacks")
-    elif ingredient.kind == DISTRIBUTED and (ingredient.path / LIGHTNING_META).exists():
-        saved = load_checkpoint(ingredient.path / LIGHTNING_META).get("callbacks")
-    else:
+    if ingredient.kind not in (HF_FOLDER, DISTRIBUTED, LIGHTNING):
         return None
-    # The Trainer stores techniques under its own key, Lightning under the callback's class name.
-    for state in _mappings(saved):
-        techniques = state.get("techniques")
-        prune = techniques.get("prune") if isinstance(techniques, Mapping) else None
+    for state in sessions_at(ingredient.path):
+        prune = state["techniques"].get("prune")
         if isinstance(prune, Mapping) and isinstance(prune.get("masks"), Mapping):
             asked = state.get("recipe", {}).get("prune", {}).get("sparsity", 0.0)
             # A gradual schedule is complete when it has reached the recipe's sparsity.
             complete = bool(prune["masks"]) and float(prune.get("sparsity", 0.0)) >= float(asked)
             return _Pruned(int(state.get("step", 0)), dict(prune["masks"]), complete)
     return None
-
-
-def _mappings(value: Any, depth: int = 4) -> list[Mapping[str, Any]]:
-    """Return a mapping and the mappings in it, because a callback's state lies under a key of the trainer."""
-    if not isinstance(value, Mapping) or depth == 0:
-        return []
-    return [value, *(found for item in value.values() for found in _mappings(item, depth - 1))]
 
 
 def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:

@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
+from shared_core.checkpoint_formats.foreign import load_checkpoint
+from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.errors import CheckpointError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import parse_json
@@ -37,7 +39,7 @@ def _split(value: Any, tensors: dict[str, Tensor], name: str = "state") -> Any:
     raise TypeError(f"{name}: {type(value).__name__} cannot be saved; use tensors, numbers, strings, lists, dicts")
 
 
-def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _join(value: Any, tensors: Mapping[str, Tensor | None]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
@@ -72,13 +74,40 @@ def load_state(folder: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file is missing, damaged or in a newer format.
     """
-    path = Path(folder) / STATE_FILE
+    return _read(Path(folder) / STATE_FILE, with_tensors=True)
+
+
+def sessions_at(path: Path, *, with_tensors: bool = True) -> list[Mapping[str, Any]]:
+    """Return the states of sessions in a checkpoint of either trainer. Other files have none.
+
+    Args:
+        path: A checkpoint's folder, or Lightning's file.
+        with_tensors: False to read only plain values from the Trainer's checkpoint, with None for each tensor.
+    """
+    if path.is_dir() and (path / STATE_FILE).is_file():
+        return [_read(path / STATE_FILE, with_tensors=with_tensors)]
+    file = path / LIGHTNING_META if path.is_dir() else path
+    # Lightning stores a callback's state under the name of its class.
+    saved = load_checkpoint(file) if file.is_file() else None
+    found = _mappings(saved.get("callbacks")) if isinstance(saved, Mapping) else []
+    return [state for state in found if isinstance(state.get("techniques"), Mapping)]
+
+
+def _mappings(value: Any, depth: int = 4) -> list[Mapping[str, Any]]:
+    """Return a mapping and the mappings in it."""
+    if not isinstance(value, Mapping) or depth == 0:
+        return []
+    return [value, *(found for item in value.values() for found in _mappings(item, depth - 1))]
+
+
+def _read(path: Path, *, with_tensors: bool) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError("state", f"{path} does not exist", "this checkpoint was saved without efftrain")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) if with_tensors else None for name in names}
         # Files of older versions can be read, newer formats may differ.
         if int(metadata["eff_format"]) > _FORMAT:
             raise CheckpointError("state", f"{path} was written by a newer efftrain", "update it to read this file")
