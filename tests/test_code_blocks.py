@@ -134,7 +134,7 @@ def parse(words):
 
 
 @EVERY_PAGE
-def test_commands(page):
+def test_the_commands_of_a_page_exist(page):
     for words in commands(page):
         while "=" in words[0]:
             words.pop(0)
@@ -170,7 +170,7 @@ def test_commands_and_flags_in_the_text(page):
 
 
 @EVERY_PAGE
-def test_recipes(page):
+def test_the_recipes_of_a_page_are_valid(page):
     for block in blocks(page, "yaml"):
         values = yaml.safe_load(block)
         if "trainer" not in values:  # a file of LightningCLI

@@ -68,7 +68,7 @@ def test_examples_take_a_folder_or_hub_id(example, tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow  # 15 to 25 seconds of CPU time each
 @pytest.mark.parametrize("story", TABLES)
-def test_story(story, tmp_path, monkeypatch, capsys):
+def test_a_story_prints_its_tables_without_nan(story, tmp_path, monkeypatch, capsys):
     run(EXAMPLES / "stories" / f"{story}.py", "--quick", monkeypatch=monkeypatch, folder=tmp_path)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(table) == TABLES[story]

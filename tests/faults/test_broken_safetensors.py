@@ -89,7 +89,7 @@ def with_header(header, data):
     return struct.pack("<Q", len(text)) + text + data
 
 
-def test_every_cut(refused):
+def test_a_file_cut_anywhere_is_refused(refused):
     header = 8 + struct.unpack("<Q", refused.whole[:8])[0]
     for length in (*range(header + 1), len(refused.whole) - 1):
         refused(refused.whole[:length])

@@ -65,7 +65,7 @@ def for_each(strategy, count, tried):
 
 @pytest.mark.slow
 @often(120, 1_500)
-def test_recipes(count):
+def test_a_fuzzed_recipe_trains_or_is_refused(count):
     def tried(values):
         recipe = Recipe.from_dict(values)
         if not isinstance(recipe["distill"].teacher if "distill" in recipe else None, nn.Module):
@@ -141,7 +141,7 @@ def some_of(key):
 
 @pytest.mark.slow
 @often(40)
-def test_commands(count, tmp_path, monkeypatch, capsys):
+def test_a_fuzzed_command_line_ends_in_one_line(count, tmp_path, monkeypatch, capsys):
     from shared_core import cli
 
     def tried(line):

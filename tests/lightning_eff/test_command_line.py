@@ -35,7 +35,7 @@ def test_flags(namespace, name):
 
 
 @pytest.mark.parametrize(("namespace", "floor"), zip(BOTH, ["pytorch", "lightning"], strict=True))
-def test_yaml(namespace, floor, tmp_path):
+def test_callbacks_and_recipes_come_from_a_yaml_file(namespace, floor, tmp_path):
     (tmp_path / "recipe.yaml").write_text("qat: {scheme: int8, ema_constant: 1e-2}")
     (tmp_path / "config.yaml").write_text(f"""
         trainer:

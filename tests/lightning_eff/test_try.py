@@ -44,7 +44,7 @@ trainer.save_checkpoint("saved.ckpt")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pytorch_lightning", "lightning.pytorch"])
-def test_a_script(name, tmp_path, monkeypatch):
+def test_a_lightning_script_is_tried_beside_a_plain_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("fit.py").write_text(SCRIPT.replace("NAME", name))
     found = told_by("try", "--steps", "12", "fit.py", "--prune_sparsity", "0.8")

@@ -142,7 +142,7 @@ class Manual(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_manual_optimization(tmp_path):
+def test_manual_optimization_trains_the_same_weights(tmp_path):
     callback = lightning_eff.ActivationCompression(pack="exact", min_size=32)
     assert difference(fit(Manual(), tmp_path), fit(Manual(), tmp_path, callback)) is None
     assert callback.receipt.values["techniques"]["activations"]["forwards"] == 2

@@ -136,7 +136,7 @@ def lightning(steps, watch, folder):
     ],
 )
 @pytest.mark.timeout(7200)
-def test_nothing_grows(run, steps, tmp_path):
+def test_state_receipt_and_memory_do_not_grow(run, steps, tmp_path):
     watch = Watch(steps)
     run(steps, watch, tmp_path)
     watch.check()

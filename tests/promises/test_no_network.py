@@ -16,7 +16,7 @@ def quality(model):
 """
 
 
-def test_commands(tmp_path, monkeypatch):
+def test_commands_ask_no_network(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "offline_task.py").write_text(TASK)

@@ -300,7 +300,7 @@ class TestRefusals:
                 change(net, x.detach())
             loss.backward()
 
-    def test_names(self):
+    def test_segments_must_name_modules_that_exist(self):
         net = Net()
         with pytest.raises(MatchError, match="modules, one at least, got none"):
             apply_segments(net, [])

@@ -176,7 +176,7 @@ def test_segments_of_policies():
 
 
 class TestRefusals:
-    def test_policies(self):
+    def test_unknown_policies_and_budgets_without_inputs_are_refused(self):
         with pytest.raises(ConfigError, match=r"policy must be .*, got 'blok'; did you mean 'block'"):
             apply_policy(make_cnn(), "blok")
         with pytest.raises(ConfigError, match="example_inputs or a step"):

@@ -285,7 +285,7 @@ def test_rows_that_do_not_count_are_never_read(garbage):
     assert ours[1].grad.isfinite().all()
 
 
-def test_nothing_counts():
+def test_labels_or_a_mask_of_nothing_give_zero():
     student, teacher = problem(bias=True)
     for options in ({"labels": torch.full((3, 7), -100), "alpha": 0.5}, {"mask": torch.zeros(3, 7, dtype=torch.bool)}):
         ours = leaves(student)

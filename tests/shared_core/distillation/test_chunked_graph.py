@@ -85,7 +85,7 @@ def test_no_grad_computes_no_gradients():
     assert torch.equal(loss, chunked(ours, teacher, chunk_rows=1000).detach())
 
 
-def test_deterministic():
+def test_two_runs_give_the_same_bits():
     student, teacher = problem((64,), 101, (8, 8), torch.float32, bias=True)
     runs = [leaves(student) for _ in range(2)]
     losses = [chunked(ours, teacher, chunk_rows=9) for ours in runs]
@@ -114,7 +114,7 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(chunked(ours, teacher), ours[0], create_graph=True)
 
 
-def test_compiled_around():
+def test_a_compiled_caller_gets_the_same_gradients():
     student, teacher = problem(dtype=torch.float32)
     ours, theirs = leaves(student), leaves(student)
 

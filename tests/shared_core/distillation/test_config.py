@@ -63,7 +63,7 @@ def test_the_teacher_is_the_switch():
         DistillConfig.from_dict({"alpha": 0.3})
 
 
-def test_values(tmp_path):
+def test_values_of_flags_and_files_are_converted(tmp_path):
     config = DistillConfig.from_dict({"teacher": tmp_path, "causal": "true", "end": "2ep", "student": "none"})
     assert (config.teacher, config.causal, config.student) == (str(tmp_path), True, None)
     assert DistillConfig.from_dict(config.to_dict()) == config

@@ -77,7 +77,7 @@ def test_rows_that_do_not_count_may_hold_anything(name, garbage):
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (2, 3, 4)])
-def test_nothing_counts(name, shape):
+def test_a_mask_of_nothing_gives_zero_without_gradient(name, shape):
     student = torch.randn(shape, requires_grad=True)
     total, count = of(name)(student, torch.randn(shape), mask=torch.zeros(shape[:-1], dtype=torch.bool))
     total.backward()
@@ -179,7 +179,7 @@ def test_a_class_that_only_one_side_rules_out():
 
 @given(st.integers(1, 5), st.integers(1, 9), st.floats(0.05, 200), st.floats(-50, 50), st.integers(0, 2**31 - 1))
 @settings(max_examples=60, deadline=None)
-def test_properties(rows, classes, temperature, shift, seed):
+def test_the_divergence_is_zero_for_equals_and_never_below(rows, classes, temperature, shift, seed):
     generator = torch.Generator().manual_seed(seed)
     student, teacher = (torch.randn(rows, classes, generator=generator, dtype=torch.float64) for _ in range(2))
     loss = kd_loss(student, teacher, temperature=temperature).item()

@@ -31,7 +31,7 @@ from shared_core.distillation.losses.softened_pair import mean_of
 class TestAgainstOthers:
     @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
     @pytest.mark.parametrize("beta", [0, 0.1, 0.5, 0.9, 1])
-    def test_trl(self, beta, temperature):
+    def test_the_loss_and_its_gradient_equal_those_of_trl(self, beta, temperature):
         gkd = pytest.importorskip("trl.experimental.gkd")
         torch.manual_seed(0)
         student, teacher = torch.randn(2, 7, 13, requires_grad=True), torch.randn(2, 7, 13)
@@ -47,7 +47,7 @@ class TestAgainstOthers:
         torch.testing.assert_close(found, wanted)
 
     @pytest.mark.parametrize("temperature", [1.0, 4.0])
-    def test_torch(self, temperature):
+    def test_losses_equal_those_of_torch(self, temperature):
         student, teacher = torch.randn(9, 5), torch.randn(9, 5)
         s, t = F.log_softmax(student / temperature, -1), F.log_softmax(teacher / temperature, -1)
         square = temperature**2

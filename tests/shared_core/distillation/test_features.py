@@ -69,7 +69,7 @@ class TestHidden:
         assert torch.isfinite(student.grad).all()
 
     @pytest.mark.parametrize("shape", [(3, 4), (0, 4)])
-    def test_nothing_counts(self, shape):
+    def test_a_mask_of_nothing_gives_zero_without_gradient(self, shape):
         student = torch.randn(shape, requires_grad=True)
         loss, count = hidden_cosine_sum(student, torch.randn(shape), mask=torch.zeros(shape[0], dtype=torch.bool))
         loss.backward()

@@ -137,7 +137,7 @@ def assert_alike(student, teacher, inputs, forward=None, **options):
 class TestSameAsWithLogits:
     @pytest.mark.parametrize("kind", MAKE)
     @pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": torch.tensor(50)}], ids=["mean", "items"])
-    def test_on_models(self, kind, extra):
+    def test_every_model_gives_the_loss_of_whole_logits(self, kind, extra):
         if extra and kind in ("t5", "bart", "bert"):
             extra = {}
         assert_alike(make(kind), make(kind, 1, hidden_size=16), batch() | extra, alpha=0.3, temperature=3.0)
@@ -151,7 +151,7 @@ class TestSameAsWithLogits:
             {"hidden": ["model.norm=model.norm"]},
         ],
     )  # fmt: skip
-    def test_options(self, options):
+    def test_every_option_gives_the_loss_of_whole_logits(self, options):
         options = dict(options)
         assert_alike(make("llama"), options.pop("teacher", None) or make("llama", 1), batch(), **options)
 
@@ -181,13 +181,13 @@ class TestSameAsWithLogits:
         assert all(not grad.any() for grad in grads.values())
 
     @pytest.mark.parametrize("logits_to_keep", [3, torch.tensor([1, 4, 6])], ids=["last", "chosen"])
-    def test_some_positions(self, logits_to_keep):
+    def test_logits_of_some_positions_give_the_same_loss(self, logits_to_keep):
         inputs = batch() | {"logits_to_keep": logits_to_keep}
         inputs["labels"] = inputs["labels"][:, -3:]
         assert_alike(make("llama"), make("llama", 1), inputs)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_under_autocast(self, dtype):
+    def test_autocast_gives_the_same_loss(self, dtype):
         student, teacher = make("llama"), make("llama", 1)
 
         with torch.autocast("cpu", dtype):
@@ -196,7 +196,7 @@ class TestSameAsWithLogits:
         assert_same(got, expected, rtol=0.1, atol=2e-3)
         torch.testing.assert_close(got[2], expected[2], rtol=1e-3, atol=1e-3)
 
-    def test_checkpointed_layers(self):
+    def test_checkpointed_layers_give_the_same_step(self):
         student, teacher = make("llama"), make("llama", 1)
         expected = step(student, teacher, batch())
         student.gradient_checkpointing_enable()

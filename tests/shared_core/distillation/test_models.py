@@ -87,7 +87,7 @@ class TestOutputsAndInputs:
         assert self.run(lambda logits, _: Output(logits), lambda logits, _: [logits], logits="scores") == 2
 
     @pytest.mark.parametrize("output", [None, {"loss": torch.ones(())}, torch.nn.Identity()])
-    def test_no_logits(self, output):
+    def test_an_output_without_logits_is_refused(self, output):
         with pytest.raises(TrainingError, match="the student's output must hold logits under 'logits'"):
             self.run(lambda *_: output, lambda logits, _: logits)
         with pytest.raises(TrainingError, match="the teacher's output must hold logits"):
@@ -152,7 +152,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="teacher must have the student's 3 classes, got 4"):
             technique.loss(context.model(torch.randn(2, 4)).sum(), context)
 
-    def test_regression(self):
+    def test_regression_needs_logit_mse(self):
         with pytest.raises(ConfigError, match="the student must classify into single labels, got problem_type 'regr"):
             attached(bert(problem_type="regression"), bert())
         with pytest.raises(ConfigError, match="problem_type 'multi_label_classification'"):
@@ -195,7 +195,7 @@ def test_which_models_are_causal():
     assert not is_causal(T5ForConditionalGeneration(t5))
 
 
-def test_counted_positions():
+def test_positions_count_by_labels_or_mask():
     logits = torch.zeros(2, 4, 3)
     labels = torch.tensor([[-100, 1, 2, -100], [0, 1, -100, 2]])
     plain = counted_positions(logits, labels, None, causal=False)

@@ -239,7 +239,7 @@ class TestCka:
         assert linear_cka(student * torch.tensor([10.0, 1.0, 1.0, 0.1]), student) < 0.9
 
     @pytest.mark.parametrize(("student", "teacher", "value"), [(1, 1, 1.0), (1, 0, 0.0), (0, 1, 0.0)])
-    def test_without_variation(self, student, teacher, value):
+    def test_features_without_variation_give_no_gradient(self, student, teacher, value):
         # 0.1 has no exact mean in float32: rounding is not variation
         sides = [torch.full((7, 3), 0.1) if constant else torch.randn(7, 3) for constant in (student, teacher)]
         sides[0].requires_grad_()
@@ -258,7 +258,7 @@ class TestSum:
         assert (count.item(), count.dtype) == (5, torch.int64)
         torch.testing.assert_close(total / 5, RELATIONS[name](student, teacher, mask=mask))
 
-    def test_nothing_counts(self):
+    def test_a_mask_of_nothing_gives_zero_without_gradient(self):
         student, teacher = pair()
         total, count = relation_sum(student.requires_grad_(), teacher, mask=torch.zeros(6, dtype=torch.bool))
         total.backward()
@@ -290,7 +290,7 @@ def test_refusals(name, student, teacher, options, message):
         (lambda: gather_features(torch.tensor(1.0)), "got a scalar"),
     ],
 )  # fmt: skip
-def test_other_refusals(call, message):
+def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 

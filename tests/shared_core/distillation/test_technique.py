@@ -70,7 +70,7 @@ class TestMixedLoss:
         context.model(torch.randn(2, 4))
         assert torch.isfinite(technique.loss(torch.tensor(float("nan")), context))
 
-    def test_range(self):
+    def test_the_teacher_counts_from_begin_to_end(self):
         technique, context = attached(mlp(), mlp(16), begin=2, end=0.5)
         soft = []
         for step in range(10):

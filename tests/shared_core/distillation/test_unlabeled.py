@@ -44,7 +44,7 @@ def batch(flags, seed=3):
 
 @pytest.mark.parametrize("flags", [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
 @pytest.mark.parametrize("by", ["field", "labels"])
-def test_the_formula(flags, by):
+def test_unlabeled_examples_learn_from_the_teacher_alone(flags, by):
     session, model = started(unlabeled_field=FIELD if by == "field" else None)
     given, new = batch(flags), torch.tensor(flags).bool()
     truth = given["labels"].clone()

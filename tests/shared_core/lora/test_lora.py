@@ -302,7 +302,7 @@ def test_a_layer_under_two_names_is_left_alone():
         ({"base": "none", "requantize": True}, "requantize must come with another base than none, got base=none"),
     ],
 )
-def test_wrong_options(options, message):
+def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LoraConfig(**{"rank": 4, **options})
 

@@ -228,7 +228,7 @@ class TestMisuse:
         with pytest.raises(ValueError, match=r"FP16 gradients|gradients to unscale .* float16"):
             scaler.step(optimizer)
 
-    def test_disabled(self, kind):
+    def test_a_disabled_scaler_changes_nothing(self, kind):
         model, optimizer = make()
         scaler = kind("cpu", enabled=False)
         loss = model(torch.ones(1, 4)).sum()

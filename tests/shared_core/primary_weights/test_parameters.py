@@ -169,7 +169,7 @@ def test_an_optimizer_without_16_bit_parameters_is_refused():
         {"kind": "fp32_copy", "state_dtype": "bfloat16"},
     ],
 )
-def test_wrong_options(options):
+def test_wrong_options_are_refused(options):
     with pytest.raises(ConfigError, match="primary_weights"):
         PrimaryWeightsConfig.from_dict(options)
 

@@ -279,7 +279,7 @@ def test_threshold_is_that_of_the_definition(dtype):
     assert 0 < int(expected.sum()) < expected.numel()
 
 
-def test_threshold_edges():
+def test_a_threshold_prunes_only_what_lies_below_it():
     weight = torch.tensor([0.1, -0.1, 0.0, float("inf"), float("nan")])
     assert below_threshold_mask(weight, 0.1).tolist() == [True, True, False, True, True]
     assert below_threshold_mask(weight, 0).all()

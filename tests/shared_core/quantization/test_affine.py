@@ -453,7 +453,7 @@ def test_stochastic_rounding_repeats_from_its_generator_and_keeps_codes_and_grad
     (-1.0, 1.55, None, (0.01, -28, -128, 127)), (-0.17, 40.0, 10.0, (10.17 / 255, -124, -128, 127)),
     (-0.17, 4.0, 10.0, (4.17 / 255, -118, -128, 127)), (20.0, 40.0, 10.0, (10 / 255, 0, 0, 255)),
 ])  # fmt: skip
-def test_activation_codes(minimum, maximum, clip, expected):
+def test_codes_of_activations_follow_range_and_clip(minimum, maximum, clip, expected):
     got = choose_qparams_activation(minimum, maximum, clip=clip)
     assert got.scale.item() == pytest.approx(expected[0], rel=1e-6)
     assert (got.zero_point.item(), got.qmin, got.qmax) == expected[1:]

@@ -95,7 +95,7 @@ def test_binary_equals_the_papers(dtype, axis):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_binary_activations(dtype):
+def test_binary_activations_are_signs_with_a_clipped_gradient(dtype):
     just_above = 1 + torch.finfo(dtype).eps
     x = torch.tensor([-2.0, -1.0, -0.1, -0.0, 0.0, 0.5, 1.0, just_above], dtype=dtype, requires_grad=True)
     y = binarize_activation(x)

@@ -270,7 +270,7 @@ def test_a_bare_loop_is_told_before_training():
     [("eval_loss", False), ("val_loss", False), ("eval_accuracy", True), ("perplexity", False), ("val/wer", False),
      ("eval_f1", True), ("valloss", False), ("eval_answer", True)],
 )  # fmt: skip
-def test_mode_auto(metric, larger):
+def test_the_direction_follows_from_the_name_of_a_metric(metric, larger):
     assert SoupConfig(kind="greedy", metric=metric).larger_is_better == larger
     assert SoupConfig(kind="greedy", metric=metric, mode="max").larger_is_better
 

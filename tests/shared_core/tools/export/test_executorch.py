@@ -85,7 +85,7 @@ def test_refusals_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(tmp_path, monkeypatch):
+def test_the_command_writes_a_program_that_agrees(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "program_task.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(4, 2), torch.ones(1, 4)\n"

@@ -65,7 +65,7 @@ def test_models_without_layers_are_refused():
 
 
 @pytest.mark.parametrize(("capability", "able"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True)])
-def test_capabilities(monkeypatch, capability, able):
+def test_kernels_need_a_capability_and_cuda(monkeypatch, capability, able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     assert has_two_four_kernels(torch.device("cuda")) is able
