@@ -43,6 +43,9 @@ def test_the_site(tmp_path):
         assert done.returncode == 0, done.stderr[-4000:]
     site = tmp_path / "site"
     check_that_nothing_is_loaded_from_elsewhere(site)
+    # on pages opened from a disk, the search reads its index and its worker as scripts
+    assert (site / "search.js").read_text(encoding="utf-8").startswith("var __index = ")
+    assert "iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
     check_that_links_lead_somewhere(site)
     check_that_lists_and_tables_are_such(site)
     check_that_every_public_name_has_its_text(site)
