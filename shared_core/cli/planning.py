@@ -144,12 +144,24 @@ def _table(needs: Plan, head: str) -> Table:
     def shown(size: float) -> str:
         return size_text(size) if size else ""
 
-    rows = [(cost.what, *map(shown, (cost.held, cost.during, cost.host, cost.sent)), cost.why) for cost in needs.costs]
-    headings = ("", "held", "in a step", "on the host", "sent a step", "why")
+    # columns that would stay empty would only make the others narrow
+    others = {"on the host": "host", "sent a step": "sent"}
+    others = {heading: name for heading, name in others.items() if any(getattr(cost, name) for cost in needs.costs)}
+    rows = [
+        (cost.what, shown(cost.held), shown(cost.during), _share(cost.held + cost.during, needs.peak),
+         *(shown(getattr(cost, name)) for name in others.values()), cost.why)
+        for cost in needs.costs
+    ]  # fmt: skip
+    headings = ("", "held", "in a step", "of the peak", *others, "why")
     made = table(f"Each device: {head}", ("", "why"), headings, rows)
     made.add_section()
-    made.add_row("all", shown(needs.held), f"at most {shown(needs.peak)}", *map(shown, (needs.host, needs.sent)), "")
+    sums = (shown(getattr(needs, name)) for name in others.values())
+    made.add_row("all", shown(needs.held), f"at most {shown(needs.peak)}", "", *sums, "")
     return made
+
+
+def _share(size: float, peak: float) -> str:
+    return share_text(size / peak) if size and peak else ""
 
 
 _SHOWN = 4
@@ -340,14 +352,16 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
     if told["memory"] is not None:
         held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
         figures = [
-            (cost["what"], *(size_text(cost[name]) if cost[name] else "" for name in ("held", "during")), cost["why"])
+            (cost["what"], *(size_text(cost[name]) if cost[name] else "" for name in ("held", "during")),
+             _share(cost["held"] + cost["during"], peak), cost["why"])
             for cost in told["memory"]
-        ]
-        figures.append(("all", size_text(held), f"at most {size_text(held + during)}", ""))
+        ]  # fmt: skip
+        figures.append(("all", size_text(held), f"at most {size_text(held + during)}", "", ""))
         model = told["model"]
         trained = share_text(model["trained"] / max(model["parameters"], 1))
         title = f"Memory of one device: {counted(model['parameters'], 'parameter')}, {trained} of them trained"
-        yield drawn(title, figures, "", "held", "in a step", "why", numbers=("held", "in a step"))
+        headings = ("held", "in a step", "of the peak")
+        yield drawn(title, figures, "", *headings, "why", numbers=headings)
     yield from (f"note: {line}" for line in told["remarks"])
     yield from (f"conflict: {line}" for line in told["conflicts"])
 
@@ -356,8 +370,8 @@ def _cost(entry: dict[str, Any], peak: int) -> str:
     """Return an estimate with a unit of time or memory."""
     if "seconds" in entry:
         return duration(entry["seconds"])
-    share = f", {share_text(entry['bytes'] / peak)} of the memory" if peak else ""
-    return f"{size_text(entry['bytes'])}{share}"
+    share = _share(entry["bytes"], peak)
+    return f"{size_text(entry['bytes'])}{f', {share} of the memory' if share else ''}"
 
 
 def _matched(entry: dict[str, Any]) -> str:

@@ -180,3 +180,12 @@ def test_the_command_sums_fits_and_refuses_pairs(tmp_path):
     recipe.write_text("lora: {rank: 8}\nprune: {sparsity: 0.5}\n")
     with pytest.raises(CompatibilityError):
         eff(*line)
+
+
+def test_the_table_of_one_device_tells_shares_and_has_no_empty_column():
+    alone, several = (eff("plan", "--params", "1e8", *more).stdout for more in ((), ("--gpus", "8")))
+    assert "sent" in several
+    assert "sent" not in alone
+    found = json.loads(eff("plan", "--params", "1e8", "--json").stdout)
+    weights = next(cost for cost in found["costs"] if cost["what"] == "weights")
+    assert f"{100 * weights['held'] / found['peak']:.1f} %" in alone
