@@ -97,6 +97,8 @@ def test_any_value_of_a_state_may_be_wrong(key):
                 session.detach()
 
     tried()
+    with pytest.raises(CheckpointError, match="state of session"):
+        begun(key, whole | {"techniques": ""})
     assert any("session" in told for told in refused)
     assert any(told.startswith(f"{key}") or f"state of {key}:" in told for told in refused)
 

@@ -59,7 +59,7 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
         CheckpointError: If it is not the state of a session.
     """
     with reading("session"):
-        saved, recipe = dict(state["techniques"]), dict(state["recipe"])
+        saved, recipe = dict(state["techniques"].items()), dict(state["recipe"])  # dict("") would be a dict
         step, skipped = int(state["step"]), int(state["skipped"])
         if step < 0 or skipped < 0:
             raise ValueError(f"step {step}, skipped {skipped}")
