@@ -21,7 +21,7 @@ from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, compute, from_rows, weights_of
 from shared_core.quantization.fake_quant_layers import restore
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.source import Quantized, bias_codes, shared_grid
+from shared_core.tools.export.source import Quantized, bias_codes, shared_grid, with_room_for
 
 
 @torch.library.custom_op("efftrain::quantize", mutates_args=())
@@ -360,28 +360,30 @@ def to_export(
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
         rule = f"{name} sums too many products for 32 bits: {grid.codes[0].numel()} per output"
         raise CompatibilityError("export_onnx", rule, "skip it in qat")
-    # onnxruntime has integer kernels only for weights with a zero point
-    weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
-    tensors = {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
+    tensors: dict[str, Tensor] = {}
     if qparams is not None:
         input_scale, _ = qparams
         tensors |= input_grid(scheme, qparams)
         if module.bias is not None and not grid.block:
             # Absolute, at the layer's output: far below the tolerance of the file's check.
             tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
+            span = input_scale * (2**scheme.activation_bits - 1)
             if isinstance(module, nn.modules.conv._ConvNd) and not exact_bias:
                 # onnxruntime's QLinearConv needs the exact scale, and its rounding is far below the next reader's step.
                 # The output's scale without data: input span times the norm of a channel's weights.
-                span = input_scale * (2**scheme.activation_bits - 1)
                 norm = grid.scale * grid.codes.float().movedim(grid.axis, 0).flatten(1).norm(dim=1)
                 tolerance = 1e-5 * (span * norm).clamp_min(1)
             found = None
             # Only with a scale per channel: a transposed layer with groups may have other numbers of both.
             if len(grid.scale) == len(module.bias):
+                grid = with_room_for(module.bias, grid, input_scale, span, tolerance)
                 found = bias_codes(module.bias, input_scale * grid.scale, tolerance)
             if found is not None:
                 zeros = torch.zeros(len(module.bias), dtype=torch.int32)
                 tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
+    # onnxruntime has integer kernels only for weights with a zero point
+    weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
+    tensors |= {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
     hold_codes_(module, tensors, EXPORTED)
 

@@ -193,6 +193,7 @@ def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.
 
 _ON_GRID = 1e-3
 _IN_CACHE = 2**16  # values
+_LARGEST_BIAS = 2**30  # in codes: leaves room in int32 for the sums that the bias is added to
 _SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float if its bias scale is 1 % off s_x·s_w
 
 
@@ -264,8 +265,7 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
     """
     bias, step = bias.double(), step.double()
     codes = (bias / step).round()
-    # Leave room in int32 for the sums that the bias is added to.
-    if not bool((codes.abs() < 2**30).all()):
+    if not bool((codes.abs() < _LARGEST_BIAS).all()):
         return None
     # The scale for which this code is exactly the bias, within what onnxruntime accepts as s_x s_w.
     near = (bias / torch.where(codes == 0, torch.ones_like(codes), codes)).clamp(
@@ -288,6 +288,33 @@ class Quantized:
     scale: Tensor
     axis: int
     block: int
+
+
+def with_room_for(bias: Tensor, grid: Quantized, input_scale: Tensor, span: Tensor, tolerance: Tensor) -> Quantized:
+    """Return the codes with a larger scale for channels whose bias would not fit 32 bits, such as those of γ ≈ 0.
+
+    A scale changes only if `span`, the width of the input's range, times the norm of the change of a channel's weights
+    is within the tolerance.
+
+    Example:
+        >>> grid = Quantized(torch.tensor([[1, -127], [1, -127]], dtype=torch.int8), torch.tensor([1e-20, 0.1]), 0, 0)
+        >>> scale = torch.tensor(0.1)
+        >>> found = with_room_for(torch.ones(2), grid, scale, 255 * scale, torch.full((2,), 1e-6))
+        >>> found.codes.tolist(), found.scale[1].item() == grid.scale[1].item()
+        ([[0, 0], [1, -127]], True)
+    """
+    wide = (bias.double().abs() >= _LARGEST_BIAS * input_scale.double() * grid.scale.double()).nonzero().squeeze(1)
+    if not len(wide):
+        return grid
+    codes, scale = grid.codes.movedim(grid.axis, 0).clone(), grid.scale.clone()
+    rows, step = codes[wide].double().flatten(1), input_scale.double()
+    old, new = scale[wide].double(), 2 * bias[wide].double().abs() / (_LARGEST_BIAS * step)
+    fewer = (rows * (old / new).unsqueeze(1)).round()
+    change = (rows * old.unsqueeze(1) - fewer * new.unsqueeze(1)).norm(dim=1)
+    fits = span * change <= tolerance[wide]
+    codes[wide[fits]] = fewer[fits].to(torch.int8).view(-1, *codes.shape[1:])
+    scale[wide[fits]] = new[fits].float()
+    return dataclasses.replace(grid, codes=codes.movedim(0, grid.axis).contiguous(), scale=scale)
 
 
 def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:

@@ -29,7 +29,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Miss
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
 from shared_core.tools.export.onnx_files import session_of
-from shared_core.tools.export.source import bias_codes, grid_of
+from shared_core.tools.export.source import Quantized, bias_codes, grid_of, with_room_for
 
 # the package has a function of this name too
 export_module = importlib.import_module("shared_core.tools.export.onnx")
@@ -215,6 +215,43 @@ def test_batch_norms_are_folded_into_the_scales(finish, options, tmp_path):
     assert "BatchNormalization" not in kinds(tmp_path / "model.onnx")
     reference = apply_ranges(model, ranges) if finish else model
     assert_close_in_steps(run(tmp_path / "model.onnx", x), expected(reference.eval(), x))
+
+
+@pytest.mark.parametrize("shift", [1e-6, 1.0])
+@pytest.mark.parametrize("factor", [0.0, 1e-14])
+def test_a_channel_of_nearly_no_weight_leaves_its_layer_on_integers(factor, shift, tmp_path):
+    def build():
+        net = with_batch_norm()
+        nn.init.zeros_(net[1].bias)
+        net[1].requires_grad_(False)  # stay as they are
+        net[1].weight[2], net[1].bias[2] = factor, shift
+        return net
+
+    model, _ = trained(build, shape=(3, 8, 8))
+    x = examples(with_batch_norm, 64)
+    report = export_onnx(model, x, tmp_path / "model.onnx")
+    assert report.integer_nodes == {"QLinearConv": 1}
+    assert report.largest_difference <= 1e-5
+    assert_close_in_steps(run(tmp_path / "model.onnx", x), expected(model, x))
+
+
+def test_scales_grow_only_where_it_moves_the_output_by_no_more_than_the_tolerance():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (64, 9), generator=generator).to(torch.int8)
+    scale = torch.logspace(-16, -2, 64)
+    bias, step, tolerance = torch.full((64,), 0.1), torch.tensor(0.01), torch.full((64,), 1e-6)
+    found = with_room_for(bias, Quantized(codes, scale, 0, 0), step, 255 * step, tolerance)
+    before, after = (
+        grid.codes.double() * grid.scale.double().unsqueeze(1) for grid in (Quantized(codes, scale, 0, 0), found)
+    )
+    inputs = torch.randint(0, 256, (100, 9), generator=generator).double() * 0.01
+    assert (inputs @ (before - after).T).abs().max() <= 9**0.5 * 1e-6  # Cauchy and Schwarz
+    changed = found.scale != scale
+    assert changed[0]
+    assert not changed[-1]
+    assert torch.equal(found.codes[~changed], codes[~changed])
+    # with so small a bias every channel fits
+    assert (bias / (step * found.scale)).abs().max() < 2**30
 
 
 def test_the_model_is_not_changed(tmp_path):
