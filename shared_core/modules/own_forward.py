@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shared_core.modules.calls import buffers_restored, modes_restored
+from shared_core.modules.like_stock import computes_like
 from shared_core.modules.matching import conv1d_kind, own_class
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
@@ -25,7 +26,9 @@ _PRODUCTS = (
 
 
 def stock_kind(kind: Any) -> type[nn.Module] | None:
-    """Return the class of torch or transformers whose forward a class uses; None if it has its own forward.
+    """Return the class of torch or transformers that a class computes; None if it computes something else.
+
+    That is a class that keeps the forward, or has one that runs the same operations (`computes_like`).
 
     Example:
         >>> class Orthogonal(nn.Linear):
@@ -40,7 +43,8 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
         # torch's own subclasses are called by other code of torch, or not at all
         is_own = kind is base or not kind.__module__.startswith("torch.")
         methods = [name for name in ("forward", "_conv_forward", "__call__") if hasattr(base, name)]
-        return base if is_own and all(getattr(kind, name) is getattr(base, name) for name in methods) else None
+        keeps_all = all(getattr(kind, name) is getattr(base, name) for name in methods)
+        return base if is_own and (keeps_all or computes_like(kind, base)) else None
     return None
 
 

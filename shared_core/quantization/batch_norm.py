@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from eff_kernels.quantization.affine import compute_dtype
@@ -20,7 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated, evaluating
-from shared_core.modules.matching import change_class, plain_name
+from shared_core.modules.like_stock import steps_after_norm
+from shared_core.modules.matching import change_class, plain_name, replaced
+from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
 
@@ -48,6 +51,16 @@ def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Modul
     made = type(name, bases, {"__doc__": f"`torch.nn.{bases[-1].__name__}`: {bases[0].__doc__}", "__module__": module})
     setattr(sys.modules[module], name, made)
     return made
+
+
+def derived(prefix: str, mixin: type, kind: type[nn.Module], rebuild: Callable[..., Any]) -> type[nn.Module]:
+    """Create a class for a class found in a model. `rebuild(kind, mixin)` makes an empty layer of it when unpickled."""
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return (rebuild, (kind, mixin), *object.__reduce_ex__(self, protocol)[2:])
+
+    about = {"__doc__": f"{prefix} {kind.__name__}.", "__module__": __name__, "__reduce_ex__": reduce}
+    return type(f"{prefix}{kind.__name__}", (mixin, kind), about)
 
 
 @contextlib.contextmanager
@@ -234,9 +247,16 @@ def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> No
 
 
 class _PassedOn:
-    """A batch norm that returns its input: the layer before it uses its parameters and statistics."""
+    """A batch norm that returns its input: the layer before it uses its parameters and statistics.
 
-    def forward(self, input: Tensor) -> Tensor:
+    What the forward of a user's class calls after the norm still runs.
+    """
+
+    steps_after: tuple[str, ...] = ()
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        for name in self.steps_after:
+            input = self._modules[name](input)
         return input
 
 
@@ -246,6 +266,14 @@ FOLDED: dict[type[nn.Module], type[nn.Module]] = {
     for kind in kinds
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {folded: stock for stock, folded in FOLDED.items()}
+
+
+def _new(kind: type[nn.Module], mixin: type) -> Any:
+    """Return an empty layer of a class of the user's that computes what a stock class does."""
+    if kind not in FOLDED:
+        FOLDED[kind] = derived("Folded", mixin, kind, _new)
+        STOCK[FOLDED[kind]] = kind
+    return FOLDED[kind].__new__(FOLDED[kind])
 
 
 def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer | None = None) -> Fold:
@@ -272,8 +300,10 @@ def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer
     check_pair(layer, batch_norm, "fold_pair_")
     fold = Fold(batch_norm, quantizer)
     layer.fold = fold  # type: ignore[assignment]
-    for module in (layer, batch_norm):
-        change_class(module, type(module), FOLDED[type(module)])
+    if steps := steps_after_norm(batch_norm):
+        vars(batch_norm)["steps_after"] = steps
+    for module, mixin in ((layer, FoldedLayer), (batch_norm, _PassedOn)):
+        change_class(module, type(module), type(_new(type(module), mixin)))
     return fold
 
 
@@ -287,6 +317,7 @@ def unfold_pair_(layer: nn.Module) -> None:
         norm: Any = layer.fold.batch_norm  # type: ignore[union-attr]
         for module in (layer, norm):
             change_class(module, type(module), STOCK[type(module)])
+        vars(norm).pop("steps_after", None)
         del layer.fold
 
 
@@ -297,10 +328,13 @@ def check_pair(layer: nn.Module, batch_norm: nn.Module, where: str) -> None:
 
 
 def _why_no_pair(layer: nn.Module, batch_norm: nn.Module) -> str | None:
-    if type(layer) not in FOLDED or isinstance(layer, _BatchNorm):
-        return f"layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
-    if type(batch_norm) not in FOLDED or not isinstance(batch_norm, _BatchNorm):
-        return f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
+    if stock_kind(type(layer)) not in LAYERS:
+        return f"layer must compute a Linear, Conv or transposed Conv, got {type(layer).__name__}"
+    if steps_after_norm(batch_norm) is None:
+        return (
+            "batch_norm must compute a BatchNorm1d, 2d or 3d and then only its own submodules, got "
+            f"{type(batch_norm).__name__}"
+        )
     if batch_norm.running_mean is None or batch_norm.running_var is None:
         return "batch_norm must have running statistics to fold, got track_running_stats=False"
     if batch_norm.num_features != num_outputs(layer):
@@ -384,7 +418,7 @@ def _why_not(flow: Flow, node: Node) -> str | None:
     if reason is not None:
         return reason
     layer = node.inputs[0] if node.inputs else None
-    if layer is None or type(layer.module) not in LAYERS:
+    if layer is None or stock_kind(type(layer.module)) not in LAYERS:
         return f"it follows {layer}, which is no Linear or Conv layer"
     reason = flow.why_not(layer) or (sole_user(layer)[1] or None)
     if reason is not None:
@@ -399,7 +433,8 @@ def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionRepor
 
     ``w' = w·γ/√(σ² + ε)``, ``b' = β + (b − μ)·γ/√(σ² + ε)``, computed in float64 and rounded once; outputs in
     evaluation stay equal up to float rounding. Layers keep their classes and get a bias if they have none; a
-    batch norm becomes `torch.nn.Identity`. A model without batch norms is left as it is.
+    batch norm becomes `torch.nn.Identity`, or the submodules that its class calls after it. A model without batch
+    norms is left as it is.
 
     Args:
         model: In evaluation mode.
@@ -455,7 +490,7 @@ def _missing(keys: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> None:
-    """Fold one batch norm into `layer`, and replace it by an Identity everywhere in `model`."""
+    """Fold one batch norm into `layer`, and replace it everywhere in `model` by an Identity or the steps after it."""
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
@@ -467,10 +502,11 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
         layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
     else:
         layer.bias.copy_(bias)  # type: ignore[operator]
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is batch_norm:
-                parent._modules[name] = nn.Identity().train(batch_norm.training)
+    left: nn.Module = nn.Identity()
+    if steps := steps_after_norm(batch_norm):
+        left = nn.Sequential(OrderedDict((name, cast("nn.Module", batch_norm._modules[name])) for name in steps))
+    left.training = batch_norm.training
+    replaced(model, {batch_norm: left})
 
 
 def run(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Tensor:

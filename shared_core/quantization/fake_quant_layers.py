@@ -22,7 +22,15 @@ from shared_core.modules.matching import change_class, conv1d_of, is_transformer
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.rounding import SignalToNoise
-from shared_core.quantization.batch_norm import LEARNED, PlainState, fold_pair_, importable, unfold_pair_
+from shared_core.quantization.batch_norm import (
+    FOLDED,
+    LEARNED,
+    PlainState,
+    derived,
+    fold_pair_,
+    importable,
+    unfold_pair_,
+)
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.layer_graph import LAYERS
 from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
@@ -152,20 +160,24 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in 
 def know_layers(model: nn.Module) -> None:
     """Register more layer classes of a model: transformers' Conv1D, stacked experts and subclasses of known layers.
 
-    Subclasses count if they keep the forward of their base class. transformers is not imported.
+    Subclasses count if they compute what their base class does. transformers is not imported.
     """
     experts = {own_class(module) for module in model.modules() if isinstance(module, StackedExperts)} - STOCK.keys()
     kinds = {own_class(module) for module in model.modules()} - STOCK.keys()
-    made: list[tuple[type[nn.Module], type[nn.Module]]] = [
+    made: list[tuple[type[nn.Module], type]] = [
         *((kind, _FakeQuant) for kind in conv1d_of(model)),
         *((kind, _FakeQuantExperts) for kind in experts),
         *((kind, FAKE_QUANT[base]) for kind in kinds if (base := stock_kind(kind)) in FAKE_QUANT),
     ]
     for kind, base in made:
-        if kind not in FAKE_QUANT:
-            about = {"__doc__": f"{kind.__name__}, fake-quantized.", "__module__": __name__}
-            FAKE_QUANT[kind] = type(f"FakeQuant{kind.__name__}", (base, kind), about)
-            STOCK[FAKE_QUANT[kind]] = kind
+        _new(kind, base)
+
+
+def _new(kind: type[nn.Module], mixin: type) -> Any:
+    if kind not in FAKE_QUANT:
+        FAKE_QUANT[kind] = derived("FakeQuant", mixin, kind, _new)
+        STOCK[FAKE_QUANT[kind]] = kind
+    return FAKE_QUANT[kind].__new__(FAKE_QUANT[kind])
 
 
 def conv1d_as_linear(model: nn.Module) -> nn.Module:
@@ -190,6 +202,18 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         layer._parameters["weight"] = weights[id(old)]
         made[module] = layer
     return replaced(model, made)
+
+
+def with_stock_classes(model: nn.Module) -> nn.Module:
+    """Give layers of other classes that compute a stock layer its class, in place, for exporters; return the model."""
+    for module in model.modules():
+        kind = type(module)
+        made = FAKE_QUANT if kind in STOCK else FOLDED if kind in STOCK_OF_FOLDED else {}
+        own = STOCK.get(kind) or STOCK_OF_FOLDED.get(kind, kind)
+        base = stock_kind(own)
+        if base in FAKE_QUANT and base is not own:
+            change_class(module, kind, made.get(base, base))
+    return model
 
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, nearest
 from shared_core.modules.calls import call_model, evaluated
+from shared_core.modules.own_forward import stock_kind
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -179,7 +181,8 @@ def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace")
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    if hasattr(module, "get_base_layer"):  # peft's layers, whose forward branches on values
+    # peft's layers branch on values; a user's class that computes a stock layer or a batch norm is one step of the flow
+    if hasattr(module, "get_base_layer") or isinstance(module, _BatchNorm) or stock_kind(type(module)) is not None:
         return True
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)

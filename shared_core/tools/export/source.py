@@ -31,6 +31,7 @@ from shared_core.quantization.fake_quant_layers import (
     is_quantized,
     layer_entry,
     restore,
+    with_stock_classes,
 )
 from shared_core.quantization.ranges.saved_ranges import apply_ranges, merge_folds_
 from shared_core.quantization.schemes import LayerScheme
@@ -71,7 +72,7 @@ def quantized_reference(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a copy of `model` in evaluation with all quantized layers fake-quantizing, and their names."""
     # A copy: folding and baking change it. On the CPU, where the runtimes compute.
-    reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
+    reference = with_stock_classes(conv1d_as_linear(copy.deepcopy(model))).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module) and not module.quantizer.bank.quantizing:  # type: ignore[union-attr]
             rule = f"{name} must be quantized, got a layer before qat's begin"

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from shared_core import Session, training
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError
-from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
+from shared_core.modules.own_forward import COMPUTED, UNKNOWN, stock_kind, why_computed
 from shared_core.quantization import convert
 
 
@@ -81,6 +81,74 @@ class Orthogonal(nn.Linear):
 
 class Named(nn.Conv2d):
     pass
+
+
+class Wrapped(nn.Linear):
+    """As timm and others have it."""
+
+    def forward(self, x):
+        if torch.jit.is_scripting():
+            return F.linear(x, self.weight.to(x.dtype), self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+class WrappedConv(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Casting(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Adapted(nn.Linear):
+    """Adds what it holds later."""
+
+    def forward(self, x):
+        return super().forward(x) + self.added if hasattr(self, "added") else super().forward(x)
+
+
+class Same(nn.Conv2d):
+    """Pads by the size of its input, as timm has it: nothing where a stride of 1 fits."""
+
+    def forward(self, x):
+        missing = [max((-(-x.shape[-1] // self.stride[0]) - 1) * self.stride[0] + 3 - x.shape[-1], 0)] * 2
+        x = F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
+        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class Zeros(nn.Conv2d):
+    """Forgets its padding mode."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class Rounding(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if self.training else super().forward(x).round()
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (Wrapped, nn.Linear),
+        (WrappedConv, nn.Conv2d),
+        (Orthogonal, nn.Linear),
+        *((kind, None) for kind in (Casting, Adapted, Same, Zeros, Dropping, Rounding)),
+        *((kind, None) for kind in (Masked, Matmul, Gated, Standardized)),
+    ],
+)
+def test_a_class_is_taken_for_what_it_computes(kind, base):
+    state = torch.get_rng_state()
+    assert stock_kind(kind) is base
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Words(nn.Embedding):
@@ -201,16 +269,17 @@ class Mine(nn.Module):
     ],
     ids=lambda recipe: next(iter(recipe)),
 )
-def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe):
+@pytest.mark.parametrize(("linear", "conv"), [(Orthogonal, Named), (Wrapped, WrappedConv)])
+def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe, linear, conv):
     x = torch.arange(8)
-    mine, stock = Mine(), Mine(nn.Linear, nn.Conv2d, nn.Embedding)
+    mine, stock = Mine(linear, conv), Mine(nn.Linear, nn.Conv2d, nn.Embedding)
     stock.load_state_dict(mine.state_dict())
     own, torchs = (trained(model, {**recipe, "allow_partial": True}, x) for model in (mine, stock))
     (key,) = recipe
     assert own.coverage[key].within == torchs.coverage[key].within > 0
     for name, value in mine.state_dict().items():
         assert torch.equal(value, stock.state_dict()[name]), name
-    assert [type(module) for module in mine.children()] == [Words, Named, Orthogonal, Orthogonal, Orthogonal]
+    assert [type(module) for module in mine.children()] == [Words, conv, linear, linear, linear]
     if key == "qat":
         ranges = own.files.deployment()["qat"]["ranges"]
         assert torch.equal(convert(mine, ranges)(x), convert(stock, ranges)(x))

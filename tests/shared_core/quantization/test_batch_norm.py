@@ -15,7 +15,75 @@ from shared_core.quantization import apply_ranges, convert
 from shared_core.quantization.batch_norm import FOLDED, find_folds, fold_pair_, fuse_batch_norm, unfold_pair_
 from shared_core.quantization.layer_graph import trace
 
+
+class Activated(nn.BatchNorm2d):
+    """As timm has it: its own code of a batch norm, and then two of its submodules."""
+
+    def __init__(self, channels, act=nn.PReLU, **options):
+        super().__init__(channels, **options)
+        self.drop, self.act = nn.Identity(), act()
+
+    def forward(self, x):
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        is_batch = self.training or (self.running_mean is None and self.running_var is None)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, is_batch, momentum, self.eps
+        )  # fmt: skip
+        return self.act(self.drop(x))
+
+
+class Inherited(nn.BatchNorm1d):
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.act = nn.Hardswish()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class Wrapped(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight, self.bias)
+
+
+class Clamped(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).clamp(min=0)
+
+
+class Moody(Activated):
+    """Takes another way in training."""
+
+    def forward(self, x):
+        y = nn.BatchNorm2d.forward(self, x)
+        return y if self.training else self.act(y)
+
+
+class Branched(Activated):
+    """Uses the result of its norm twice."""
+
+    def forward(self, x):
+        y = nn.BatchNorm2d.forward(self, x)
+        self.drop(y)
+        return self.act(y)
+
+
+class Switched(Activated):
+    """Depends on a setting of its own."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        y = nn.BatchNorm2d.forward(self, x)
+        return y if self.scale == 1 else y * self.scale
+
+
 PAIRS = {
+    "conv2d with steps": (lambda: (Wrapped(4, 6, 3, bias=False), Activated(6)), (4, 4, 5, 6)),
+    "linear with a step": (lambda: (nn.Linear(5, 6), Inherited(6)), (9, 5)),
     "linear": (lambda: (nn.Linear(5, 6), nn.BatchNorm1d(6)), (9, 5)),
     "conv1d": (lambda: (nn.Conv1d(3, 6, 3, bias=False), nn.BatchNorm1d(6)), (4, 3, 8)),
     "conv2d grouped": (lambda: (nn.Conv2d(4, 6, 3, groups=2, padding=1), nn.BatchNorm2d(6)), (4, 4, 5, 6)),
@@ -86,7 +154,8 @@ def test_fused_pair_computes_the_same(name, dtype):
     report = fuse_batch_norm(net, x if dtype == torch.float32 else None)
     torch.testing.assert_close(net(x), expected)
     assert type(net[0]) is type(PAIRS[name][0]()[0])
-    assert type(net[1]) is nn.Identity
+    assert [type(part) for part in net[1].children()] == [type(part) for part in PAIRS[name][0]()[1].children()]
+    assert not isinstance(net[1], nn.modules.batchnorm._BatchNorm)
     assert [entry.layer for entry in report.fused] == ["0"]
     assert keys - set(report.vanished_keys) | set(report.new_keys) == set(net.state_dict())
     assert report.new_keys == (() if "0.bias" in keys else ("0.bias",))
@@ -240,17 +309,20 @@ def test_the_folded_weight_is_what_is_quantized():
     torch.testing.assert_close(F.conv1d(x, (net[0].weight * 4).round() / 4, net[0].bias), trained)
 
 
-def test_folded_pairs_survive_copies_and_unfolding():
-    net, x = pair("conv2d circular")
+@pytest.mark.parametrize("name", ["conv2d circular", "conv2d with steps"])
+def test_folded_pairs_survive_copies_and_unfolding(name):
+    net, x = pair(name)
+    kinds = [type(module) for module in net]
     fold_pair_(net[0], net[1])
-    assert type(net[0]) is FOLDED[nn.Conv2d]
+    assert type(net[0]) is FOLDED[kinds[0]]
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         other(x)
         assert other[0].fold.batch_norm is other[1]
         assert other[1].num_batches_tracked == 1
     unfold_pair_(net[0])
     unfold_pair_(net[0])
-    assert (type(net[0]), type(net[1])) == (nn.Conv2d, nn.BatchNorm2d)
+    assert [type(module) for module in net] == kinds
+    assert vars(net[1]).keys() == vars(PAIRS[name][0]()[1]).keys()
     assert net[1].num_batches_tracked == 0
 
 
@@ -275,8 +347,10 @@ def test_nan_is_not_swallowed():
 
 
 @pytest.mark.parametrize(("layer", "norm", "message"), [
-    (nn.ReLU(), nn.BatchNorm1d(2), "layer must be a stock"),
-    (nn.Linear(2, 2), nn.SyncBatchNorm(2), r"batch_norm must be a stock.*SyncBatchNorm"),
+    (nn.ReLU(), nn.BatchNorm1d(2), "layer must compute a Linear"),
+    (nn.Linear(2, 2), nn.SyncBatchNorm(2), r"batch_norm must compute.*SyncBatchNorm"),
+    *((nn.Conv2d(2, 2, 1), kind(2), rf"batch_norm must compute.*{kind.__name__}")
+      for kind in (Clamped, Moody, Branched, Switched)),
     (nn.Linear(2, 2), nn.BatchNorm1d(3), "2 channels, got 3"),
     (nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), "running statistics"),
 ])  # fmt: skip
@@ -318,10 +392,10 @@ def test_weights_read_by_other_code_and_hooked_modules_are_refused():
 
 
 class Block(nn.Module):
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, norm=nn.BatchNorm2d):
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=inputs == 1)
-        self.norm = nn.BatchNorm2d(outputs)
+        self.norm = norm(outputs)
 
     def forward(self, x):
         return torch.relu(self.norm(self.conv(x)))
@@ -330,9 +404,9 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Its forward looks at values, so that only its blocks can be traced."""
 
-    def __init__(self):
+    def __init__(self, norm=nn.BatchNorm2d):
         super().__init__()
-        self.first, self.second = Block(1, 4), Block(4, 4)
+        self.first, self.second = Block(1, 4, norm), Block(4, 4, norm)
         self.alone = nn.BatchNorm1d(64)
         self.head = nn.Linear(64, 3)
 
@@ -343,9 +417,9 @@ class Blocks(nn.Module):
         return self.head(self.alone(x.flatten(1)))
 
 
-def make_net():
+def make_net(norm=nn.BatchNorm2d):
     torch.manual_seed(0)
-    return Blocks()
+    return Blocks(norm)
 
 
 def batch(number):
@@ -374,9 +448,19 @@ def test_blocks_of_an_untraceable_model_are_found():
     assert set(left) == {"alone"}
 
 
-@pytest.mark.parametrize("options", [{}, {"range": "lsq"}, {"weight_bits": 4}, {"freeze_bn": 3}], ids=str)
-def test_plain_weights_put_back_are_the_trained_model_bit_for_bit(options):
-    model = make_net()
+@pytest.mark.parametrize(
+    ("options", "norm"),
+    [
+        ({}, nn.BatchNorm2d),
+        ({"range": "lsq"}, nn.BatchNorm2d),
+        ({"weight_bits": 4}, nn.BatchNorm2d),
+        ({"freeze_bn": 3}, nn.BatchNorm2d),
+        ({"freeze_bn": 3}, Activated),
+    ],
+    ids=str,
+)
+def test_plain_weights_put_back_are_the_trained_model_bit_for_bit(options, norm):
+    model = make_net(norm)
     keys = list(model.state_dict())
     session, optimizer = start(model, **options)
     train(session, optimizer, model, range(6))
@@ -392,11 +476,12 @@ def test_plain_weights_put_back_are_the_trained_model_bit_for_bit(options):
         Block,
         nn.Conv2d,
         nn.BatchNorm1d,
-        nn.BatchNorm2d,
         nn.Linear,
+        norm,
+        *map(type, norm(1).children()),
     }
     assert list(model.state_dict()) == keys
-    plain = make_net()
+    plain = make_net(norm)
     plain.load_state_dict(model.state_dict())
     ranges = session.files.deployment()["qat"]["ranges"]
     assert ranges["first.conv"]["batch_norm"] == "..norm"

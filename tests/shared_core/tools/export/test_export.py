@@ -217,6 +217,46 @@ def test_batch_norms_are_folded_into_the_scales(finish, options, tmp_path):
     assert_close_in_steps(run(tmp_path / "model.onnx", x), expected(reference.eval(), x))
 
 
+class Wrapped(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class WrappedConv(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Activated(nn.BatchNorm2d):
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_classes_that_compute_as_torchs_give_the_file_of_torchs(finish, tmp_path):
+    def build(
+        conv=nn.Conv2d, norm=lambda channels: nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()), linear=nn.Linear
+    ):
+        return nn.Sequential(
+            conv(3, 6, 3, bias=False), norm(6), conv(6, 4, 3, 2, bias=False), norm(4), nn.Flatten(), linear(36, 5)
+        )  # fmt: skip
+
+    files = []
+    for mine in (lambda: build(WrappedConv, Activated, Wrapped), build):
+        model, _ = trained(mine, shape=(3, 9, 9), steps=2, finish=finish)
+        files.append(tmp_path / f"{len(files)}.onnx")
+        report = export_onnx(model, torch.ones(2, 3, 9, 9), files[-1])
+        assert report.integer_nodes == {"QGemm": 1, "QLinearConv": 2}
+        assert report.float_layers == ()
+        assert report.largest_difference <= 1e-5
+    x = torch.randn(4, 3, 9, 9)
+    assert (run(files[0], x) == run(files[1], x)).all()
+
+
 @pytest.mark.parametrize("shift", [1e-6, 1.0])
 @pytest.mark.parametrize("factor", [0.0, 1e-14])
 def test_a_channel_of_nearly_no_weight_leaves_its_layer_on_integers(factor, shift, tmp_path):
