@@ -294,8 +294,8 @@ class Quantized:
 def with_room_for(bias: Tensor, grid: Quantized, input_scale: Tensor, span: Tensor, tolerance: Tensor) -> Quantized:
     """Return the codes with a larger scale for channels whose bias would not fit 32 bits, such as those of γ ≈ 0.
 
-    A scale changes only if `span`, the width of the input's range, times the norm of the change of a channel's weights
-    is within the tolerance.
+    Left as it is, onnxruntime would clip the bias. A scale changes only if `span`, the width of the input's range,
+    times the norm of the change of a channel's weights is within the tolerance, or that part of a bias above 1.
 
     Example:
         >>> grid = Quantized(torch.tensor([[1, -127], [1, -127]], dtype=torch.int8), torch.tensor([1e-20, 0.1]), 0, 0)
@@ -309,10 +309,10 @@ def with_room_for(bias: Tensor, grid: Quantized, input_scale: Tensor, span: Tens
         return grid
     codes, scale = grid.codes.movedim(grid.axis, 0).clone(), grid.scale.clone()
     rows, step = codes[wide].double().flatten(1), input_scale.double()
-    old, new = scale[wide].double(), 2 * bias[wide].double().abs() / (_LARGEST_BIAS * step)
+    old, new = scale[wide].double(), (1 + 1e-6) * bias[wide].double().abs() / (_LARGEST_BIAS * step)
     fewer = (rows * (old / new).unsqueeze(1)).round()
     change = (rows * old.unsqueeze(1) - fewer * new.unsqueeze(1)).norm(dim=1)
-    fits = span * change <= tolerance[wide]
+    fits = span * change <= tolerance[wide] * bias[wide].abs().clamp_min(1)
     codes[wide[fits]] = fewer[fits].to(torch.int8).view(-1, *codes.shape[1:])
     scale[wide[fits]] = new[fits].float()
     return dataclasses.replace(grid, codes=codes.movedim(0, grid.axis).contiguous(), scale=scale)

@@ -272,7 +272,8 @@ def test_a_channel_of_nearly_no_weight_leaves_its_layer_on_integers(factor, shif
     report = export_onnx(model, x, tmp_path / "model.onnx")
     assert report.integer_nodes == {"QLinearConv": 1}
     assert report.largest_difference <= 1e-5
-    assert_close_in_steps(run(tmp_path / "model.onnx", x), expected(model, x))
+    for optimize in (False, True):  # onnxruntime clips a bias that does not fit
+        assert_close_in_steps(run(tmp_path / "model.onnx", x, optimize), expected(model, x))
 
 
 def test_scales_grow_only_where_it_moves_the_output_by_no_more_than_the_tolerance():
