@@ -195,12 +195,17 @@ def _was_cut_short(folder: Path) -> bool:
 
 
 def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) -> str | None:
-    """Return the checkpoint to resume from, None to start anew. Report newer ones that are incomplete.
+    """Return the checkpoint to resume from, None to start anew. Report incomplete newer ones, and an unused flag.
 
     Scripts that pass their newest checkpoint, as transformers' examples do, get the newest complete one if the run
     was killed during a save.
     """
     if resume is None or resume is False:
+        if resume is None and (unused := trainer.args.resume_from_checkpoint):
+            session.note(
+                f"--resume_from_checkpoint {unused} is not used, so the run starts at step 0: the script must call "
+                "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
+            )
         return None
     run = trainer._get_output_dir(trial)
     # An incomplete folder of this run, given by path, may be replaced by an earlier one of the run. Any other folder is
@@ -208,10 +213,11 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
     of_run = resume is True or Path(resume).absolute().parent == Path(run).absolute()
     if not of_run or (resume is not True and not _was_cut_short(Path(resume))):
         if broken := damage(Path(resume)):
+            why = f"it is not a complete checkpoint of a run with these techniques: {broken}"
             # start with transformers' own message: scripts may look for it
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {resume}",
-                f"it is not a complete checkpoint of a run with these techniques: {broken}",
+                why if Path(resume).exists() else "there is no such folder",
                 "resume_from_checkpoint=True resumes from the newest complete one",
             )
         _tell_missing(Path(resume), session)

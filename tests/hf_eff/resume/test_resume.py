@@ -54,6 +54,16 @@ def test_a_checkpoint_that_was_being_written_needs_nobody_on_restart(stopped, be
     assert any("the run starts at step 0" in note for note in session.notes)
 
 
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_flag_to_resume_that_the_script_does_not_pass_on_is_reported(stopped, passed):
+    run, fresh = stopped
+    trainer, session = fresh()
+    trainer.args.resume_from_checkpoint = str(run / "checkpoint-4")
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint if passed else None)
+    told = [note for note in session.receipt()["notes"] if "--resume_from_checkpoint" in note]
+    assert len(told) == (not passed)
+
+
 def test_a_checkpoint_without_state_is_refused(make, tmp_path):
     plain = make.trainer(tmp_path, save_strategy="steps", save_steps=4)
     plain.train()
