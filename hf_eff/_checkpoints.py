@@ -390,13 +390,14 @@ def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tup
     return found, set(info["unexpected_keys"])
 
 
-def load_renamed_(model: nn.Module, folder: Path) -> None:
-    """Load a checkpoint whose names differ from the model's. If they match, the trainer has loaded it already.
+def load_renamed_(model: nn.Module, folder: Path) -> bool:
+    """Load a checkpoint whose names differ from the model's. If they match, the trainer has loaded it: return False.
 
     The trainer compares the names in the file and only warns about missing ones.
     """
     if any((folder / name).exists() for name in ADAPTER_FILES):
-        return
+        return False
     weights = weights_of(folder, model)
     if weights.renamed:
         model.load_state_dict(dict(weights))
+    return weights.renamed

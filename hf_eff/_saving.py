@@ -295,8 +295,13 @@ class Loading:
 
     def _load_renamed(self, folder: Path) -> None:
         # FSDP has its own files, under the model's own names
-        if self.session.context is not None and not self._trainer.is_fsdp_enabled:
-            load_renamed_(self.session.context.model, folder)
+        if self.session.context is None or self._trainer.is_fsdp_enabled:
+            return
+        if load_renamed_(self.session.context.model, folder):
+            self.session.note(
+                f"{folder} names the weights differently than the model. They were loaded all the same, so ignore "
+                "transformers' warnings about missing and unexpected keys"
+            )
 
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # Before the state is loaded: torch casts it to the parameters in the groups.
