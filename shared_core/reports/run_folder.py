@@ -90,8 +90,8 @@ class RunFolder:
 def read_run(path: Path) -> RunFolder:
     """Read a run's folder, or the reports beside a file that a command wrote.
 
-    In Lightning's ``default_root_dir`` this is the logger's newest version, in the Hugging Face Trainer's folder the
-    newest checkpoint's log, unless the folder has its own.
+    In Lightning's ``default_root_dir`` or ``lightning_logs`` this is the logger's newest version, in the Hugging Face
+    Trainer's folder the newest checkpoint's log, unless the folder has its own.
     """
     run = RunFolder(path)
     with of_ours(run):
@@ -103,8 +103,8 @@ def read_run(path: Path) -> RunFolder:
             _take(run, receipt)
         _read_beside(run)
     told = (
-        f"{path} must be a run's folder, got none of {RECEIPT_FILE} (also looked for in */version_*), {_STATE} "
-        f"(also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}"
+        f"{path} must be a run's folder, got one without a receipt ({RECEIPT_FILE}), a trainer's log ({_STATE}, "
+        f"{_LOG}) or the report of a command"
     )
     remedy = "pass a run's output folder, a logger's folder, a .ckpt with a receipt, or a file that a command wrote"
     require(run.files, "eff report", told, remedy, CheckpointError)
@@ -123,7 +123,8 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
 
 
 def _read_folder(run: RunFolder) -> None:
-    versions = [run.path] if (run.path / RECEIPT_FILE).is_file() else _newest(run.path, "*/version_*")
+    versions = _newest(run.path, "version_*") or _newest(run.path, "*/version_*")
+    versions = [run.path] if (run.path / RECEIPT_FILE).is_file() else versions
     home = next((at for at in versions if any(any(at.glob(name)) for name in (RECEIPT_FILE, _LOG, EVENTS))), None)
     home = home or run.path
     if len(versions) > 1:

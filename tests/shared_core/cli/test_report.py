@@ -134,6 +134,7 @@ def test_of_lightnings_folder_the_newest_version_counts(tmp_path):
     assert row(text, "train_loss")[:5] == ["2", "19", "10", "1.5", "1.5"]
     assert row(text, "val_acc")[:2] == ["1", "9"]
     assert "lightning_logs/version_10 is the newest of 2" in text
+    assert row(report_of(tmp_path / "lightning_logs"), "trainer") == ["pl10"]
     assert row(report_of(tmp_path / "lightning_logs" / "version_2"), "trainer") == ["pl2"]
 
 
@@ -221,7 +222,7 @@ def test_without_matplotlib_the_tables_stay(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("files", "match"), [
     (None, r"RUNS must be an existing file or folder, got .*none"),
-    ({"curve.json": "not ours"}, r"none .*got none of eff_receipt.json"),
+    ({"curve.json": "not ours"}, r"none must be a run's folder, .*eff_receipt.json"),
     ({"eff_receipt.json": "{"}, r"eff_receipt.json: file must be JSON, .* another folder"),
     ({"eff_receipt.json": "[1]"}, r"must hold a JSON object, got list"),
     ({"eff_receipt.json": "{}"}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
