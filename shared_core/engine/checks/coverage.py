@@ -104,14 +104,15 @@ class Reach:
 
     def line(self) -> str:
         """Return the share and what is left unchanged, in one line."""
-        beside = ", ".join(f"{numel:,} of {kind}" for kind, numel in self.beside.items())
+        words = {"others": "other parameters"}
+        beside = ", ".join(f"{numel:,} in {words.get(kind, kind)}" for kind, numel in self.beside.items())
         told = f"covers {share_text(self.share)} of the weights that multiply activations"
         told += f"; unchanged: {self._left()}" if self.left else ""
         return told + (f" (not counted: {beside})" if beside else "")
 
     def _left(self) -> str:
         largest = sorted(self.left.items(), key=lambda item: -item[1][1])
-        parts = [f"{share_text(numel / self.total)} in {count} of {kind}" for kind, (count, numel) in largest[:_TOLD]]
+        parts = [f"{share_text(numel / self.total)} in {count} {kind}" for kind, (count, numel) in largest[:_TOLD]]
         return "; ".join(parts) + (f"; and {len(largest) - _TOLD} more kinds" if len(largest) > _TOLD else "")
 
     def refusal(self, key: str, config: TechniqueConfig, remedy: str = "") -> MatchError | None:

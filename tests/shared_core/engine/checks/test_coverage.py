@@ -135,7 +135,7 @@ def test_the_number_is_told_first(recipe, keys):
         assert ": covers 60.0 % of the weights that multiply activations; unchanged: 26.6 % in" in note
         assert "Experts" in note
         assert "Transposed" in note
-        assert "not counted: 20 of biases, 16 of others" in note
+        assert "not counted: 20 in biases, 16 in other parameters" in note
     told = session.receipt()["coverage"]
     assert [*told] == keys
     assert all((one["within"], one["total"]) == (1154, 1922) for one in told.values())
@@ -204,14 +204,14 @@ def test_the_smallest_size_leaves_smaller_layers_which_are_told_and_stop_nothing
     net = nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in sizes))
     session = began(net, {key: {**need[key], "min_size": 1024, **({"skip": []} if key == "low_rank" else {})}})
     assert session.coverage[key].within == 2 * 1024
-    assert re.search(r"2 of Linear \([^)]*min_size", session.coverage[key].line())
+    assert re.search(r"2 Linear \([^)]*min_size", session.coverage[key].line())
 
 
 @pytest.mark.parametrize("options", [{}, {"include": ["1"]}])
 def test_frozen_weights_are_told_beside_what_trains_weights_alone(options):
     (told,) = notes(frozen_backbone(), {"prune": {"sparsity": 0.5, **options}})
     assert told.startswith("prune: covers 100 % of the weights that multiply activations (not counted: ")
-    assert "1,024 of frozen weights" in told
+    assert "1,024 in frozen weights" in told
 
 
 def test_frozen_layers_that_are_quantized_are_named():
@@ -277,12 +277,12 @@ def test_qat_leaves_factors_whose_product_is_computed_with_past_their_forward():
     net = Reading()
     found = notes(net, {"qat": {"scheme": "int8"}, "low_rank": {"rank": 2, "min_size": 0, "include": ["read", "body"]}})
     assert "qat: covers 75 % of" in found[1].replace("75.0", "75")
-    assert "25.0 % in 1 of Linear (Reading computes with its weight itself, " in found[1]
+    assert "25.0 % in 1 Linear (Reading computes with its weight itself, " in found[1]
 
 
 def test_fp8_leaves_what_is_computed_with_past_its_forward_and_tells():
     net = Reading()
     (note,) = notes(net, {"fp8": {"recipe": "tensorwise", "include": ["*"]}})
-    assert "25.0 % in 1 of Linear (Reading computes with its weight itself, " in note
+    assert "25.0 % in 1 Linear (Reading computes with its weight itself, " in note
     assert type(net.read) is nn.Linear
     assert type(net.body) is not nn.Linear
