@@ -305,7 +305,7 @@ def _onnx(report: Any) -> Iterator[str]:
     else:
         yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}."
     if report.relative_change is not None:
-        yield f"Integers between layers change the outputs by {report.relative_change:.2%}."
+        yield f"Keeping the values between layers as integers changes the outputs by {report.relative_change:.2%}."
     if report.float_activations:
         yield (
             f"{counted(len(report.float_activations), 'tensor')} between convolutions stay in float, and so do the "
@@ -317,7 +317,10 @@ def _onnx(report: Any) -> Iterator[str]:
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     yield f"Integer kernels that onnxruntime uses here: {nodes or 'none'}."
     if report.unsigned_weights and nodes:
-        yield "Weights are unsigned integers, exact without VNNI. With VNNI, --weight-codes signed is faster."
+        yield (
+            "Weights are unsigned integers, which every processor multiplies exactly. On a processor with VNNI, "
+            "--weight-codes signed is faster."
+        )
 
 
 def _program(report: Any) -> Iterator[str]:

@@ -73,7 +73,8 @@ class ForwardHook:
 def unseen(missed: str) -> TrainingError:
     """Return the error for a loss without a student forward before it; for `missed` see `ForwardHook`."""
     remedy = (
-        "set distill.student to the submodule that computes the logits, and call the module, not its forward method"
+        'set distill.student to the name of the submodule that computes the logits, such as "net", and call the '
+        "module, not its forward method"
     )
     if missed == "without gradients":
         remedy = (

@@ -398,9 +398,8 @@ class QuantizationAwareTraining(Technique):
             told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
         if (reached := report["beyond_range"]) is not None and reached["layers"]:
             told.append(
-                f"The inputs observed last reach beyond the range of {reached['layers']} of "
-                f"{counted(reached['of'], 'layer')}, by up to {reached['largest']:.1%} of its width. Values there are "
-                "clipped."
+                f"The latest inputs of {reached['layers']} of {counted(reached['of'], 'layer')} exceed the layer's "
+                f"range, by up to {100 * reached['largest']:.1f} % of its width. Values outside it are clipped."
             )
         if report["left_out"]:
             told.append(f"Left in float: {listed(report['left_out'], 3)}.")
