@@ -62,13 +62,16 @@ def notebook_of(page):
 def with_stored_outputs(page, name):
     """Return the page as a notebook with the outputs of an earlier run; None if the code is not the one that ran."""
     notebook, file = notebook_of(page), notebook_file(name)
-    earlier = nbformat.read(file, as_version=4).cells if file.exists() else []
-    ran = [cell for cell in earlier if cell.cell_type == "code"]
+    if not file.exists():
+        return None
+    earlier = nbformat.read(file, as_version=4)
+    ran = [cell for cell in earlier.cells if cell.cell_type == "code"]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if [cell.source for cell in ran] != [cell.source for cell in code]:
         return None
     for cell, old in zip(code, ran, strict=True):
         cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    notebook.metadata = earlier.metadata
     return notebook
 
 
