@@ -132,10 +132,13 @@ class Recipe(Mapping[str, TechniqueConfig]):
             elif key not in mine:
                 changes.append(f"without {key}, which the saved run had")
             elif _text(saved[key]) != _text(mine[key]):
-                changed = {
-                    name: value for name, value in mine[key].items() if _text(saved[key].get(name)) != _text(value)
-                }
-                changes.append(f"with other options of {key} than the saved run's: {changed}")
+                then = saved[key]
+                changed = (
+                    f"{name} is {value}, was {then.get(name)}"
+                    for name, value in mine[key].items()
+                    if _text(then.get(name)) != _text(value)
+                )
+                changes.append(f"with other options of {key} than the saved run's: {'; '.join(changed)}")
         return changes
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
