@@ -233,7 +233,7 @@ class ObservedRanges:
             raise CheckpointError(
                 "qat",
                 f"saved ranges and the layers quantized now differ in {odd}",
-                "resume with the include and skip of the saved run",
+                "resume with the scheme, include and skip of the saved run",
             )
         rows = torch.tensor([names.index(name) for name in self.rows], dtype=torch.int64)
         self.bank.load_state_dict(state, rows)
