@@ -237,7 +237,7 @@ def select_layers(
     if not layers and all(id(module) in inside for _, module in linear):
         only = ", ".join(whole)
         rule = f"only linear layers can be adapted, but {type(model).__name__} has only {only}, which is trained whole"
-        rule += f" ({convolutions} convolutions get no adapters)" if convolutions else ""
+        rule += " (convolutions get no adapters)" if convolutions else ""
         remedy = f"write --lora_include '{only}' to adapt it, or freeze the rest yourself and train without lora"
         raise MatchError("lora", rule, remedy)
     if not layers:
