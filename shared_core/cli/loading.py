@@ -149,7 +149,7 @@ def check_model(name: str, where: str, asked: str = "MODEL") -> None:
     """Raise an error if a name is neither a folder nor ``module:function`` of a module that exists."""
     if Path(name).is_dir():
         return
-    told = f"{asked} must be module:function, file.py:function, or a model folder where it takes one, got {name!r}"
+    told = f"{asked} must be module:function, file.py:function, or an existing model folder, got {name!r}"
     require(":" in name, where, told, "check the path, or write my_module.py:build for build of that file")
     check_function(name, f"{where}: {asked}")
 

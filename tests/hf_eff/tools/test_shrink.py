@@ -223,7 +223,7 @@ def test_the_command_refuses_what_is_no_model(run, tmp_path):
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match=r"empty must be a model that .* must name a class of .*, got None"):
         run("empty", "--out", "small")
-    with pytest.raises(ConfigError, match=r"or a model folder .*, got 'models/nobody'"):
+    with pytest.raises(ConfigError, match=r"or an existing model folder, got 'models/nobody'"):
         run("models/nobody", "--out", "small")
     with pytest.raises(ConfigError, match="--weights must be left out"):
         run("model", "--out", "small", "--weights", "model")
