@@ -202,7 +202,8 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path):
     page = ROOT / "README.md"
     for block in blocks(page, "python"):
         if SCRIPT.match(block):
-            (tmp_path / block[2 : block.index("\n")]).write_text(block.replace("num_train_epochs=15", "max_steps=60, save_steps=30"))
+            shorter = block.replace("num_train_epochs=15", "max_steps=60, save_steps=30")
+            (tmp_path / block[2 : block.index("\n")]).write_text(shorter)
     asked = [words for words in commands(page) if words[:2] in (["eff", "run"], ["eff", "export"], ["eff", "report"])]
     for _, *words in asked:
         words = [word.replace("checkpoint-500", "checkpoint-30") for word in words]
