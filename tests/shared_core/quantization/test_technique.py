@@ -55,7 +55,7 @@ def test_the_receipt_says_how_far_the_last_inputs_exceed_their_range(range):
     found = [entry["beyond"] for entry in report["per_layer"]]
     assert report["beyond_range"] == {"layers": sum(map(bool, found)), "of": 2, "largest": max(found)}
     told = " ".join(run.technique.summary({**report, "began_at_step": 0}))
-    assert (f"{max(found):.1%}" in told) == (max(found) > 0)
+    assert (f"{100 * max(found):.1f} %" in told) == (max(found) > 0)
     run.technique.after_step(run.context, True)
     assert run.technique.report()["beyond_range"] is None
 
