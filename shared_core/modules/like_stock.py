@@ -1,13 +1,15 @@
 """Recognize classes of users and libraries that compute what a stock layer of torch computes, by their operations.
 
 The forward runs on a small layer that has only what the stock class has, beside the stock forward. It counts as the
-same if both run the same operations on the same tensors, and if it reads no attribute that the stock class lacks.
+same if both run the same operations on the same tensors, and if it reads no attribute that the stock class lacks, also
+with weights of eight bits, for which layers of quantized models have other code.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+_NARROW = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _Build = Callable[[], nn.Module]
 
@@ -79,7 +82,7 @@ def _steps(kind: type[nn.Module], base: type[nn.Module], parts: tuple[tuple[str,
     found: set[tuple[str, ...]] = set()
     for (build, inputs), training in itertools.product(_norm_cases(base), (True, False)):
         theirs, mine = _trace(build, inputs, training), _trace(build, inputs, training, kind, dict(parts))
-        if theirs is None or mine is None:
+        if isinstance(theirs, str) or isinstance(mine, str):
             return None
         (calls, value), (all_calls, result) = theirs, mine
         steps = tuple(name for name, _ in all_calls[len(calls) :] if isinstance(name, str))
@@ -103,6 +106,8 @@ def _linear_cases() -> Iterator[tuple[_Build, Tensor]]:
             for dtype in (torch.float32, torch.bfloat16):
                 yield functools.partial(build, dtype), torch.ones(shape, dtype=dtype, device="cpu")
         yield functools.partial(build, torch.float32), torch.ones(2, 3, dtype=torch.bfloat16, device="cpu")
+        for dtype in _NARROW:
+            yield functools.partial(_narrowed, build, dtype), torch.ones(2, 3, dtype=torch.float32, device="cpu")
 
 
 def _convolution_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
@@ -114,6 +119,15 @@ def _convolution_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
             build = functools.partial(base, 4, 6, 3, device="cpu", dtype=dtype, **options)
             for side in (6, 9):
                 yield build, torch.ones(2, 4, *[side] * (place % 3 + 1), dtype=of_inputs, device="cpu")
+        for dtype in _NARROW:
+            build = functools.partial(_narrowed, functools.partial(base, 4, 6, 3, device="cpu", **options), dtype)
+            yield build, torch.ones(2, 4, *[6] * (place % 3 + 1), dtype=torch.float32, device="cpu")
+
+
+def _narrowed(build: Callable[..., Any], dtype: torch.dtype) -> nn.Module:
+    layer: Any = build(dtype=torch.float32)
+    layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
+    return layer  # type: ignore[no-any-return]
 
 
 def _norm_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
@@ -130,34 +144,38 @@ def _trace(
     training: bool,
     kind: type[nn.Module] | None = None,
     parts: Mapping[str, bool] | None = None,
-) -> tuple[list[Any], Any] | None:
-    """Return (operations, result) of a layer's forward, or of that of a derived class; None if it fails.
+) -> tuple[list[Any], Any] | str:
+    """Return (operations, result) of a layer's forward, or of that of a derived class; ``"fails"`` or ``"strays"``.
 
     `parts` are the submodules of that class, and whether they are there.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    quiet = warnings.catch_warnings()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False), quiet:
         layer: Any = build().train(training)
         recorder = _Recorder(layer, inputs)
         if parts:
             layer._modules |= {name: _Step(name, recorder) if there else None for name, there in parts.items()}
         try:
+            warnings.simplefilter("ignore")  # the layer is only looked at
             if kind is not None:
                 layer.__class__ = _watched(kind, {*dir(layer)}, recorder)
             with recorder:
                 result = layer.forward(inputs)
         except Exception:  # a user's forward may need anything
-            return None
-    return None if recorder.strayed else (recorder.calls, recorder.name(result))
+            return "strays" if recorder.strayed else "fails"
+    return "strays" if recorder.strayed else (recorder.calls, recorder.name(result))
 
 
 def _watched(kind: type[nn.Module], known: set[str], recorder: _Recorder) -> type[nn.Module]:
-    """Return a class derived from a user's that notes if it reads other attributes than known ones and its methods."""
+    """Return a class derived from a user's that stops where it reads attributes other than these and its methods."""
     methods = (FunctionType, staticmethod, classmethod)
     defined = (entry for each in kind.__mro__ for entry in vars(each).items())
     allowed = known | {name for name, value in defined if isinstance(value, methods)}
 
     def look_up(self: Any, name: str) -> Any:
-        recorder.strayed |= name not in allowed
+        if name not in allowed:
+            recorder.strayed = True
+            raise LookupError(name)  # before it says anything, such as that this layer is not complete
         return kind.__getattribute__(self, name)
 
     return type(kind.__name__, (kind,), {"__getattribute__": look_up, "__module__": kind.__module__})
