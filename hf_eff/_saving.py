@@ -295,12 +295,12 @@ class Loading:
 
     def _load_renamed(self, folder: Path) -> None:
         # FSDP has its own files, under the model's own names
-        if self.session.context is None or self._trainer.is_fsdp_enabled:
-            return
-        if load_renamed_(self.session.context.model, folder):
-            self.session.note(
-                f"{folder} names the weights differently than the model. They were loaded all the same, so ignore "
-                "transformers' warnings about missing and unexpected keys"
+        context = self.session.context
+        if context is not None and not self._trainer.is_fsdp_enabled and load_renamed_(context.model, folder):
+            # said, not noted: the receipt is that of a run that never stopped
+            context.services.say(
+                f"efftrain: {folder} names the weights differently than the model. They were loaded all the same, so "
+                "ignore transformers' warnings about missing and unexpected keys"
             )
 
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
