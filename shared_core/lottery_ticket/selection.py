@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import fill_, whole
 from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.modules.matching import match_modules
+from shared_core.modules.weight_views import CONVOLUTIONS
 from shared_core.pruning.config import MOST_OF_WEIGHTS
 from shared_core.pruning.scorers import Magnitude
 from shared_core.pruning.selection import RankedScores, count_kept, layer_limits, prune_mask, prune_masks
 from shared_core.pruning.targets import prunable_types
-
-_CONVOLUTIONS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
 
 
 def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: LotteryConfig) -> dict[str, float]:
@@ -32,7 +29,7 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Lott
     half = config.rate / 2 if config.output_rate is None else config.output_rate
     conv = config.rate if config.conv_rate is None else config.conv_rate
     return {
-        name: half if module is output else conv if isinstance(module, _CONVOLUTIONS) else config.rate
+        name: half if module is output else conv if isinstance(module, CONVOLUTIONS) else config.rate
         for name, module in modules.items()
     }
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_CONVOLUTIONS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
+from shared_core.modules.weight_views import CONVOLUTIONS
+
 _NARROW = (torch.float8_e4m3fn, torch.int8, torch.uint8)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _Build = Callable[[], nn.Module]
 
 
@@ -42,7 +41,7 @@ def computes_like(kind: type[nn.Module], base: type[nn.Module]) -> bool:
         >>> computes_like(Wrapped, nn.Linear), computes_like(Scaled, nn.Linear)
         (True, False)
     """
-    if not _is_judged(kind, base) or (base is not nn.Linear and base not in _CONVOLUTIONS):
+    if not _is_judged(kind, base) or (base is not nn.Linear and base not in CONVOLUTIONS):
         return False
     cases = _linear_cases() if base is nn.Linear else _convolution_cases(base)
     # if types differ both fail, else the class casts
@@ -68,9 +67,9 @@ def steps_after_norm(module: nn.Module) -> tuple[str, ...] | None:
         (('act',), (), None)
     """
     kind: Any = type(module)
-    if kind in _NORMS:
+    if kind in NORMS:
         return ()
-    base = next((base for base in _NORMS if issubclass(kind, base)), None)
+    base = next((base for base in NORMS if issubclass(kind, base)), None)
     parts = tuple((name, child is not None) for name, child in module._modules.items())
     return None if base is None else _steps(kind, base, parts)
 
@@ -111,7 +110,7 @@ def _linear_cases() -> Iterator[tuple[_Build, Tensor]]:
 
 
 def _convolution_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
-    place = _CONVOLUTIONS.index(base)
+    place = CONVOLUTIONS.index(base)
     padded: dict[str, Any] = {"padding": 1, **({"padding_mode": "circular"} if place < 3 else {"output_padding": 1})}
     types = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
     for options in ({"stride": 2}, {"dilation": 2, "groups": 2, "bias": False}, {"stride": 2, **padded}):
@@ -124,14 +123,14 @@ def _convolution_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
             yield build, torch.ones(2, 4, *[6] * (place % 3 + 1), dtype=torch.float32, device="cpu")
 
 
-def _narrowed(build: Callable[..., Any], dtype: torch.dtype) -> nn.Module:
-    layer: Any = build(dtype=torch.float32)
-    layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
-    return layer  # type: ignore[no-any-return]
+def _narrowed(build: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
+    layer = build(dtype=torch.float32)
+    layer.weight = nn.Parameter(layer.get_parameter("weight").detach().to(dtype), requires_grad=False)
+    return layer
 
 
 def _norm_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
-    shapes = ((4, 3), (4, 3, 2)) if base is nn.BatchNorm1d else ((4, 3, *[2] * (_NORMS.index(base) + 1)),)
+    shapes = ((4, 3), (4, 3, 2)) if base is nn.BatchNorm1d else ((4, 3, *[2] * (NORMS.index(base) + 1)),)
     for shape in shapes:
         for momentum, affine in ((0.1, True), (None, False)):
             build = functools.partial(base, 3, 1e-5, momentum, affine, device="cpu", dtype=torch.float32)
@@ -191,7 +190,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, Any] = {id(inputs): "inputs"}
         self._names |= {id(value): f"own {name}" for name, value in (layer._parameters | layer._buffers).items()}
         self._alive: list[Any] = []  # so that no id is reused
-        self._is_paused = False
 
     def name(self, value: Any) -> Any:
         """Return the name of a tensor. One that comes from elsewhere is equal to no other."""
@@ -200,16 +198,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self, name: str, value: Tensor) -> Tensor:
         """Record the call of a submodule, and return its result."""
         self.calls.append((name, self.name(value)))
-        self._is_paused = True
-        result = value.clone()
-        self._is_paused = False
+        with _disable_current_modes():  # what the submodule computes is not recorded
+            result = value.clone()
         self._names[id(result)] = name
         self._alive.append(result)
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
         self.calls.append((func, tree_map_only(Tensor, self.name, (args, kwargs or {}))))
         result = func(*args, **(kwargs or {}))
         for place, leaf in enumerate(tree_leaves(result)):

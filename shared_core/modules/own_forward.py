@@ -12,14 +12,12 @@ from torch.utils._pytree import tree_leaves
 from shared_core.modules.calls import buffers_restored, modes_restored
 from shared_core.modules.like_stock import computes_like
 from shared_core.modules.matching import conv1d_kind, own_class
+from shared_core.modules.weight_views import CONVOLUTIONS
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
 UNKNOWN = "its custom forward does not run on a small input"
 
-_CONVOLUTIONS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
-_BASES = (nn.Linear, *_CONVOLUTIONS, nn.Embedding)
+_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding)
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul", "convolution", "mkldnn_linear", "_convolution",
 )  # fmt: skip
@@ -69,7 +67,7 @@ def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
     """
     kind: Any = own_class(module)
     is_own = not kind.__module__.startswith(("torch.", "shared_core."))
-    if not is_own or stock_kind(kind) is not None or not isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
+    if not is_own or stock_kind(kind) is not None or not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
         return None
     stored = module.weight.detach()
     with modes_restored(module), buffers_restored(module), torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -15,6 +15,7 @@ from shared_core.modules.experts import StackedExperts, expert_weights, output_a
 from shared_core.modules.matching import is_transformers_conv1d
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 _Conv = nn.modules.conv._ConvNd
 

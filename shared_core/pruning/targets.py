@@ -28,7 +28,7 @@ from shared_core.modules.matching import (
     weight_of,
 )
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
-from shared_core.modules.weight_views import input_axis, output_axis
+from shared_core.modules.weight_views import CONVOLUTIONS, input_axis, output_axis
 from shared_core.pruning.config import PruneConfig
 
 _FEW = 0.1
@@ -84,9 +84,7 @@ def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]
     return notes
 
 
-_TYPES: tuple[type[nn.Module], ...] = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
+_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 _PACKED: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 _NEVER_CALLED = (
     "attention reads this weight without calling the layer, so its inputs are not seen. Use criterion magnitude or "

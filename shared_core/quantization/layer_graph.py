@@ -16,17 +16,10 @@ from torch.utils._pytree import tree_leaves
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, nearest
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.own_forward import stock_kind
+from shared_core.modules.weight_views import CONVOLUTIONS
 
-LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-"""Layers that can be in a chain. Subclasses are excluded, because their forward is unknown."""
+LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
+"""Layers that can be in a chain. A subclass can if `stock_kind` takes it for one of them."""
 
 # these read metadata, not values
 _METADATA = frozenset(
