@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated, evaluating
-from shared_core.modules.like_stock import steps_after_norm
+from shared_core.modules.like_stock import NORMS, steps_after_norm
 from shared_core.modules.matching import change_class, plain_name, replaced
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
@@ -53,14 +53,19 @@ def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Modul
     return made
 
 
-def derived(prefix: str, mixin: type, kind: type[nn.Module], rebuild: Callable[..., Any]) -> type[nn.Module]:
-    """Create a class for a class found in a model. `rebuild(kind, mixin)` makes an empty layer of it when unpickled."""
+def derived(prefix: str, mixin: type, kind: type[nn.Module], again: Callable[..., Any]) -> type[nn.Module]:
+    """Create a class for a class found in a model. Layers of it are unpickled by the class `again(kind, mixin)`."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return (rebuild, (kind, mixin), *object.__reduce_ex__(self, protocol)[2:])
+        return (_empty, (again, kind, mixin), *object.__reduce_ex__(self, protocol)[2:])
 
     about = {"__doc__": f"{prefix} {kind.__name__}.", "__module__": __name__, "__reduce_ex__": reduce}
     return type(f"{prefix}{kind.__name__}", (mixin, kind), about)
+
+
+def _empty(again: Callable[..., type[nn.Module]], kind: type[nn.Module], mixin: type) -> nn.Module:
+    made = again(kind, mixin)
+    return made.__new__(made)
 
 
 @contextlib.contextmanager
@@ -262,18 +267,18 @@ class _PassedOn:
 
 FOLDED: dict[type[nn.Module], type[nn.Module]] = {
     kind: importable(f"Folded{kind.__name__}", (base, kind), __name__)
-    for base, kinds in ((FoldedLayer, LAYERS), (_PassedOn, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
+    for base, kinds in ((FoldedLayer, LAYERS), (_PassedOn, NORMS))
     for kind in kinds
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {folded: stock for stock, folded in FOLDED.items()}
 
 
-def _new(kind: type[nn.Module], mixin: type) -> Any:
-    """Return an empty layer of a class of the user's that computes what a stock class does."""
+def folded_kind(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
+    """Return the folded class of a layer or batch norm. One for a user's class is made once."""
     if kind not in FOLDED:
-        FOLDED[kind] = derived("Folded", mixin, kind, _new)
+        FOLDED[kind] = derived("Folded", mixin, kind, folded_kind)
         STOCK[FOLDED[kind]] = kind
-    return FOLDED[kind].__new__(FOLDED[kind])
+    return FOLDED[kind]
 
 
 def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer | None = None) -> Fold:
@@ -303,7 +308,7 @@ def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer
     if steps := steps_after_norm(batch_norm):
         vars(batch_norm)["steps_after"] = steps
     for module, mixin in ((layer, FoldedLayer), (batch_norm, _PassedOn)):
-        change_class(module, type(module), type(_new(type(module), mixin)))
+        change_class(module, type(module), folded_kind(type(module), mixin))
     return fold
 
 

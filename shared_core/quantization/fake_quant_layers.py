@@ -170,14 +170,15 @@ def know_layers(model: nn.Module) -> None:
         *((kind, FAKE_QUANT[base]) for kind in kinds if (base := stock_kind(kind)) in FAKE_QUANT),
     ]
     for kind, base in made:
-        _new(kind, base)
+        fake_quant_kind(kind, base)
 
 
-def _new(kind: type[nn.Module], mixin: type) -> Any:
+def fake_quant_kind(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
+    """Return the fake-quantizing class of a layer's class. One for a user's class is made once."""
     if kind not in FAKE_QUANT:
-        FAKE_QUANT[kind] = derived("FakeQuant", mixin, kind, _new)
+        FAKE_QUANT[kind] = derived("FakeQuant", mixin, kind, fake_quant_kind)
         STOCK[FAKE_QUANT[kind]] = kind
-    return FAKE_QUANT[kind].__new__(FAKE_QUANT[kind])
+    return FAKE_QUANT[kind]
 
 
 def conv1d_as_linear(model: nn.Module) -> nn.Module:
