@@ -163,14 +163,12 @@ class Context:
 
     def events_after(self, step: int) -> list[tuple[str, int, str]]:
         """Return the events planned after a step: recipe key, step and event."""
-        planned = ((key, event) for key, plan in self.plans.items() for event in plan.events)
-        return [(key, at, what) for key, (at, what) in planned if at is not None and at > step]
+        return [(key, at, what) for key, at, what in self.events if at is not None and at > step]
 
     @property
-    def ahead(self) -> list[tuple[str, int | None, str]]:
-        """The events still planned: recipe key, step (None: after training) and event."""
-        planned = ((key, event) for key, plan in self.plans.items() for event in plan.events)
-        return [(key, at, what) for key, (at, what) in planned if at is None or at > self.step]
+    def events(self) -> list[tuple[str, int | None, str]]:
+        """All planned events: recipe key, step (None: after training) and event."""
+        return [(key, at, what) for key, plan in self.plans.items() for at, what in plan.events]
 
     @property
     def first_usable_step(self) -> int:

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 def state_of(context: Context, recipe: Recipe, history: History, experts: ExpertUse) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
+    ahead = [(key, at, what) for key, at, what in context.events if at is None or at > context.step]
     unbaked = [(key, None, "its values are written into the weights") for key, _ in offering(context.techniques, Bakes)]
     return {
         "step": context.step, "skipped": context.skipped, "recipe": recipe.to_dict(),
         "generator": context.generator.get_state(), "history": history.state_dict(),
         "techniques": {key: technique.state_dict() for key, technique in context.techniques.items()},
-        "buffers": context.left_out.changed(), "experts": experts.state_dict(), "ahead": [*context.ahead, *unbaked],
+        "buffers": context.left_out.changed(), "experts": experts.state_dict(), "ahead": ahead + unbaked,
     }  # fmt: skip
 
 
