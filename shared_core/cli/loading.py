@@ -139,10 +139,10 @@ def check_function(name: str, where: str) -> None:
 def is_module(name: str) -> bool:
     """Return True if a module's package can be imported here. What it contains shows only when it is imported."""
     package = name.partition(".")[0]
+    if not package or package in sys.modules:
+        return bool(package)
     here = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd())])
-    return (
-        package in sys.modules or here is not None or (bool(package) and importlib.util.find_spec(package) is not None)
-    )
+    return bool(here or importlib.util.find_spec(package))
 
 
 def check_model(name: str, where: str, asked: str = "MODEL") -> None:
@@ -242,8 +242,8 @@ def tell_unfinished(path: Path) -> None:
     place = path.parent if is_weights and (path.parent / STATE_FILE).is_file() else path
     if not is_main() or (is_weights and place is path):
         return
+    is_baked = place.is_file()  # Lightning's files hold the weights that training would end with
     for state in sessions_at(place, with_tensors=False):
-        is_baked = place.is_file()  # Lightning's files hold the weights that training would end with
         keys = dict.fromkeys(key for key, at, _ in state.get("ahead", ()) if at is not None or not is_baked)
         if keys:
             told = f"{path} was saved at step {state['step']}, before {listed(keys)} finished."

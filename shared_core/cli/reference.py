@@ -225,9 +225,9 @@ def distributed_markdown() -> str:
         "DeepSpeed ZeRO 0–2": ("deepspeed",), "DeepSpeed ZeRO 3": ("deepspeed", "zero3"),
         "FSDP1": ("fsdp1",), "DataParallel": ("data_parallel",),
     }  # fmt: skip
-    lines = ["| strategy | techniques that are refused |", "|---|---|"]
+    lines, table = ["| strategy | techniques that are refused |", "|---|---|"], matrix()
     for strategy, ways in strategies.items():
-        rows = [(f"`{row['technique']}`", all(row[way] == "yes" for way in ways)) for row in matrix()]
+        rows = [(f"`{row['technique']}`", all(row[way] == "yes" for way in ways)) for row in table]
         works, refused = [name for name, fits in rows if fits], [name for name, fits in rows if not fits]
         told = f"all but {' and '.join(works)}" if works else "all"
         lines.append(f"| {strategy} | {told if len(works) < 3 else ', '.join(refused) or 'none'} |")

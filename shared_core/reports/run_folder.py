@@ -123,8 +123,9 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
 
 
 def _read_folder(run: RunFolder) -> None:
-    versions = _newest(run.path, "version_*") or _newest(run.path, "*/version_*")
-    versions = [run.path] if (run.path / RECEIPT_FILE).is_file() else versions
+    versions = [run.path]
+    if not (run.path / RECEIPT_FILE).is_file():
+        versions = _newest(run.path, "version_*") or _newest(run.path, "*/version_*")
     home = next((at for at in versions if any(any(at.glob(name)) for name in (RECEIPT_FILE, _LOG, EVENTS))), None)
     home = home or run.path
     if len(versions) > 1:
