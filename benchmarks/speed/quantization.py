@@ -221,14 +221,45 @@ def of_one_row(width: int, rounds: int) -> list[Row]:
     return inference(layers, torch.randn(1, width), what, rounds, compiled=False, calls_a_round=5)
 
 
-def forward_of(model: nn.Module, inputs: Tensor, compiled: bool) -> Callable[[], Tensor]:
+def of_recurrent(width: int, rounds: int) -> list[Row]:
+    """Return a row for each recurrent layer beside float and torch.ao: one sequence of 50 steps."""
+    rows, inputs = [], torch.randn(50, 1, width)
+    for kind in (nn.LSTM, nn.GRU):
+        torch.manual_seed(0)
+        plain = nn.Sequential(kind(width, 2 * width)).eval()
+        models = {
+            "ours": convert(quantize(plain, "int8_dynamic"), backend="auto"),
+            "float": plain,
+            "torch.ao": torch.ao.quantization.quantize_dynamic(copy.deepcopy(plain), {kind}),
+        }
+        calls = {name: forward_of(model, inputs, False) for name, model in models.items()}
+        times, outputs = (
+            interleaved(calls, rounds=rounds, calls=5, warmup=3),
+            {n: call()[0] for n, call in calls.items()},
+        )
+        error = {name: ((y - outputs["float"]).norm() / outputs["float"].norm()).item() for name, y in outputs.items()}
+        beside = ratio(times, "ours", "torch.ao")
+        rows.append(
+            Row(
+                f"int8 dynamic inference of {kind.__name__}, {width} to {2 * width}, 50 steps of one sequence",
+                f"{milliseconds(times, 'ours')}, error {error['ours']:.4f}",
+                f"float {milliseconds(times, 'float')}, torch.ao {milliseconds(times, 'torch.ao')}, error "
+                f"{error['torch.ao']:.4f}",
+                f"{beside.text()} of torch.ao, {ratio(times, 'ours', 'float').text()} of float",
+                target="<= 1.10 of torch.ao",
+                met=beside.median <= 1.1,
+            )
+        )
+    return rows
+
+
+def forward_of(model: nn.Module, inputs: Tensor, compiled: bool) -> Callable[[], Any]:
     # an option of this call alone: the weights become constants, packed once
     call = torch.compile(model, options={"freezing": True}) if compiled else model
 
     @torch.no_grad()
-    def forward() -> Tensor:
-        output: Tensor = call(inputs)
-        return output
+    def forward() -> Any:
+        return call(inputs)
 
     return forward
 
@@ -237,11 +268,16 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     if quick:
-        return [*cost(96, 128, rounds=2), *of_transformer(96, 128, rounds=2, compiled=False), *of_one_row(64, rounds=2)]
+        return [
+            *cost(96, 128, rounds=2),
+            *of_transformer(96, 128, rounds=2, compiled=False),
+            *of_one_row(64, rounds=2),
+            *of_recurrent(32, 2),
+        ]
     rows = [*cost(384, 256, rounds=9), *cost(384, 2048, rounds=3), *compiled_cost(384, 256, rounds=15)]
     for tokens, compiled in ((512, False), (512, True), *(((64, False), (64, True)) if more else ())):
         rows += of_transformer(384, tokens, rounds=15, compiled=compiled)
-    rows += of_one_row(1024, rounds=15)
+    rows += [*of_one_row(1024, rounds=15), *of_recurrent(256, rounds=15)]
     return rows + (compiled_cost(384, 2048, rounds=5, beside=SCHEMES) if more else [])
 
 

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from shared_core.modules.calls import buffers_restored, modes_restored
 from shared_core.modules.like_stock import computes_like
 from shared_core.modules.matching import conv1d_kind, own_class
-from shared_core.modules.weight_views import CONVOLUTIONS
+from shared_core.modules.weight_views import CONVOLUTIONS, RECURRENT
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
 UNKNOWN = "its custom forward does not run on a small input"
 
-_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding)
+_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding, *RECURRENT)
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul", "convolution", "mkldnn_linear", "_convolution",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eff_kernels.quantization.integer_linear import integer_linear, pack
 
-_Kernel = Literal["linear", "convolution", "matmul"]
+_Kernel = Literal["linear", "convolution", "matmul", "recurrent"]
 
 # Long enough for a kernel to use its wide instructions, small enough to cost nothing.
 _INPUTS, _OUTPUTS = 64, 32
@@ -30,8 +30,8 @@ def sums_exactly(kernel: _Kernel) -> bool:
     lacks counts as exact, one that fails does not.
 
     Args:
-        kernel: ``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, or ``torch._int_mm`` on
-            a CPU.
+        kernel: ``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, ``torch._int_mm`` on a
+            CPU, or FBGEMM's product in ``torch.quantized_lstm``, which needs FBGEMM as the quantized engine.
 
     Example:
         >>> sums_exactly("linear") in (True, False)
@@ -81,4 +81,18 @@ def _matmul() -> bool:
     )
 
 
-_PROBES: dict[str, Callable[[], bool]] = {"linear": _linear, "convolution": _convolution, "matmul": _matmul}
+def _recurrent() -> bool:
+    scale, zeros = _ones().double(), torch.zeros(_OUTPUTS, dtype=torch.long, device="cpu")
+    weight = torch._make_per_channel_quantized_tensor(_filled(127, _OUTPUTS, _INPUTS), scale, zeros, 0)
+    packed = torch.ops.quantized.linear_prepack(weight, None)
+    # values from 0 to 255 get a step of 1: code 255
+    codes = (torch.full((rows, _INPUTS), 255.0, device="cpu") for rows in _ROWS)
+    return all(bool((torch.ops.quantized.linear_dynamic(x, packed) == 255 * 127 * _INPUTS).all()) for x in codes)
+
+
+_PROBES: dict[str, Callable[[], bool]] = {
+    "linear": _linear,
+    "convolution": _convolution,
+    "matmul": _matmul,
+    "recurrent": _recurrent,
+}

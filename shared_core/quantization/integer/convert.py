@@ -34,9 +34,11 @@ from shared_core.quantization.integer.layers import (
     IntegerLayer,
     IntEmbedding,
     IntLinear,
+    PackedLayer,
     channel_codes,
 )
-from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLayer, OneDnnLinear, OneDnnTokenLinear
+from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLinear, OneDnnTokenLinear
+from shared_core.quantization.integer.recurrent import PackedRecurrent
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.saved_ranges import (
     apply_ranges,
@@ -62,7 +64,8 @@ def convert(
     The reference is exact and portable, not fast. ``backend="torchao"`` runs linear layers on int8 kernels with equal
     codes if their inputs have a range or are quantized per token: oneDNN's on CPUs, which sum the same integers,
     torchao's elsewhere. Linear layers with only int8 weights, or int4 weights on CPUs, run on torchao's kernels too,
-    and 2-d convolutions on CPUs on oneDNN's. Other layers stay on the reference: see `conversion_report`.
+    and 2-d convolutions on CPUs on oneDNN's. LSTM and GRU with ``int8_dynamic`` run on FBGEMM's, which quantizes states
+    too (`PackedRecurrent`). Other layers stay on the reference: see `conversion_report`.
     On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``
     under `torch.no_grad`. This changes no settings of other models.
 
@@ -197,7 +200,7 @@ class TorchaoLinear(nn.Linear):
         return y[:rows].view(*input.shape[:-1], self.out_features)
 
 
-ON_INTEGERS = (IntegerLayer, TorchaoLinear, OneDnnLayer)
+ON_INTEGERS = (IntegerLayer, TorchaoLinear, PackedLayer)
 """The classes of layers that compute on integers, or on torchao's kernels."""
 
 
@@ -217,6 +220,12 @@ def to_torchao(model: nn.Module) -> nn.Module:
                 module.stays_because = why  # type: ignore[assignment]
             else:
                 OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d"))
+        elif stock_kind(STOCK.get(type(module), nn.Module)) in (nn.LSTM, nn.GRU):
+            scheme = saved_scheme(layer_entry(module) or {}, WHERE)
+            if why := PackedRecurrent.why_not(module, scheme):  # type: ignore[arg-type]
+                module.stays_because = why  # type: ignore[assignment]
+            else:
+                made[module] = PackedRecurrent(module, scheme)  # type: ignore[arg-type]
     return replaced(model, made)
 
 
@@ -399,7 +408,7 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, TorchaoLinear):
             kind, kernel = "Linear", module.kernel
-        elif isinstance(module, OneDnnLayer):
+        elif isinstance(module, PackedLayer):
             kind, kernel = module.kind, module.kernel
         elif isinstance(module, IntegerLayer):
             kind, kernel = type(module).__name__.removeprefix("Int"), "reference: integers, summed in float64"

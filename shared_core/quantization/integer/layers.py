@@ -66,6 +66,42 @@ class CodeModule(nn.Module):
         return self
 
 
+class PackedLayer(CodeModule):
+    """Base class of layers that also hold weight codes in the layout of a CPU's kernel, while they are on a CPU."""
+
+    kind: str
+    """The stock layer's name."""
+    kernel: str
+    """The kernel, as `conversion_report` names it."""
+    _packed: Any
+
+    @classmethod
+    def take(cls, module: Any, kernel: str) -> Self:
+        """Change a converted layer's class to this one and return it. Its buffers stay as they are."""
+        module.__class__ = cls
+        taken: Self = module
+        taken.kernel = kernel
+        taken._pack()
+        return taken
+
+    @abc.abstractmethod
+    def _pack(self) -> None: ...
+
+    def _runs(self, input: Tensor) -> bool:
+        return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packed": None}  # a kernel's layout can be neither copied nor saved
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._pack()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._pack()
+
+
 class IntegerLayer(CodeModule):
     """Base class of integer layers with weight codes, scales and a float bias. Quantizes its input.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,47 +11,11 @@ from eff_kernels.quantization.group import group_codes, group_qparams
 from eff_kernels.quantization.integer_linear import integer_linear, pack
 from torch import Tensor
 
-from shared_core.quantization.integer.layers import CodeModule, IntConv2d, IntLinear
+from shared_core.quantization.integer.layers import IntConv2d, IntLinear, PackedLayer
 
 # 2 M values at a time stay in cache while they are rounded, clamped and converted.
 _PART = 1 << 21
 LOWEST = -128  # shifts signed codes to unsigned ones, which the processor's instructions take
-
-
-class OneDnnLayer(CodeModule):
-    """Base class of layers that also hold weight codes in oneDNN's layout while they are on a CPU."""
-
-    kind: ClassVar[str]
-    """The stock layer's name."""
-    kernel: str
-    """The kernel, as `conversion_report` names it."""
-    _packed: Any
-
-    @classmethod
-    def take(cls, module: Any, kernel: str) -> Self:
-        """Change a converted layer's class to this one and return it. Its buffers stay as they are."""
-        module.__class__ = cls
-        taken: Self = module
-        taken.kernel = kernel
-        taken._pack()
-        return taken
-
-    @abc.abstractmethod
-    def _pack(self) -> None: ...
-
-    def _runs(self, input: Tensor) -> bool:
-        return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_packed": None}  # oneDNN's layout can be neither copied nor saved
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pack()
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._pack()
 
 
 def in_parts(x: Tensor) -> tuple[Tensor, ...]:
@@ -115,7 +77,7 @@ def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
     return output
 
 
-class OneDnnConv2d(OneDnnLayer, IntConv2d):
+class OneDnnConv2d(PackedLayer, IntConv2d):
     """An `IntConv2d` on oneDNN: int8 products, sums in 32-bit integers, output in float.
 
     Sums equal those of the reference, so outputs differ only by float rounding. An example with
@@ -162,7 +124,7 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         return keep_nan_(y, x, (1, 2, 3)).to(input.dtype)
 
 
-class _OneDnnLinear(OneDnnLayer):
+class _OneDnnLinear(PackedLayer):
     kind = "Linear"
     bias: Tensor | None
 
