@@ -316,6 +316,11 @@ def _onnx(report: Any) -> Iterator[str]:
         )
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     yield f"Integer kernels that onnxruntime uses here: {nodes or 'none'}."
+    if report.milliseconds is not None:
+        integers, floats = report.milliseconds
+        told = f"{integers:.3g} ms for the example inputs, {floats:.3g} ms in float"
+        slow = "Integers are slower than float on this machine: " if integers > floats else "On this machine: "
+        yield f"{slow}{told}."
     if report.unsigned_weights and nodes:
         yield (
             "Weights are unsigned integers, which every processor multiplies exactly. On a processor with VNNI, "

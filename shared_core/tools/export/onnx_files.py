@@ -409,7 +409,7 @@ def _bounds(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
         bound: tuple[float, float] | None = None
         if node.op_type == "Conv":
             bound = outputs.get(_layer_of(node))
-        elif _is_activation(node.outputs[0]):
+        elif is_activation(node.outputs[0]):
             scale, zero_point = (float(value.const_value.numpy()) for value in node.inputs[1:])
             bound = (scale * -zero_point, scale * (255 - zero_point))
         elif node.op_type != "DequantizeLinear":
@@ -466,7 +466,8 @@ def _is_code(value: Any) -> bool:
     return value.producer() is not None and value.producer().op_type == "DequantizeLinear"
 
 
-def _is_activation(value: Any) -> bool:
+def is_activation(value: Any) -> bool:
+    """Return True if a tensor is dequantized codes of an activation."""
     # an embedding's codes come out of a Gather
     maker = value.producer().inputs[0].producer() if _is_code(value) else None
     return maker is not None and maker.op_type in ("QuantizeLinear", "Clip")
@@ -474,15 +475,15 @@ def _is_activation(value: Any) -> bool:
 
 def _is_integer_convolution(node: Any) -> bool:
     """Return True if input, weight and the bias, if any, are codes."""
-    return node.op_type == "Conv" and _is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
+    return node.op_type == "Conv" and is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
 
 
 def _joins_codes(node: Any) -> bool:
     """Return True if all inputs of an operator of `_JOINS` are codes, or can be made so."""
-    if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
+    if node.op_type not in _JOINS or not any(map(is_activation, node.inputs)):
         return False
     # All inputs must be codes. Otherwise onnxruntime leaves the sum in float and dequantizes each.
-    others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
+    others = {value: _quantizer_of(value) for value in node.inputs if not is_activation(value)}
     if None in others.values():
         return False
     for value, quantizer in others.items():
@@ -490,7 +491,7 @@ def _joins_codes(node: Any) -> bool:
     return True
 
 
-def _constant(graph: Any, name: str, array: Any) -> Any:
+def constant(graph: Any, name: str, array: Any) -> Any:
     """Return the graph's constant of this name, created from the array if missing."""
     import onnx_ir
 
@@ -518,7 +519,7 @@ def _round_bias(graph: Any, convolution: Any) -> None:
         "scale": step.astype(np.float32),
         "zero_point": np.zeros(len(step), np.int32),
     }
-    inputs = [_constant(graph, f"{name}_{kind}", array) for kind, array in arrays.items()]
+    inputs = [constant(graph, f"{name}_{kind}", array) for kind, array in arrays.items()]
     rounded = onnx_ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[onnx_ir.val(name)])
     graph.insert_before(convolution, rounded)
     convolution.replace_input_with(2, rounded.outputs[0])
@@ -659,8 +660,8 @@ def make_unsigned_(model: Any) -> bool:
         zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
         node.resize_inputs(3 + place)
         # adds 128 modulo 256, in one pass
-        node.replace_input_with(place, _constant(graph, name, codes.view(np.uint8) ^ np.uint8(128)))
-        node.replace_input_with(2 + place, _constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
+        node.replace_input_with(place, constant(graph, name, codes.view(np.uint8) ^ np.uint8(128)))
+        node.replace_input_with(2 + place, constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
         changed = True
     RemoveUnusedNodesPass()(model)
     return changed

@@ -103,7 +103,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
 
     def to_quantize(x: Any, scale: Any, zero_point: Any, bits: int) -> Any:
         codes = opset.QuantizeLinear(x, scale, zero_point)
-        # uint8 saturates at 255; fewer bits need a Clip, which `_is_activation` treats as part of the codes.
+        # uint8 saturates at 255; fewer bits need a Clip, which `is_activation` treats as part of the codes.
         return codes if bits == 8 else opset.Clip(codes, byte(0), byte(2**bits - 1))
 
     def to_dequantize(codes: Any, scale: Any, zero_point: Any = None, axis: int = 0, block: int = 0) -> Any:
