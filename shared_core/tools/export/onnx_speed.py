@@ -12,7 +12,7 @@ import numpy as np
 from shared_core.tools.export.onnx_files import constant, feeds, is_activation, session_of
 
 _LARGEST = 2**30  # bytes of the float file
-_SECONDS, _FEWEST = 0.5, 5
+_SECONDS, _FEWEST = 0.2, 5
 
 
 def milliseconds(file: Path, folder: Path, inputs: Any) -> tuple[float, float] | None:
