@@ -53,6 +53,7 @@ from shared_core.tools.export.onnx_layers import (
     to_export_recurrent,
     translations,
 )
+from shared_core.tools.export.onnx_padding import fold_padding_
 from shared_core.tools.export.onnx_speed import milliseconds
 from shared_core.tools.export.source import (
     arguments,
@@ -253,6 +254,7 @@ def export_onnx(
             exported, left, outputs = _exportable(reference, names, example_inputs, exact_bias)
             groups = repeated_blocks(exported, plain(example_inputs)) if once else []
             program, shapes = _export(exported, example_inputs, opset, dynamic_batch, dynamic_length, groups)
+            fold_padding_(program.model)
             # The second round runs only if the first found something to change.
             unsigned = unsigned and make_unsigned_(program.model)
             program.save(file)
