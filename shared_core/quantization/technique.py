@@ -20,7 +20,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import UNHELD, own_class, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
-from shared_core.modules.weight_views import TRANSPOSED, weights_of
+from shared_core.modules.weight_views import weights_of
 from shared_core.printing import counted, listed
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import find_folds, own_parameters, relative
@@ -129,8 +129,7 @@ class QuantizationAwareTraining(Technique):
         return [
             name
             for name, module in self.layers.items()
-            if isinstance(module, nn.modules.conv._ConvNd) and not isinstance(module, TRANSPOSED)
-            if self.schemes[name].input == "static"
+            if isinstance(module, nn.modules.conv._ConvNd) and self.schemes[name].input == "static"
         ]
 
     def leave_unheld(self, context: Context) -> Touched:

@@ -278,7 +278,12 @@ def _sums_integers(kind: str) -> bool:
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
 # onnxruntime computes these on codes if inputs and output are quantized. SiLU is a Sigmoid and a Mul: in float between
 # integer convolutions, it made EfficientNet-B0 slower than the float model.
-_JOINS = frozenset({"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul", "Sigmoid"})
+_JOINS = frozenset({"Add", "AveragePool", "Concat", "GlobalAveragePool", "LeakyRelu", "Mul", "Sigmoid"})
+# Their results are some of their input's values, so its codes stay.
+_MOVES = frozenset({
+    "DepthToSpace", "Flatten", "MaxPool", "Reshape", "Resize", "Slice", "SpaceToDepth", "Split", "Squeeze", "Transpose",
+    "Unsqueeze",
+})  # fmt: skip
 
 
 Codes = dict[str, tuple[float, int]]
@@ -343,14 +348,21 @@ def _add_quantizers(graph: Any, bounds: Ranges | None) -> list[Any]:
     `bounds` has the tensors whose range is known, which alone get one; None: all do, and are measured later.
     """
     new: list[Any] = []
+
+    def is_known(value: Any) -> bool:
+        return bounds is None or value.name in bounds or not _needs_quantizer(value)
+
     # A copy of the nodes, since some are added during the loop.
     for node in tuple(graph):
+        if _moves_codes(node):
+            for value in node.outputs:
+                _let_read(value, _add_quantizer(graph, value, node.inputs[0].producer().inputs[1:]))
+            continue
         integer = _is_integer_convolution(node)
         if not integer and node.op_type not in _JOINS:
             continue
         end = _end_of(node.outputs[0])
-        is_known = bounds is None or end.name in bounds or not _needs_quantizer(end)
-        if is_known and (integer or _joins_codes(node)):
+        if is_known(end) and (integer or _joins_codes(graph, node, is_known, new)):
             if integer:
                 _round_bias(graph, node)
             _hand_on_codes(graph, end, new)
@@ -389,10 +401,7 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
     return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
 
 
-_SAME = frozenset({
-    "AveragePool", "Flatten", "GlobalAveragePool", "Identity", "LeakyRelu", "MaxPool", "ReduceMean", "Reshape", "Slice",
-    "Squeeze", "Transpose", "Unsqueeze",
-})  # fmt: skip
+_SAME = _MOVES | {"AveragePool", "GlobalAveragePool", "Identity", "LeakyRelu", "ReduceMean"}
 """Operators whose values lie in the range of their first input, widened to contain 0."""
 _SMALLEST, _SMALLEST_SILU = {"Relu": 0.0, "Gelu": -0.17, "HardSwish": -0.375}, -0.2785
 _GATES = frozenset({"HardSigmoid", "Sigmoid", "Softmax"})
@@ -407,7 +416,7 @@ def _bounds(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
     found: dict[Any, tuple[float, float]] = {}
     for node in graph:
         bound: tuple[float, float] | None = None
-        if node.op_type == "Conv":
+        if node.op_type in ("Conv", "ConvTranspose"):
             bound = outputs.get(_layer_of(node))
         elif is_activation(node.outputs[0]):
             scale, zero_point = (float(value.const_value.numpy()) for value in node.inputs[1:])
@@ -416,14 +425,14 @@ def _bounds(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
             known = [None if value is None else found.get(value) or _of_constant(value) for value in node.inputs]
             bound = _bound(node, known) if known and known[0] is not None else None
         if bound is not None:
-            found[node.outputs[0]] = bound
+            found |= dict.fromkeys(node.outputs, bound)
     return found
 
 
 def _bound(node: Any, known: Sequence[Any]) -> tuple[float, float] | None:
     """Return the bounds of an operator's result from those of its inputs; None if it has no rule."""
     kind, (low, high) = node.op_type, known[0]
-    if kind in _SAME:
+    if kind in _SAME and _takes_nearest(node):
         return min(low, 0.0), max(high, 0.0)
     if kind in _SMALLEST:
         return _SMALLEST[kind], max(high, 0.0)
@@ -478,16 +487,18 @@ def _is_integer_convolution(node: Any) -> bool:
     return node.op_type == "Conv" and is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
 
 
-def _joins_codes(node: Any) -> bool:
+def _joins_codes(graph: Any, node: Any, is_known: Callable[[Any], bool], new: list[Any]) -> bool:
     """Return True if all inputs of an operator of `_JOINS` are codes, or can be made so."""
     if node.op_type not in _JOINS or not any(map(is_activation, node.inputs)):
         return False
     # All inputs must be codes. Otherwise onnxruntime leaves the sum in float and dequantizes each.
-    others = {value: _quantizer_of(value) for value in node.inputs if not is_activation(value)}
-    if None in others.values():
+    others = [value for value in node.inputs if not is_activation(value)]
+    # A part of a Concat would be quantized after it anyway.
+    may_add = node.op_type == "Concat" and all(map(is_known, others))
+    if not may_add and None in map(_quantizer_of, others):
         return False
-    for value, quantizer in others.items():
-        _let_read(value, quantizer)
+    for value in others:
+        _hand_on_codes(graph, value, new)
     return True
 
 
@@ -543,13 +554,33 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
         return
     quantizer = _quantizer_of(value)
     if quantizer is None:
-        parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
-        codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
         # The constants have no values yet: `quantize_activations` measures and fills them in.
-        quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
-        graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
+        parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
+        quantizer = _add_quantizer(graph, value, parameters)
         new.append(quantizer)
     _let_read(value, quantizer)
+
+
+def _add_quantizer(graph: Any, value: Any, parameters: Sequence[Any]) -> Any:
+    """Add a quantizer of a tensor, with scale and zero point, and its dequantizer; return the former."""
+    import onnx_ir
+
+    codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
+    quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
+    graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
+    return quantizer
+
+
+def _moves_codes(node: Any) -> bool:
+    """Return True if a node only moves dequantized codes, none of which the graph returns."""
+    if node.op_type not in _MOVES or not is_activation(node.inputs[0]) or not _takes_nearest(node):
+        return False
+    return not any(value.is_graph_output() for value in node.outputs)
+
+
+def _takes_nearest(node: Any) -> bool:
+    mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "nearest"
+    return node.op_type != "Resize" or mode == "nearest"
 
 
 def _needs_codes(value: Any) -> bool:

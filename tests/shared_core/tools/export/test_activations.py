@@ -49,6 +49,38 @@ class Skips(nn.Module):
         return self.three(torch.cat([x, F.relu6(self.two(x))], 1))
 
 
+class Pyramid(nn.Module):
+    """What detectors do: halves of channels, pools of pools, upsampling, shuffled channels, concatenations."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.narrow, self.down = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(12, 8, 3, 2, 1)
+        self.pools, self.up, self.head = nn.Conv2d(24, 8, 1), nn.Conv2d(20, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        one, two = F.leaky_relu(self.stem(x)).chunk(2, 1)
+        x = torch.cat([one, two, torch.relu(self.narrow(two))], 1)
+        y = torch.relu(self.down(x))
+        pooled = F.max_pool2d(y, 3, 1, 1)
+        y = torch.relu(self.pools(torch.cat([y, pooled, F.max_pool2d(pooled, 3, 1, 1)], 1)))
+        y = F.interpolate(y.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2), scale_factor=2.0)
+        return self.head(torch.relu(self.up(torch.cat([y, x], 1))).mean((2, 3)))
+
+
+class Decoder(nn.Module):
+    """A transposed convolution, which stays in float, beside codes that skipped it."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.up = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.three, self.head = nn.Conv2d(16, 8, 3, 1, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.one(x))
+        x = torch.cat([x, self.up(torch.relu(self.two(x)))], 1)
+        return self.head(torch.relu(self.three(x)).mean((2, 3)))
+
+
 def pooled():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Hardswish(),
@@ -76,6 +108,8 @@ def net(build, **options):
         (Residual, {"QGemm": 1, "QLinearAdd": 2, "QLinearConv": 6}, 4),
         (Skips, {"QLinearConcat": 1, "QLinearConv": 2}, 1),
         (conv2d, {"QGemm": 1, "QLinearConv": 2}, 0),
+        (Pyramid, {"QGemm": 1, "QLinearConcat": 3, "QLinearConv": 5, "QLinearLeakyRelu": 1}, 6),
+        (Decoder, {"QGemm": 1, "QLinearConcat": 1, "QLinearConv": 3}, 2),
     ],
 )
 def test_all_convolutions_but_the_output_run_on_integers(build, nodes, added, tmp_path):
