@@ -74,9 +74,9 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"control": ("ticket",)}
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "prune": "a round takes its masks from its ticket alone; drop prune, or prune the winning ticket in a run of "
-        "its own",
-        "lora": "the base is frozen, and a ticket masks trained weights; search tickets of the whole model",
+        "prune": "a round takes its masks from its ticket alone; drop prune, or prune the winning ticket in a "
+        "second run",
+        "lora": "the base is frozen, and a ticket masks trained weights; search without lora",
         "primary_weights": "the float32 copies would not be rewound; load the model in float32",
         "soup": "candidates from before the rewinding step are dense; soup the winning ticket's own runs with `eff "
         "soup`",
@@ -87,7 +87,7 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
         **NO_WHOLE_WEIGHTS,
     }
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
-    figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}
+    figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the prunable weights that is left")}
 
     out: str = option(help="Folder for this run's results: the ticket, the weights to rewind to, the metrics.")
     ticket: str | None = option(None, help="The ticket file to train. Without it, a dense run finds the first ticket.")

@@ -369,7 +369,7 @@ class LotteryTicket(Technique):
         self._rates_held.last = tuple(tuple(groups) for groups in state["learning_rates"])
 
     def figures(self) -> dict[str, float]:
-        """Return ``lottery/left``, the share of the weights within reach that is not pruned."""
+        """Return ``lottery/left``, the share of the prunable weights that is not pruned."""
         numel = sum(weight.numel() for weight in self._weights.values()) if self._masks else 0
         return {"lottery/left": (numel - sum(self._masks.num_pruned.values())) / numel if numel else 1.0}
 

@@ -69,7 +69,7 @@ class PruneConfig(OverridableConfig):
     conflicts: ClassVar[Mapping[str, str]] = NO_WHOLE_WEIGHTS
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {
-        "sparsity": Figure("share of the weights within reach that the masks prune", in_bar=True)
+        "sparsity": Figure("share of the prunable weights that is masked", in_bar=True)
     }
     overridable: ClassVar[tuple[str, ...]] = ("sparsity",)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"regularizer_strength": ("regularizer",)}

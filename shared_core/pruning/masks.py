@@ -277,7 +277,7 @@ class MaskPolicy:
     stays_pruned: ClassVar[bool] = True
     """True if a pruned weight stays pruned in every later mask."""
 
-    why_short: ClassVar[str] = "hardly any weights within reach could be scored"
+    why_short: ClassVar[str] = "hardly any prunable weights could be scored"
     """The likely reason where `is_short` is true."""
 
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:

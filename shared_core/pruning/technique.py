@@ -174,7 +174,7 @@ class Pruning(Technique):
         held = 0.0 if waits else self._schedule.sparsity(0, config.sparsity)
         if size and zeros / size > held + _CLEARLY:
             context.note(
-                f"prune: {zeros:,} of the {size:,} weights within reach are already zero, but the first masks keep "
+                f"prune: {zeros:,} of the {size:,} prunable weights are already zero, but the first masks keep "
                 f"only {held:.4g} of the weights at zero, so training fills the others again. To keep all zeros, use "
                 f"schedule: one_shot, begin: 0 and sparsity: {zeros / size:.4g}, with criterion magnitude"
             )
@@ -287,7 +287,7 @@ class Pruning(Technique):
             self._costs.costs.update(state.get("costs", {}))
 
     def figures(self) -> dict[str, float]:
-        """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
+        """Return ``prune/sparsity``, the share of the prunable weights that the masks prune."""
         return {"prune/sparsity": self._pruned_share}
 
     def report(self) -> dict[str, Any]:

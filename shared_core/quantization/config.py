@@ -51,7 +51,7 @@ class QatConfig(OverridableConfig):
     # The soup evaluates with active quantizers. Hooks on a layer's forward must be gone before layers become plain.
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "fp8": "both replace the same linear layers; train in FP8 first and for int8 afterwards, or drop one",
+        "fp8": "both replace the same linear layers; train in FP8 first and with qat in a second run, or drop one",
         "averaging_callback": "ranges are observed on the weights in training, and an average lies between the codes; "
         "the technique average does both",
         **NO_WHOLE_WEIGHTS,

@@ -155,7 +155,7 @@ def change_table(found: list[Change]) -> Table:
 _BEFORE_AFTER = [
     (name, f"{name}.before", f"{name}.after") for name in ("parameters", "loss", "bytes", "flops", "milliseconds")
 ]
-_WITHIN_REACH = [("zeros among the weights within reach", "", "pruned"), ("sparsity", "", "sparsity")]
+_WITHIN_REACH = [("zeros among the prunable weights", "", "pruned"), ("sparsity", "", "sparsity")]
 # name of a figure, and its keys before and after
 _TECHNIQUES = {
     "low_rank": [("parameters", "parameters_before", "parameters_after")],
@@ -377,7 +377,7 @@ def _is_loss(name: str) -> bool:
 _KINDS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
     ("Loss", "loss", _is_loss),
     ("Quality in validations", "metric", lambda name: name.startswith(("eval", "val", "test"))),
-    ("Sparsity schedule", "share of the weights within reach", {"prune/sparsity", "lottery/left"}.__contains__),
+    ("Sparsity schedule", "share of the prunable weights", {"prune/sparsity", "lottery/left"}.__contains__),
     ("Loss scale", "scale", "loss_scale/scale".__eq__),
     ("Underflow", "share of the gradients' elements", {f"loss_scale/{name}" for name in _SHARES}.__contains__),
     ("Steps skipped", "steps", {"loss_scale/skipped", "fp8/discarded_steps"}.__contains__),

@@ -131,7 +131,7 @@ def test_the_folder_holds_plain_weights_and_a_report(run, tmp_path):
     text = report_of(tmp_path / "out")
     quality, pruned = report["quality"], report["pruned"]
     assert row(text, "quality, dense and pruned")[:2] == [f"{quality['dense']:.6g}", f"{quality['pruned']:.6g}"]
-    assert row(text, "zeros among the weights within reach")[:2] == ["–", f"{pruned:,}"]
+    assert row(text, "zeros among the prunable weights")[:2] == ["–", f"{pruned:,}"]
     assert row(text, "criterion") == ["fisher"]
 
 

@@ -406,7 +406,7 @@ def test_factors_can_be_pruned_and_quantized(beside):
     else:
         codes = values / values.abs().amax(1, keepdim=True) * 127
         torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
-    with pytest.raises(CompatibilityError, match="merge=false"):
+    with pytest.raises(CompatibilityError, match="low_rank_merge false"):
         Session(recipe | {"low_rank": {"rank": 4, "merge": True}}).attach(low_rank_net())
 
 
