@@ -36,7 +36,7 @@ class ActivationsConfig(TechniqueConfig):
         "fsdp1": "weights are views of flat buffers and look like activations; use DDP or FSDP2",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
-    figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes that was saved so far")}
+    figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes saved so far")}
 
     pack: Literal["none", "exact", "bf16", "fp16", "int8"] = option(
         help="Store what backward needs smaller: exact (masks as bits, zeros left out, small integers; gradients stay "

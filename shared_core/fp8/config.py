@@ -63,7 +63,7 @@ class Fp8Config(TechniqueConfig):
         "lbfgs": LBFGS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
-        "layers": Figure("layers that multiply in FP8"),
+        "layers": Figure("number of layers that multiply in FP8"),
         "discarded_steps": Figure("steps discarded for NaN or infinity", in_bar=True),
     }
     recipe: Literal[

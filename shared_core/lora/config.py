@@ -46,8 +46,8 @@ class LoraConfig(TechniqueConfig):
     }
     needs_values: ClassVar[bool] = True
     figures: ClassVar[Mapping[str, Figure]] = {
-        "layers": Figure("layers with an adapter"),
-        "trained": Figure("parameters that are trained"),
+        "layers": Figure("number of layers with an adapter"),
+        "trained": Figure("number of trained parameters"),
     }
 
     rank: int = option(

@@ -41,7 +41,7 @@ class LossScaleConfig(TechniqueConfig):
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
     figures: ClassVar[Mapping[str, Figure]] = {
-        "scale": Figure("the scale", in_bar=True),
+        "scale": Figure("current scale", in_bar=True),
         "skipped": Figure("steps skipped so far"),
         "underflow": Figure(
             "share of scaled gradients that are not zero and below the smallest normal number", in_bar=True
@@ -52,8 +52,10 @@ class LossScaleConfig(TechniqueConfig):
         "grad_below_normal": Figure(
             "share of gradients below the format's normal numbers", only="with `histogram_every`"
         ),
-        "grad_below_subnormal": Figure("share of gradients that become zero in it", only="with `histogram_every`"),
-        "update_to_weight": Figure("log2 of median update over median weight", only="with `histogram_every`"),
+        "grad_below_subnormal": Figure(
+            "share of gradients that become zero in that format", only="with `histogram_every`"
+        ),
+        "update_to_weight": Figure("log2 of the median update over the median weight", only="with `histogram_every`"),
     }
 
     kind: Literal["dynamic", "static", "enhanced", "auto"] = option(

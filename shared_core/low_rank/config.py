@@ -100,8 +100,8 @@ class LowRankConfig(TechniqueConfig):
         "averaging_callback": AVERAGED_COPY,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
-        "layers": Figure("layers that are products of two"),
-        "parameters": Figure("share of the model's parameters that remains"),
+        "layers": Figure("number of factorized layers"),
+        "parameters": Figure("parameters, as a share of the original model's"),
     }
 
     rank: Any = option(

@@ -31,7 +31,7 @@ class PrimaryWeightsConfig(TechniqueConfig):
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {
-        "small_updates": Figure("share of updates that 16 bit alone would have lost", in_bar=True)
+        "small_updates": Figure("share of updates that 16-bit weights alone would lose", in_bar=True)
     }
 
     kind: Literal["fp32_copy", "stochastic_rounding", "kahan"] = option(

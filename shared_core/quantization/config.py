@@ -59,7 +59,7 @@ class QatConfig(OverridableConfig):
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {
         "active": Figure("1 while values are rounded, 0 before `begin`", in_bar=True),
-        "layers": Figure("layers that are quantized"),
+        "layers": Figure("number of quantized layers"),
         "range_updates": Figure("number of range updates"),
     }
     conditions: ClassVar[Mapping[str, str]] = {
