@@ -59,10 +59,11 @@ class Swaps:
 
     def begin_evaluation(self) -> None:
         """Hold the weights to evaluate from now on, for trainers that report a validation's start and end."""
-        self._evaluations += 1
-        if self._evaluations == 1:
+        if not self._evaluations:
             self._session.refuse_changed()
             self._evaluation = self._enter("evaluate")
+        # Counted only now: after an error, the script may go on and evaluate again.
+        self._evaluations += 1
 
     def leave_evaluation(self) -> None:
         """End what `begin_evaluation` began. Does nothing without it."""
