@@ -184,6 +184,7 @@ class OptimizerParameters:
         self._before = {parameter: (name, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._held = {held: index for index, group in enumerate(self._groups()) for held in group["params"]}
         self._group_of = {self._before[held][0]: index for held, index in self._held.items() if held in self._before}
+        self._joined: set[nn.Parameter] = set()
         self.adds = False
         """True once a parameter has joined that was created after the optimizers."""
 
@@ -257,9 +258,9 @@ class OptimizerParameters:
         for group in self._groups():
             group["params"][:] = [replaced.get(held, held) for held in group["params"]]
         # Drop all references to the whole parameters, which would stay in memory.
-        others = {held: index for held, index in self._held.items() if held not in self._before}
         self._before = {now[held]: told for held, told in self._before.items() if held in now}
-        self._held = others | {now[held]: index for held, index in self._held.items() if held in now}
+        self._held = {now[held]: index for held, index in self._held.items() if held in now}
+        self._joined = {now[held] for held in self._joined if held in now}
 
     def restore(self) -> None:
         """Fill the groups with the user's parameters again, by name."""
@@ -312,9 +313,11 @@ class OptimizerParameters:
 
     def _fill(self, joins: dict[nn.Parameter, int]) -> None:
         for index, group in enumerate(self._groups()):
-            others = [held for held, its in self._held.items() if its == index and held not in self._before]
+            # Parameters outside the model, and those that the script has added since.
+            others = [held for held in group["params"] if held not in self._before and held not in self._joined]
             # In place: some optimizers keep a reference to the list.
             group["params"][:] = [*others, *(held for held, its in joins.items() if its == index)]
+        self._joined |= joins.keys()
 
 
 def attach_with(

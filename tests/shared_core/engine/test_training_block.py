@@ -66,6 +66,19 @@ def test_the_block_finishes_the_model_and_gives_the_optimizer_the_users_paramete
     assert {*optimizer.state} <= {*model.parameters()}
 
 
+def test_what_the_script_adds_to_the_optimizer_in_training_stays_there():
+    model, own = net(), nn.Parameter(torch.ones(2))
+    optimizer = sgd(model)
+    with training(ADDING, model, optimizer, total_steps=2) as loop:
+        steps(loop, model, 1)
+        optimizer.add_param_group({"params": [own]})
+        own.grad = torch.ones(2)
+        steps(loop, model, 1)
+    assert [len(group) for group in held(optimizer)] == [2, 2, 1]
+    assert held(optimizer)[2][0] is own
+    assert own in optimizer.state
+
+
 @pytest.mark.parametrize("recipe", [PRUNE, ADDING], ids=["prune", "lora-qat"])
 def test_an_error_leaves_the_model_as_the_users(recipe):
     model = net()
