@@ -496,5 +496,4 @@ class Session:
         if self.is_live:
             context = self.attached("begin")
             model_guards.refuse_changed(context.ask_plans(), context)
-            if joined := joined_note(context.unheld, context.optimizers):
-                self.note(joined)
+            self.note(joined_note(self.coverage.idle, context.optimizers))

@@ -155,13 +155,18 @@ def test_a_technique_that_reaches_nothing_held_is_refused(recipe):
         session.begin([torch.optim.SGD(model["scale"].parameters(), lr=0.1)], total_steps=10)
 
 
-def test_a_parameter_that_joins_later_is_named():
+@pytest.mark.parametrize(("how", "named"), [("joins", "ema.module.0.weight and 3 more"), ("thaws", "net.2.weight and")])
+def test_a_parameter_that_trains_only_later_is_named(how, named):
     model, session, make_optimizer = averaged(prune={"sparsity": 0.5, "begin": 1, "end": 2, "every": 1})
+    model.net[2].requires_grad_(how == "joins")
     session.attach(model)
     optimizer = make_optimizer()
     session.begin([optimizer], total_steps=4)
     train(session, model, optimizer, 2)
-    optimizer.add_param_group({"params": [*model.ema.parameters()]})
+    assert not any(named in note for note in session.notes)
+    if how == "joins":
+        optimizer.add_param_group({"params": [*model.ema.parameters()]})
+    model.net[2].requires_grad_()
     train(session, model, optimizer, 2)
     session.finish()
-    assert any(note.startswith("ema.module.0.weight and 3 more joined an optimizer") for note in session.notes)
+    assert any(note.startswith(named) for note in session.notes)

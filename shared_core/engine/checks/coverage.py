@@ -253,6 +253,8 @@ class Coverage(dict[str, Reach]):
         self._counted = Counted()
         self._trained: set[tuple[nn.Module, str]] = set()
         self._knows_held = False
+        self.idle: Mapping[nn.Parameter, str] = {}
+        """Parameters that do not train when training begins, frozen by the user or in no optimizer, and their names."""
 
     def look_at(self, context: Context) -> None:
         """Count the weights of the user's model before techniques change it."""
@@ -295,6 +297,9 @@ class Coverage(dict[str, Reach]):
         if self._knows_held:
             return ""
         self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
+        named = [(value, plain_name(name)) for name, value in context.model.named_parameters()]
+        frozen = {value: name for value, name in named if not value.requires_grad and name in self._counted.frozen}
+        self.idle = {**context.unheld, **frozen}
         if not context.unheld:
             return ""
         # Before techniques remove what they added to these layers.

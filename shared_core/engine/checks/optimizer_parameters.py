@@ -143,16 +143,16 @@ def unheld_note(model: nn.Module, left: Mapping[nn.Parameter, str]) -> str:
     return f"no optimizer holds the parameters of {named_parts(model, left)}: all techniques treat them as frozen"
 
 
-def joined_note(left: Mapping[nn.Parameter, str], optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return a note about the parameters that have joined an optimizer since; empty if none."""
-    if not left:
+def joined_note(idle: Mapping[nn.Parameter, str], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Return a note about the parameters that did not train when training began but do now; empty if none."""
+    if not idle:
         return ""
     held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
-    names = [name for parameter, name in left.items() if parameter in held]
+    names = [name for parameter, name in idle.items() if parameter in held and parameter.requires_grad]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{names[0]}{more} joined an optimizer after training began, so techniques do not change them; add them to the "
-        "optimizer at the start, frozen (requires_grad=False) or with a learning rate of 0, until they train"
+        f"{names[0]}{more} train now but did not when training began, so techniques that leave out frozen parameters "
+        "do not change them; add them to the optimizer at the start, with a learning rate of 0 until they train"
         if names
         else ""
     )
