@@ -349,6 +349,8 @@ class Session:
         self.steps.after_step(skipped=not applied)
         if applied:
             context.step += 1
+            if context.step & (context.step - 1) == 0:
+                self.refuse_changed()  # at powers of two, so that at most half of the training time is lost
             if context.is_beyond_plan:
                 self.pace.overrun(context.total_steps)
         else:

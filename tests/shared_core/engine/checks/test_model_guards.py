@@ -71,9 +71,24 @@ def test_a_parameter_that_was_replaced_is_named(key):
     with session.swapped("evaluate"):
         pass
     model.load_state_dict(values, assign=True)
-    step(session, optimizer, model, torch.ones(2, 16))
+    # Found without a validation or a file, long before the last step.
     with pytest.raises(TrainingError, match=rf"{key}: 0\.weight must stay .* by step 2; .* without assign=True"):
-        session.finish()
+        step(session, optimizer, model, torch.ones(2, 16))
+
+
+def test_a_validation_after_one_that_failed_is_of_the_average():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    session, optimizer = begun_session({"prune": RECIPES["prune"], "average": {"kind": "ema"}}, model, 9)
+    for _ in range(2):
+        step(session, optimizer, model, torch.ones(2, 16))
+    own, values = model[0].weight, model[0].weight.detach().clone()
+    model[0].weight = nn.Parameter(values)
+    with pytest.raises(TrainingError), session.swapped("evaluate"):
+        pass
+    model[0].weight = own
+    with session.swapped("evaluate"):
+        assert not torch.equal(own, values)
+    assert torch.equal(own, values)
 
 
 @pytest.mark.parametrize("where", ["evaluate", "checkpoint", "export", "finish"])
