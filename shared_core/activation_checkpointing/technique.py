@@ -18,6 +18,7 @@ from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
+from shared_core.modules.run_hooks import RunHook
 from shared_core.printing import counted, listed, size_text
 
 
@@ -63,7 +64,7 @@ class ActivationCheckpointing(Technique):
             self._model = model
             self._budget = LazyBudget(model, config.policy, chosen_blocks(model, config.include), self._wrap)
             # For loops that do not use `session.forward`, hook the model itself.
-            self._hook = model.register_forward_pre_hook(lambda *_: self._look())
+            self._hook = model.register_forward_pre_hook(RunHook(lambda *_: self._look()))
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
         names = self.handle.names if self.handle else chosen_blocks(model, self.config.include)

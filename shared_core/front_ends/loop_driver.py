@@ -25,6 +25,7 @@ from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
+from shared_core.modules.run_hooks import RunHook
 
 T = TypeVar("T")
 
@@ -174,8 +175,9 @@ class LoopDriver:
 
     def watch_forward(self, model: nn.Module) -> None:
         """Hook a model's forwards and its changes of mode until the end."""
-        self.until_end(model.register_forward_pre_hook(self.on_forward, with_kwargs=True, prepend=True).remove)
-        self.until_end(model.register_forward_hook(self.after_forward, always_call=True).remove)
+        before, after = RunHook(self.on_forward), RunHook(self.after_forward)
+        self.until_end(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+        self.until_end(model.register_forward_hook(after, always_call=True).remove)
         self.wrap(self.inner, train=self.on_train)  # library wrappers pass the mode on to it
 
     def watch_steps(self) -> None:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, local_part, world_size
 from shared_core.loss_scaling.floors import FORMATS
+from shared_core.modules.run_hooks import RunHook
 
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # On a CPU the float64 difference stays in cache; on a GPU fewer launches matter.
@@ -227,8 +228,8 @@ class HistogramProbe:
         if self._carried:
             return  # the run was resumed within this step, after recording its first micro-batch
         for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            leave = functools.partial(self._leave, name)
+            self._handles.append(module.register_forward_pre_hook(RunHook(self._enter)))
+            leave = RunHook(functools.partial(self._leave, name))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     # -- activations

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from shared_core.errors import ConfigError, EffError, TrainingError
 from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.run_hooks import RunHook
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:
@@ -141,7 +142,7 @@ class ExampleCalls:
         self._has_expired = False
         self._handles: list[Any] = []
         # Under torch.compile hooks stay outside the graph, which cannot record calls.
-        enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))  # type: ignore[no-untyped-call]
+        enter, leave = (RunHook(torch.compiler.disable(hook)) for hook in (self._enter, self._leave))  # type: ignore[no-untyped-call]
         # On every module that contains a wanted one, because users may call a part of the model directly.
         for module in model.modules():
             if not modules.isdisjoint(module.modules()):

@@ -22,6 +22,7 @@ from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.matching import own_class
+from shared_core.modules.run_hooks import RunHook
 from shared_core.numerics.deferred_checks import read_together
 from shared_core.privacy.accountant import opacus
 
@@ -242,6 +243,11 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
             for module in model.modules()
             if isinstance(module, opacus("layers.dp_rnn").DPRNNBase)
         ]
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+                for number, hook in hooks.items():
+                    if getattr(getattr(hook, "func", hook), "__self__", None) is self:
+                        hooks[number] = RunHook(hook)
 
     def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the modules that own trained parameters, except those that list parameters of an inner layer."""
@@ -551,7 +557,7 @@ class PerSample:
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
         self._hooks = opacus_hooks()(model, functorch)
         self._expanding = [  # only now: vmap copies layers together with their hooks
-            module.register_forward_pre_hook(self._expand)
+            module.register_forward_pre_hook(RunHook(self._expand))
             for module in model.modules()
             if isinstance(module, nn.Embedding)
         ]

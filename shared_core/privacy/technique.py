@@ -21,6 +21,7 @@ from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import modes_restored
+from shared_core.modules.run_hooks import RunHook
 from shared_core.printing import counted, share_text
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
@@ -102,7 +103,7 @@ class DifferentialPrivacy(Technique):
         self._model = model
         self._layers = {name: module for name, module in model.named_modules() if module._parameters}
         self._note = context.note
-        self._handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(RunHook(self._before_forward), with_kwargs=True)
         return trained(model)
 
     def _detach(self) -> None:

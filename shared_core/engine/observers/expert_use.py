@@ -13,6 +13,7 @@ from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import CheckpointError
 from shared_core.modules.experts import StackedExperts, expert_weights
 from shared_core.modules.matching import plain_name
+from shared_core.modules.run_hooks import RunHook
 
 _TOLD = 5
 
@@ -30,12 +31,12 @@ class ExpertUse:
             if isinstance(module, StackedExperts) and "has_gate" in vars(module):
                 stack = next(iter(expert_weights(module).values()))
                 self._reached[plain_name(name)] = torch.zeros(len(stack) + 1, dtype=torch.uint8, device=stack.device)
-                hook = self._hook(plain_name(name), module)
+                hook = RunHook(self._hook(plain_name(name)))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _hook(self, name: str, watched: nn.Module) -> Callable[..., None]:
+    def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if module is not watched or not module.training:  # a copied module has the hook too
+            if not module.training:
                 return
             index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
             if isinstance(index, Tensor):

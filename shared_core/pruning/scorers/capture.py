@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import TrainingError
+from shared_core.modules.run_hooks import RunHook
 from shared_core.modules.weight_views import channel_axis, check_layout, over_inputs
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 
@@ -67,7 +68,7 @@ class BackwardWatch:
         """Register the hooks. Safe to call twice."""
         if not self._handles:
             self._handles = [
-                module.register_forward_hook(self._hook(name), with_kwargs=True)
+                module.register_forward_hook(RunHook(self._hook(name)), with_kwargs=True)
                 for name, module in self._modules.items()
             ]
 
@@ -97,8 +98,7 @@ class BackwardWatch:
     def _hook(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # Hooks are copied with a module, and the copy is a different layer.
-            if module is self._modules[name] and module.training and isinstance(output, Tensor):
+            if module.training and isinstance(output, Tensor):
                 self._seen(name, args[0] if args else next(iter(kwargs.values())), output)
 
         return hook  # type: ignore[no-any-return]
@@ -323,7 +323,7 @@ class Wanda(GatheringScorer):
         """Register a hook on every layer."""
         if not self._handles:
             self._handles = [
-                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                module.register_forward_pre_hook(RunHook(self._hook(name)), with_kwargs=True)
                 for name, module in self.modules.items()
             ]
 
@@ -386,10 +386,8 @@ class Wanda(GatheringScorer):
     def _hook(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Skip copies of a module, which copy its hooks.
-            counts = module is self.modules[name] and (module.training or self._calibrating)
             # A forward inside a backward pass is a recomputation.
-            if counts and torch._C._current_graph_task_id() == -1:
+            if (module.training or self._calibrating) and torch._C._current_graph_task_id() == -1:
                 self._see(name, args[0] if args else next(iter(kwargs.values())))
 
         return hook  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.modules.matching import weight_of
+from shared_core.modules.run_hooks import RunHook
 from shared_core.modules.weight_views import channel_axis
 from shared_core.pruning.scorers.gradient_scorers import num_examples
 
@@ -48,7 +49,8 @@ class LayerUses:
         self.calls: dict[str, int] = {}
         """Weight name → number of calls."""
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self._count(name), with_kwargs=True) for name, module in modules.items()
+            module.register_forward_hook(RunHook(self._count(name)), with_kwargs=True)
+            for name, module in modules.items()
         ]
 
     def _count(self, name: str) -> Callable[..., None]:
