@@ -430,6 +430,7 @@ class Session:
         self.context.modes.leave()
         try:
             self._final_reports = self.reports()  # stock layers cannot be asked later
+            self.ending.keep()
         finally:
             self.context.undo.close()
             self.is_finished = True

@@ -41,10 +41,14 @@ class Ending:
             self._session.note(f"a checkpoint can only be the best once all targets are reached; so far {so_far}")
         return not unreached
 
+    def keep(self) -> dict[str, str]:
+        """Return the unreached targets, which are final from now on: techniques forget at the end what they count."""
+        self._final = self.unreached()
+        return self._final
+
     def tell(self) -> None:
         """Note unreached targets before techniques finish, and keep them for the receipt."""
-        context = self._session.attached("finish")
-        self._final = unreached = self.unreached()
+        context, unreached = self._session.attached("finish"), self.keep()
         planned, (applied, skipped) = context.total_steps, context.furthest
         is_short = planned is not None and applied + skipped < planned
         ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
@@ -391,6 +392,14 @@ def test_a_run_cut_short_still_has_a_receipt(begun):
     session.detach()
     assert session.receipt()["techniques"]["qat"]["layers"] == len(session.techniques["qat"].layers)
     assert all(type(module).__module__.startswith("torch.nn") for module in model.modules())
+
+
+def test_a_run_cut_short_after_its_target_has_reached_it():
+    model = net()
+    session, optimizer = begun_session({"prune": {"sparsity": 0.5, "end": 1, "begin": 0}}, model, 3)
+    plain_step(session, optimizer, sum(value.square().sum() for value in model.parameters()))
+    session.detach()
+    assert session.receipt()["unreached"] == {}
 
 
 def test_a_session_refuses_wrong_order_and_a_second_model():
