@@ -132,7 +132,9 @@ class Saving:
 
     def bake_loaded(self, module: Any) -> None:
         """Bake a module that was loaded with latent weights and never trained, via a copy."""
-        baked = self._session.files.bake(module.state_dict())
+        # As for a file: later techniques bake by the average that earlier ones swap in.
+        with self._session.swapped("export"):
+            baked = {key: value.clone() for key, value in self._session.files.bake(module.state_dict()).items()}
         self._session.detach()
         module.load_state_dict(baked)
 

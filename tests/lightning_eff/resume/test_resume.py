@@ -1,3 +1,4 @@
+import promise_drivers
 import pytest
 import torch
 from lightning_world import (
@@ -13,6 +14,8 @@ from lightning_world import (
     module_class,
     saver,
 )
+from promise_drivers import run_lightning
+from promise_table import NUM_STEPS, recipe_of
 from pytorch_lightning.callbacks import (
     BaseFinetuning,
     EarlyStopping,
@@ -131,6 +134,16 @@ def test_a_run_goes_on_exactly(options, points, tmp_path):
     for point in points:
         _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
         assert difference(whole, resumed) == [], point
+
+
+def test_a_quantized_average_and_its_receipt_resume_after_the_last_step(tmp_path):
+    recipe = recipe_of("prune", "qat", "average")
+    whole = run_lightning(recipe, tmp_path / "whole", save_at_batches=(NUM_STEPS,))
+    ours = EffCallback(recipe)
+    point = whole.checkpoints[NUM_STEPS]
+    resumed = run_lightning(recipe, tmp_path / "again", resume=point, plugin=False, callbacks=[ours])
+    assert promise_drivers.difference(whole.weights, resumed.weights) is None
+    assert ours.receipt["unreached"] == {}
 
 
 def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path, monkeypatch):
