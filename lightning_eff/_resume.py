@@ -134,7 +134,7 @@ def finish_batch(trainer: Any, place: Place, fetcher: Any) -> None:
 def has_all_batches(trainer: Any) -> bool:
     """Return True if all batches of the current epoch are done."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(progress.is_last_batch or progress.current.ready == trainer.num_training_batches)
+    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
 
 
 def finish_epoch(trainer: Any) -> None:
@@ -506,7 +506,7 @@ class ExactResume:
         for number in range(consumed):
             if number in began_again:
                 self._set_random(began_again[number])
-            next(fetcher)
+            next(fetcher, None)  # the data may be shorter now: a StopIteration would end the fit
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
         """Record the state before a batch is fetched, the last moment before random numbers are drawn."""

@@ -146,6 +146,25 @@ def test_a_quantized_average_and_its_receipt_resume_after_the_last_step(tmp_path
     assert ours.receipt["unreached"] == {}
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_run_resumed_on_fewer_data_takes_all_its_steps(is_stream, tmp_path):
+    def shorter():
+        rows = [dataset()[row] for row in range(8)]
+        return DataLoader(Stream(rows) if is_stream else rows, 4)
+
+    train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], max_epochs=-1, max_steps=8)
+    again, _ = train(tmp_path, ckpt_path=tmp_path / "3.ckpt", train=shorter, max_epochs=-1, max_steps=8)
+    assert again.session.step == 8
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path, monkeypatch):
     kind = module_class(NAMESPACE)
     configured = kind.configure_optimizers
