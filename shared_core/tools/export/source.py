@@ -243,8 +243,8 @@ def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int
         exact = (rows[left] if some else rows) / step.unsqueeze(1)
         rounded = exact.round()
         error = exact.sub_(rounded).abs_().amax(1)
-        # +qmax is the top of the grid, but -(qmax + 1) may occur, so check only the upper side.
-        fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
+        # -(qmax + 1) may occur, and changes its sign with a batch norm of γ < 0; int8 has no code 128.
+        fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= min(limit, 127))
         if fits.all() and not some:
             codes.copy_(rounded)
             scale.copy_(step)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shared_core.checkpoint_formats.plain import read_deployment, write_deployment
 from shared_core.errors import ConfigError, MissingExtraError
-from shared_core.quantization import apply_ranges
+from shared_core.quantization import apply_ranges, quantize
 from shared_core.tools.export import export_onnx
 
 # the package has a function of this name too
@@ -327,3 +327,22 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(MissingExtraError, match=r"needs onnxruntime, .* pip install 'efftrain\[onnx\]'"):
         export_onnx(model, images(), path, calibration=calibration())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bits", [7, 6, 4, 3])
+def test_a_batch_norm_that_changes_signs_is_folded_into_weights_of_few_bits(bits, tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
+    nn.init.normal_(net[1].weight)
+    x = images(8)
+    quantized = quantize(
+        net,
+        {"scheme": "int8", "weight_bits": bits, "fold_batch_norm": False, "overrides": {"3": {"weight_bits": 8}}},
+        [x],
+    )
+    # the scale of least error has one more code below zero than above
+    rows = quantized[0].weight.detach().flatten(1)
+    assert bool((rows.amin(1) < -1.001 * rows.amax(1)).any())
+    report = export_onnx(quantized, x, tmp_path / "model.onnx", calibration=[x])
+    assert report.integer_nodes["QLinearConv"] == 1
+    assert report.largest_difference <= 1e-5
