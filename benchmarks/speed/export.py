@@ -10,8 +10,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import torch
+import transformers
 from measure import Row, interleaved, main, milliseconds, ratio
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
@@ -19,6 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from shared_core import Recipe, Session
 from shared_core.quantization import convert, quantize
 from shared_core.tools.export import export_onnx
+from shared_core.tools.export.onnx_files import onnxruntime_sums_exactly
 
 GOAL = 1 / 3  # of the float model's time
 
@@ -217,6 +220,63 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
     return rows
 
 
+def vision_nets() -> dict[str, nn.Module]:
+    """Return nets of transformers with random weights: five kinds of blocks."""
+    kinds = {
+        "ResNet": (transformers.ResNetForImageClassification, transformers.ResNetConfig(
+            embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic")),
+        "MobileNetV2": (transformers.MobileNetV2ForImageClassification, transformers.MobileNetV2Config()),
+        "EfficientNet": (transformers.EfficientNetForImageClassification, transformers.EfficientNetConfig(
+            width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280)),
+        "ConvNeXt": (transformers.ConvNextForImageClassification, transformers.ConvNextConfig(
+            hidden_sizes=[40, 80, 160, 320], depths=[2, 2, 6, 2])),
+        "RegNet": (transformers.RegNetForImageClassification, transformers.RegNetConfig(
+            embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[1, 2, 4, 1], groups_width=16)),
+    }  # fmt: skip
+    return {name: build(config).eval() for name, (build, config) in kinds.items()}
+
+
+def vision(name: str, model: nn.Module, size: int, rounds: int) -> Row:
+    """Return a row of a net on integers, beside onnxruntime's own quantizer of the float file."""
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    x = torch.randn(4, 3, size, size)
+    bits = 8 if onnxruntime_sums_exactly() else 7  # both: products of 8-bit weights saturate without VNNI
+    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
+        files = {kind: Path(folder) / f"{kind}.onnx" for kind in ("float", "int8", "static")}
+        export_onnx(model, {"pixel_values": x}, files["float"])
+        scheme = {"scheme": "int8", "weight_bits": bits}
+        integer = quantize(copy.deepcopy(model), scheme, [{"pixel_values": x}])
+        export_onnx(integer, {"pixel_values": x}, files["int8"], calibration=[{"pixel_values": x}])
+        prepared = Path(folder) / "prepared.onnx"
+        quant_pre_process(files["float"], prepared, skip_symbolic_shape=True)
+        quantize_static(
+            prepared, files["static"], _Batches({"pixel_values": x.numpy()}), quant_format=QuantFormat.QDQ,
+            per_channel=True, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+            reduce_range=bits == 7,
+        )  # fmt: skip
+        feed = {"pixel_values": x[:1].numpy()}
+        sessions = {kind: session_of(file) for kind, file in files.items()}
+        calls = {kind: lambda opened=opened: opened.run(None, feed) for kind, opened in sessions.items()}
+        times = interleaved(calls, rounds=rounds, calls=2, warmup=2)
+        exact = calls["float"]()[0]
+        quality = {
+            k: f"{10 * np.log10((exact**2).mean() / ((calls[k]()[0] - exact) ** 2).mean()):.0f} dB" for k in calls
+        }
+        sizes = {kind: f"{file.stat().st_size / 1e6:.1f} MB" for kind, file in files.items()}
+    gain, beside = ratio(times, "int8", "float"), ratio(times, "int8", "static")
+    return Row(
+        f"int8 {name}, {bits}-bit weights, one image of {size} pixels (float: {milliseconds(times, 'float')})",
+        f"{milliseconds(times, 'int8')}, {quality['int8']}",
+        f"onnxruntime's quantize_static {milliseconds(times, 'static')}, {quality['static']}",
+        f"{gain.text()} of float, {beside.text()} of quantize_static",
+        f"{sizes['int8']}, quantize_static {sizes['static']}, float {sizes['float']}",
+        "faster than float, at most 1.05 of quantize_static",
+        gain.median < 1 and beside.median <= 1.05,
+    )
+
+
 def converted(name: str, model: nn.Module, x: Tensor, rounds: int) -> Row:
     integer = convert(quantize(model, "int8", [x]), backend="torchao")
     models: dict[str, Any] = {"float": model.eval(), "bf16": copy.deepcopy(model).eval().bfloat16(), "int8": integer}
@@ -265,7 +325,8 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
             rows.append(export(f"{residual}, without calibration", *residual_net(wide, size, batch), rounds))
         rows.append(export(f"{residual}, with calibration", *residual_net(wide, size, batch), rounds, True))
         rows.append(converted(residual, *residual_net(wide, size, batch), rounds))
-    return rows
+    nets = vision_nets() if more else {}
+    return rows + [vision(name, net, 32 if quick else 128, rounds) for name, net in nets.items()]
 
 
 if __name__ == "__main__":

@@ -323,8 +323,8 @@ def _onnx(report: Any) -> Iterator[str]:
         yield f"{'Integers are slower than float on this machine' if is_slow else 'On this machine'}: {told}."
     if report.unsigned_weights and nodes:
         yield (
-            "Weights are unsigned integers, which every processor multiplies exactly. On a processor with VNNI, "
-            "--weight-codes signed is faster."
+            "Weights are unsigned integers, which every processor multiplies exactly. Signed ones are faster: use "
+            "--weight-codes signed for processors with VNNI, or train with --qat_weight_bits 7 for all."
         )
 
 
