@@ -233,7 +233,17 @@ def vision_nets() -> dict[str, nn.Module]:
         "RegNet": (transformers.RegNetForImageClassification, transformers.RegNetConfig(
             embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[1, 2, 4, 1], groups_width=16)),
     }  # fmt: skip
-    return {name: build(config).eval() for name, (build, config) in kinds.items()}
+    nets = {name: build(config) for name, (build, config) in kinds.items()}
+    for net in nets.values():
+        for module in net.modules():
+            if isinstance(
+                module, nn.BatchNorm2d
+            ):  # the statistics of a batch: values would vanish with the initial ones
+                nn.init.ones_(module.weight)
+                module.momentum = None
+        net.train()(torch.randn(8, 3, 64, 64))
+        net.eval()
+    return nets
 
 
 def vision(name: str, model: nn.Module, size: int, rounds: int) -> Row:
