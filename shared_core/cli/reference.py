@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from shared_core.config.options import TechniqueConfig
 
 
-def flags_markdown() -> str:
-    """Return the flags as Markdown: a section per technique with one sentence and a table."""
+def flags_markdown(keys: Collection[str] = ()) -> str:
+    """Return the flags of these techniques, by default of all, as Markdown: a sentence and a table for each."""
     from shared_core.engine.registry import REGISTRY
 
     sections = []
     for key, one in REGISTRY.items():
+        if keys and key not in keys:
+            continue
         rows = [_flag_row(row) for row in describe_flags(key)]
         table = ["| flag | values and default | effect |", "|---|---|---|", *rows]
         told = f"{_meaning(one.config_class)} Callback: `{one.technique_name}`."
@@ -61,7 +63,7 @@ def flags(
     keys = [registration(key).key for key in techniques or ()]
     rows = [row for row in describe_flags() if not keys or row["flag"].startswith(tuple(f"--{key}_" for key in keys))]
     if as_markdown:
-        echo(flags_markdown(), nl=False)
+        echo(flags_markdown(keys), nl=False)
         return
     if keys or as_json:
         headings = ("flag", "type", "default", "meaning")

@@ -1,6 +1,7 @@
 """`eff compat` and `eff flags`, in a narrow terminal: names are whole, and every refusal has its reason."""
 
 import json
+import re
 
 import pytest
 from commands import eff
@@ -44,6 +45,10 @@ def test_flags_of_one_technique(monkeypatch):
     mine = json.loads(told("flags average soup --json", monkeypatch))
     assert mine == [row for row in rows if row["flag"].startswith(("--average_", "--soup_"))]
     assert all(row["flag"] in told("flags average soup", monkeypatch) for row in mine)
+    assert re.findall(r"^\| `(--\w+)`", told("flags average soup --markdown", monkeypatch), flags=re.M) == [
+        row["flag"] for row in mine
+    ]
+    assert len(re.findall("^## ", told("flags --markdown", monkeypatch), flags=re.M)) == len(REGISTRY)
     assert max(map(len, told("flags", monkeypatch).splitlines())) <= 80
     lines = [line.split()[0] for line in told("flags", monkeypatch).splitlines() if line.startswith("--")]
     assert [REGISTRY[key].key for key in REGISTRY] == [
