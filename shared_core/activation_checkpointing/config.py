@@ -42,14 +42,15 @@ class CheckpointingConfig(TechniqueConfig):
     logs_nothing: ClassVar[str] = "the same in every step"
 
     policy: str = option(
-        help="What is recomputed in backward: block, sublayer (attention), sqrt, stage (CNN), every_k, selective "
-        "(all but matrix products), or what fits: budget:<GiB from 1 on, fraction below>, budget:300MiB, budget:least."
+        help="What to recompute: block, sublayer (attention), sqrt, stage (CNN), every_k, selective (all but matrix "
+        "products), or as much as a budget needs: budget:2 (GiB), budget:0.5 (fraction, below 1), budget:300MiB, "
+        "budget:least."
     )
-    k: int = option(2, help="Of every_k: recompute every k-th block.", low=1, only_with={"policy": ("every_k",)})
+    k: int = option(2, help="Recompute every k-th block.", low=1, only_with={"policy": ("every_k",)})
     include: tuple[str, ...] = option(
         (),
-        help="Names or classes of the blocks, with wildcards, of modules inside each other the "
-        "outermost; by default the repeated ones that are found.",
+        help="Names or classes (globs) of the blocks; of nested matches, the outermost counts. Default: the repeated "
+        "modules.",
     )
 
     @property

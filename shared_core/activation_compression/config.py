@@ -39,15 +39,17 @@ class ActivationsConfig(TechniqueConfig):
     figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes saved so far")}
 
     pack: Literal["none", "exact", "bf16", "fp16", "int8"] = option(
-        help="Store what backward needs smaller: exact (masks as bits, zeros left out, small integers; gradients stay "
-        "the same to the bit), and beyond that bf16, fp16 or int8 (rounds activations).",
+        help="How to store activations: exact (masks as bits, no zeros, small integers; gradients stay the same to the "
+        "bit), or also rounded to bf16, fp16 or int8.",
         each={"none": {"offload": (True,)}},
     )
-    offload: bool = option(False, help="Keep it in pinned host memory, copied beside the computation (CUDA).")
-    min_size: int = option(1024, help="Tensors with fewer elements are left alone.", low=1)
-    group_size: int = option(256, help="Values that share a scale in int8.", low=8, only_with={"pack": ("int8",)})
+    offload: bool = option(
+        False, help="Keep stored tensors in pinned host memory, copied during the computation (CUDA)."
+    )
+    min_size: int = option(1024, help="Leave tensors with fewer elements alone.", low=1)
+    group_size: int = option(256, help="Values per scale in int8.", low=8, only_with={"pack": ("int8",)})
     sparse: bool = option(
-        True, help="Look for zeros and two-valued masks in floating-point tensors; a GPU is waited for at each."
+        True, help="Look for zeros and two-valued masks in float tensors, which waits for the GPU each time."
     )
 
     @classmethod

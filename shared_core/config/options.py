@@ -129,6 +129,8 @@ class Options:
     def _check_others(self, subject: str, only_with: Mapping[str, tuple[Any, ...]], remedy: str) -> None:
         for other in self.unmet(only_with):
             found = getattr(self, other)
+            if self._excluded(other, only_with[other]):
+                self.require(False, f"{subject} cannot be combined with {self.condition(other, (found,))}", remedy)
             got = "" if found is False else f", got {self.condition(other, (found,))}"
             self.require(False, f"{subject} must come with {self.condition(other, only_with[other])}{got}", remedy)
 
@@ -169,11 +171,22 @@ class Options:
     def condition(cls, name: str, values: tuple[Any, ...]) -> str:
         """Return an option with some of its values as text; for a true property, its name in `conditions`."""
         called = cls.conditions.get(name) or cls.named(name)[1]
+        return called if values == (True,) else cls.written(cls.conditions.get(name, name), _either(values))
+
+    @classmethod
+    def _excluded(cls, name: str, values: tuple[Any, ...]) -> str:
+        """Return the other values of an option if they are fewer, as text; else an empty text."""
         hint = cls.hints().get(name)
         others = [choice for choice in get_args(hint) if choice not in values] if get_origin(hint) is Literal else []
-        if 0 < len(others) < len(values):
-            return f"another {called} than {_either(others)}"
-        return called if values == (True,) else cls.written(cls.conditions.get(name, name), _either(values))
+        return cls.condition(name, tuple(others)) if 0 < len(others) < len(values) else ""
+
+    @classmethod
+    def _company_text(cls, only_with: Mapping[str, tuple[Any, ...]], more: Sequence[str] = ()) -> str:
+        """Return the requirements on other options: ``only with a=1, and b, not with c=2``."""
+        excluded = [text for pair in only_with.items() if (text := cls._excluded(*pair))]
+        needed = [cls.condition(*pair) for pair in only_with.items() if not cls._excluded(*pair)] + [*more]
+        parts = [f"only with {', and '.join(needed)}"] if needed else []
+        return ", ".join([*parts, *([f"not with {' or '.join(excluded)}"] if excluded else [])])
 
     @classmethod
     def meaning(cls, field: dataclasses.Field[Any]) -> str:
@@ -199,15 +212,14 @@ class Options:
         for kind in ("at_least", "at_most"):
             if kind in rules:
                 yield f"{kind.replace('_', ' ').capitalize()} {rules[kind]}"
-        needed = [cls.condition(*pair) for pair in rules.get("only_with", {}).items()]
-        needed += [cls.named(other)[1] for others in cls._company("needs", name) for other in others]
-        if needed:
-            yield f"Only with {', and '.join(needed)}{', where it is needed' if rules.get('required') else ''}"
+        more = [cls.named(other)[1] for others in cls._company("needs", name) for other in others]
+        if told := cls._company_text(rules.get("only_with", {}), more):
+            yield f"{told[0].upper()}{told[1:]}{', which requires it' if rules.get('required') else ''}"
         alike: dict[str, list[str]] = {}
         for value, others in rules.get("each", {}).items():
-            alike.setdefault(", and ".join(cls.condition(*pair) for pair in others.items()), []).append(value)
+            alike.setdefault(cls._company_text(others), []).append(value)
         if alike:
-            yield "; ".join(f"{', '.join(values)} only with {told}" for told, values in alike.items())
+            yield "; ".join(f"{', '.join(values)} {told}" for told, values in alike.items())
 
     @classmethod
     def _company(cls, kind: str, name: str) -> Iterator[tuple[str, ...]]:

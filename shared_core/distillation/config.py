@@ -80,121 +80,120 @@ class DistillConfig(TechniqueConfig):
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"budget_mib": ("chunked",)}
     conditions: ClassVar[Mapping[str, str]] = {
         "teaching": "teacher",
-        "of_classes": "a divergence of classes (not logit_mse or bernoulli_kl)",
+        "of_classes": "a divergence over classes (not logit_mse or bernoulli_kl)",
     }
 
     teacher: Any = option(
         flag_type=str,
         help="folder or Hub name of the teacher, or several with commas; ema: the student's own moving average; "
-        "cache:FOLDER: what eff cache-teacher wrote; mutual: students that teach each other; from Python also modules",
+        "cache:FOLDER: output of eff cache-teacher; mutual: students teach each other; in Python, modules too",
     )
     peers: Any = option(
         2,
         flag_type=str,
-        help="how many students learn together, the others with newly drawn weights; or folders or Hub names of the "
-        "others, with commas; from Python also modules",
+        help="number of students, where the others start from random weights; or folders or Hub names of the others, "
+        "with commas; in Python, modules too",
         only_with={"teaching": (MUTUAL,)},
     )
     teacher_weights: tuple[float, ...] = option(
-        (), help="how much each of several teachers counts; none: equally", above=0, only_with=_OF_TEACHER
+        (), help="weight of each teacher; default: equal", above=0, only_with=_OF_TEACHER
     )
     teacher_dtype: TeacherDtype = option(
         "as_saved",
-        help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes; "
-        "a module from Python is changed in place",
+        help="format of the teacher's weights; int8 needs torchao, nf4 bitsandbytes. A module passed in Python is "
+        "changed in place",
         only_with={"teaching": ("one model", "several models", "cache")},
     )
     trust_remote_code: bool = option(
-        False, help="run the code that lies in a teacher's folder or Hub repository (auto_map in its config.json)"
+        False, help="run code from a teacher's folder or Hub repository (auto_map in its config.json)"
     )
     ema_decay: float = option(
         0.999,
         low=0,
         below=1,
-        help="of teacher ema: what is kept of the average at each step, at most 1 - 1/(n + 2) after n steps",
+        help="decay of the ema teacher per step, at most 1 - 1/(n + 2) after n steps",
     )
     divergence: Literal[
         "forward_kl", "reverse_kl", "jsd", "soft_cross_entropy", "hard_label", "logit_mse", "bernoulli_kl"
     ] = option(
         "forward_kl",
-        help="how the student's outputs are compared with the teacher's",
+        help="loss between the student's and the teacher's outputs",
         each=dict.fromkeys(("hard_label", "logit_mse", "bernoulli_kl"), _NOT_CACHED),  # a cache holds probabilities
     )
     beta: float = option(
-        0.5, low=0, high=1, help="of divergence jsd: 0 is the forward KL, 1 the reverse", only_with=_NOT_CACHED
+        0.5, low=0, high=1, help="mix of jsd: 0 is the forward KL, 1 the reverse", only_with=_NOT_CACHED
     )
-    temperature: float = option(2.0, above=0, help="T: softens both distributions; the soft term is multiplied by T²")
+    temperature: float = option(
+        2.0, above=0, help="T, which softens both distributions; the soft term is multiplied by T²"
+    )
     temperature_end: float | None = option(
-        None, above=0, help="T at end, reached evenly from begin; none: it stays", only_with=_NOT_CACHED
+        None, above=0, help="T at end, changed linearly from begin; default: constant", only_with=_NOT_CACHED
     )
     scale_by_temperature: bool = option(True, help="multiply the soft term by T²")
     alpha: float = option(0.5, low=0, high=1, help="weight of the task loss; the soft term gets 1 - alpha")
     alpha_end: float | None = option(
-        None, low=0, high=1, help="alpha at end, reached evenly from begin; none: it stays"
+        None, low=0, high=1, help="alpha at end, changed linearly from begin; default: constant"
     )
     confidence: float = option(
         0.0,
         low=0,
         below=1,
-        help="only positions where the teacher's largest probability is at least this count; the others add 0 to the "
-        "mean",
+        help="use only positions where the teacher's largest probability is at least this; others add 0 to the mean",
         only_with={"of_classes": (True,), "teaching": ("one model", "several models", "ema")},
     )
     unlabeled_field: str | None = option(
         None,
-        help="key of a batch (column of a data set) that tells with a bool which examples have no label: the soft term "
-        "alone trains them",
+        help="batch key (data set column) with a bool that marks examples without a label, which only the soft term "
+        "trains",
         only_with=_OF_TEACHER,
     )
     vocab_size: int | None = option(
         None,
         low=1,
-        help="classes that count, the first ones, of heads padded to different sizes over one tokenizer",
+        help="compare only the first classes, for heads padded to different sizes over one tokenizer",
         only_with=_OF_TEACHER,
     )
     chunked: bool = option(
         False,
-        help="compute the loss of a language model from head inputs in chunks: no logits of all positions exist",
+        help="compute a language model's loss in chunks, without storing the logits of all positions",
         only_with=_CHUNKED,
     )
-    budget_mib: float | None = option(
-        None, above=0, help="MiB of logits that may exist at a time; none: 64 on CPU, 512 elsewhere"
-    )
+    budget_mib: float | None = option(None, above=0, help="MiB of logits at a time; default: 64 on CPU, 512 elsewhere")
     begin: Position = option(
         0.0,
         help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')",
         only_with=_OF_TEACHER,
     )
-    end: Position = option(1.0, help="first step without it; 1.0: never", only_with=_OF_TEACHER)
+    end: Position = option(1.0, help="first step without the soft term; 1.0: never", only_with=_OF_TEACHER)
     hidden: tuple[str, ...] = option(
         (),
-        help="student=teacher pairs of submodules (names, globs) to bring together, such as layer.1=layer.3; for "
-        "different widths a linear projection is trained with the student",
+        help="student=teacher pairs of submodules (names, globs) to match, such as layer.1=layer.3; for different "
+        "widths, a linear projection is trained",
         only_with=_ONE,
     )
     hidden_loss: Literal["mse", "cosine", "rkd", "similarity_preserving", "cka"] = option(
-        "mse", help="of hidden pairs: mse or cosine of features, or their relations within a micro-batch"
+        "mse", help="loss of hidden pairs: mse or cosine of features, else relations within a micro-batch"
     )
-    hidden_weight: float = option(1.0, above=0, help="weight of the hidden term, beside the mixed loss")
+    hidden_weight: float = option(1.0, above=0, help="weight of the hidden term, added to the loss")
     attention: tuple[str, ...] = option(
         (),
-        help="student=teacher pairs of attention modules (names, globs) whose maps are brought together",
+        help="student=teacher pairs of attention modules (names, globs) whose maps should match",
         only_with=_ONE,
     )
-    attention_weight: float = option(1.0, above=0, help="weight of the attention term, beside the mixed loss")
+    attention_weight: float = option(1.0, above=0, help="weight of the attention term, added to the loss")
     init_layers: str | None = option(
-        None, help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4", only_with=_ONE
+        None, help="start from these teacher layers: even, first, last, or numbers, such as 0,2,4", only_with=_ONE
     )
-    student: str | None = option(None, help="submodule whose forward is distilled; none: the model itself")
+    student: str | None = option(None, help="submodule whose output is distilled; default: the model")
     logits: str = option(
         "logits",
-        help="key or attribute of the logits in what forward returns; without it start and end logits, scores or "
+        help="key or attribute of the logits in the model's output; if missing, start and end logits, scores or "
         "sentence embeddings are compared",
     )
     causal: bool | None = option(
         None,
-        help="whether position i predicts token i + 1, as in causal LMs; none: decided by the class of the model or "
-        "of the one inside it",
+        help="true if position i predicts token i + 1, as in causal LMs; default: decided by the model's class or the "
+        "inner one's",
     )
 
     def __post_init__(self) -> None:

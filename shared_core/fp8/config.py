@@ -69,12 +69,12 @@ class Fp8Config(TechniqueConfig):
     recipe: Literal[
         "tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"
     ] = option(
-        help="what shares a scale: tensorwise: a tensor; delayed: the same, from past steps; rowwise: a row, powers of "
-        "two; blockwise: 1x128 and 128x128; mx: 1x32, powers of two; or, emulated: s2fp8, hfp8, mxfp4, nvfp4, int16"
+        help="one scale per tensor (tensorwise, or delayed: from past steps), per row (rowwise, powers of two), 1x128 "
+        "and 128x128 (blockwise) or 1x32 (mx, powers of two); emulated: s2fp8, hfp8, mxfp4, nvfp4, int16"
     )
     format: Literal["auto", "hybrid", "e4m3"] = option(
         "auto",
-        help="hybrid: e4m3 forward, e5m2 gradients (tensorwise, delayed); e4m3: both; auto: what the recipe has",
+        help="hybrid: e4m3 forward, e5m2 gradients; e4m3: both; auto: the recipe's default",
         each={
             "hybrid": {"recipe": _HYBRID},
             "e4m3": {"recipe": tuple(name for name, (forward, _) in _FORMATS.items() if forward == "fp8_e4m3")},
@@ -82,22 +82,22 @@ class Fp8Config(TechniqueConfig):
     )
     amax_history: int = option(
         16,
-        help="steps whose largest magnitude sets the next scale",
+        help="past steps whose largest magnitude sets the scale",
         low=1,
         high=1024,
         only_with={"recipe": ("delayed",)},
     )
     backend: Literal["auto", "emulated", "scaled_mm", "torchao"] = option(
         "auto",
-        help="auto: torch's scaled matmul on GPUs that multiply FP8, else the same numbers emulated; or always one; "
-        "torchao: its float8 training (tensorwise, rowwise)",
+        help="auto: torch's scaled_mm on GPUs with FP8, else emulated, with the same numbers; torchao: its float8 "
+        "training",
         each={"scaled_mm": {"recipe": _SCALED_MM_EVERYWHERE}, "torchao": {"recipe": ("tensorwise", "rowwise")}},
     )
     max_skips: int = option(
-        50, low=1, help="steps in a row discarded for NaN or infinity, after which training stops with an error"
+        50, low=1, help="stop with an error after discarding this many steps in a row (NaN or infinity)"
     )
-    include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
-    skip: tuple[str, ...] = option((), help="modules to leave in high precision: name patterns, types, first, last")
+    include: tuple[str, ...] = option((), help="modules to include: name globs, types, first, last; default: all")
+    skip: tuple[str, ...] = option((), help="modules to leave in high precision: name globs, types, first, last")
     min_size: int = option(0, help="leave modules with fewer weights in high precision", low=0)
 
     @classmethod

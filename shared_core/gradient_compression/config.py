@@ -39,15 +39,15 @@ class CommConfig(TechniqueConfig):
     logs_nothing: ClassVar[str] = "the same in every step"
 
     hook: Literal["fp16", "bf16", "powersgd"] = option(
-        help="Send gradients over processes rounded to 16 bits (fp16, bf16), or as products of low rank (powersgd)."
+        help="Send gradients rounded to 16 bits (fp16, bf16), or as low-rank products (powersgd)."
     )
     rank: int = option(
-        1, help="Rank of powersgd's products; more is closer and sends more.", low=1, only_with={"hook": ("powersgd",)}
+        1, help="Rank of the products; higher is more accurate, sends more.", low=1, only_with={"hook": ("powersgd",)}
     )
     begin: Position = option(
         0.1,
-        help="First step that powersgd compresses, gradients before it are sent whole: a fraction of the run (0.1), a "
-        "step (500) or epochs (2ep).",
+        help="First step to compress: a fraction of the run (0.1), a step (500) or epochs (2ep). Earlier gradients are "
+        "sent whole.",
         only_with={"hook": ("powersgd",)},
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(TechniqueConfig):
-    """Freezes the linear layers, in fewer bits if you like, and trains small adapters on them.
+    """Freezes the linear layers, optionally quantized, and trains small adapters on them.
 
     Example:
         >>> LoraConfig(rank=16).base, LoraConfig(rank=16).scale
@@ -51,37 +51,36 @@ class LoraConfig(TechniqueConfig):
     }
 
     rank: int = option(
-        help="rank r of the adapters: r·(inputs + outputs) trained parameters a layer", low=1, high=2**16
+        help="rank r of the adapters: r·(inputs + outputs) trained parameters per layer", low=1, high=2**16
     )
-    alpha: float = option(32.0, help="the adapters' product BA is multiplied by alpha / rank", above=0.0)
-    dropout: float = option(0.0, help="dropout on the adapters' input while training", low=0.0, below=1.0)
+    alpha: float = option(32.0, help="scale of the adapters: BA is multiplied by alpha / rank", above=0.0)
+    dropout: float = option(0.0, help="dropout on the adapters' input in training", low=0.0, below=1.0)
     base: Literal["none", "nf4", "fp4", "int8"] = option(
         "none",
-        help="the frozen weights: none: as they are; through bitsandbytes nf4: 4-bit normal float (QLoRA); fp4: 4-bit "
-        "float; int8: LLM.int8()",
+        help="format of the frozen weights: none (unchanged); with bitsandbytes: nf4 (QLoRA), fp4, int8 (LLM.int8())",
     )
     save: Literal["adapters", "merged"] = option(
         "adapters",
-        help="the saved model: adapters: adapter_model.safetensors and adapter_config.json, as PEFT saves them; "
-        "merged: the whole model with the adapters added to its weights",
+        help="adapters: save adapter_model.safetensors and adapter_config.json, as PEFT does; merged: save the whole "
+        "model with the adapters added to its weights",
     )
     double_quant: bool = option(
-        True, help="quantize the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
+        True, help="also quantize the block scales of nf4 and fp4 to 8 bits", only_with={"base": ("nf4", "fp4")}
     )
     requantize: bool = option(
         False,
-        help="after the adapters are merged in float, round the weights to the base's grid again",
+        help="after merging in float, round the weights to the base format again",
         only_with={"base": ("nf4", "fp4", "int8"), "save": ("merged",)},
     )
     include: tuple[str, ...] = option(
-        (), help="linear layers to adapt: name patterns, types, first, last; empty: all but the output layer"
+        (), help="linear layers to adapt: name globs, types, first, last; default: all but the output layer"
     )
-    skip: tuple[str, ...] = option((), help="linear layers to freeze without an adapter: name patterns, types, places")
-    min_size: int = option(0, help="freeze linear layers with fewer weights without an adapter", low=0)
+    skip: tuple[str, ...] = option((), help="linear layers without an adapter: name globs, types, first, last")
+    min_size: int = option(0, help="linear layers with fewer weights get no adapter", low=0)
     train: tuple[str, ...] = option(
         (),
-        help="modules trained whole beside the adapters: name patterns, types, last; none: nothing; empty: the output "
-        "layer, if it has fewer outputs than inputs (a classifier) and shares no weight",
+        help="modules to train in full: name globs, types, last, or none; default: the output layer, if it has fewer "
+        "outputs than inputs (a classifier) and shares no weight",
     )
 
     def validate(self) -> None:

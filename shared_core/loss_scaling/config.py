@@ -67,23 +67,23 @@ class LossScaleConfig(TechniqueConfig):
     backoff_factor: float = option(0.5, above=0, below=1, help="multiplies the scale after an overflow")
     growth_interval: int = option(2000, low=1, high=2**31 - 1, help="steps without overflow before the scale grows")
     min_scale: float = option(MIN_SCALE, above=0, high=FLOAT32_MAX, help="the scale never falls below this")
-    max_skips: int = option(50, low=1, help="skipped steps in a row after which training stops with an error")
+    max_skips: int = option(50, low=1, help="stop with an error after this many skipped steps in a row")
     floor: str | None = option(
         None,
-        help="step:floor pairs, such as 40000:8192,150000:32768, or auto, which is also the default",
+        help="step:floor pairs, such as 40000:8192,150000:32768, or auto (the default)",
         only_with={"kind": ("enhanced",)},
     )
     floor_window: int = option(
-        200, low=1, help="floor auto: steps after which the floor moves", only_with={"kind": ("enhanced",)}
+        200, low=1, help="steps between moves of an auto floor", only_with={"kind": ("enhanced",)}
     )
     floor_overflows: float = option(
         0.02,
         above=0,
         high=1,
-        help="floor auto: share of overflowing steps at which the floor falls",
+        help="share of overflowing steps that lowers an auto floor",
         only_with={"kind": ("enhanced",)},
     )
-    format: Literal["fp16", "fp8_e5m2"] = option("fp16", help="format that gradients must fit into: auto, telemetry")
+    format: Literal["fp16", "fp8_e5m2"] = option("fp16", help="gradient format that auto and telemetry assume")
     margin: float = option(
         2.0,
         low=0,
@@ -92,16 +92,16 @@ class LossScaleConfig(TechniqueConfig):
         only_with={"kind": ("auto",)},
     )
     smoothing: float = option(
-        0.9, low=0, below=1, help="share of the past in the smoothed largest gradient", only_with={"kind": ("auto",)}
+        0.9, low=0, below=1, help="weight of the past in the smoothed largest gradient", only_with={"kind": ("auto",)}
     )
-    telemetry_every: int = option(
-        100, low=0, help="measure underflow of the gradients every so many applied steps; 0: never"
-    )
+    telemetry_every: int = option(100, low=0, help="measure gradient underflow every N applied steps; 0: never")
     flush_every: int = option(
-        0, low=0, help="repeat a backward in fp32 every so many applied steps and count flushed gradients; 0: never"
+        0, low=0, help="repeat a backward in fp32 every N applied steps, and count flushed gradients; 0: never"
     )
     histogram_every: int = option(
-        0, low=0, help="count log2 of weights, activations, gradients and updates every so many applied steps; 0: never"
+        0,
+        low=0,
+        help="count log2 of weights, activations, gradients and updates every N applied steps; 0: never",
     )
 
     def validate(self) -> None:

@@ -27,34 +27,33 @@ class TicketOptions(Options):
     out: Any = option(help="Folder for the results.")
     rewind: Literal["weights", "learning_rate", "none"] = option(
         "weights",
-        help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
-        "schedule is replayed from step k; none: they keep them, at the learning rate of the last step, which "
-        "should not be 0.",
+        help="weights: reset the remaining weights to their values at step k; learning_rate: keep their values, and "
+        "replay the schedule from step k; none: keep their values and the last learning rate, which should not be 0.",
     )
-    rate: float = option(0.2, help="Share of the weights left that the end of each run prunes.", above=0, below=1)
+    rate: float = option(0.2, help="Share of the remaining weights to prune after each run.", above=0, below=1)
     output_rate: float | None = option(
         None,
-        help="The same for the output layer; half of rate by default.",
+        help="Rate of the output layer. Default: half of rate.",
         low=0,
         below=1,
         only_with={"scope": ("local",)},
     )
     conv_rate: float | None = option(
-        None, help="The same for convolutions, where 0.1 to 0.15 is usual; rate by default.", low=0, below=1,
+        None, help="Rate of convolutions, usually 0.1 to 0.15. Default: rate.", low=0, below=1,
         only_with={"scope": ("local",)},
     )  # fmt: skip
     scope: Literal["local", "global"] = option(
-        "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
+        "local", help="local: prune every tensor by its rate; global: one threshold for all weights."
     )
     max_layer_sparsity: float | None = option(
-        None, help="Largest share of one tensor to prune; others make up for the rest. By default 0.98, or the round's "
-        "overall share if that is higher.", above=0, high=1, only_with={"scope": ("global",)},
+        None, help="Largest share to prune from one tensor; others make up for the rest. Default: 0.98, or the round's "
+        "overall share if higher.", above=0, high=1, only_with={"scope": ("global",)},
     )  # fmt: skip
     seed: int = option(0, help="Seed of the controls.", low=0)
     include: tuple[str, ...] = option(
-        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
+        (), help="Modules to include: name globs, types, first, last. Default: all. Frozen ones must be named."
     )
-    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
+    skip: tuple[str, ...] = option((), help="Modules to skip: name globs, types, first, last.")
     min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
 
 
@@ -96,8 +95,8 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     )
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
-        help="random_reinit: the ticket's masks with redrawn weights, from the start; random_mask: random masks that "
-        "keep as many weights of every tensor as the ticket.",
+        help="random_reinit: train the ticket's masks from step 0 with new weights; random_mask: train random masks "
+        "that keep as many weights per tensor as the ticket.",
     )
 
     def check_files(self) -> None:

@@ -107,33 +107,31 @@ class LowRankConfig(TechniqueConfig):
 
     rank: Any = option(
         flag_type=str,
-        help="Rank of the factors: a number (16), a share of the smaller side (0.25), energy:0.95 of each matrix, "
-        "budget:0.5 of all parameters within reach, sensitivity:0.5 by measured loss (only eff low-rank), or a report "
-        "of eff low-rank (.json).",
+        help="Rank of the factors: a number (16), a share of the smaller side (0.25), energy:0.95 per matrix, "
+        "budget:0.5 of the covered parameters, sensitivity:0.5 by measured loss (only eff low-rank), or a report of "
+        "eff low-rank (.json).",
     )
     decomposition: Literal["svd", "scaled", "whitened"] = option(
         "svd",
-        help="What the truncation preserves best: the weight (svd), or the output for inputs with these sizes (scaled) "
-        "or second moments (whitened).",
+        help="What the truncation minimizes: the error of the weight (svd), or of the output, from input sizes "
+        "(scaled) or second moments (whitened).",
     )
     calibration_batches: int = option(
-        16, help="Batches that scaled and whitened use for inputs, and sensitivity for the loss.", low=1
+        16, help="Batches to measure inputs (scaled, whitened) or the loss (sensitivity).", low=1
     )
     conv: Literal["auto", "channel", "spatial"] = option(
         "auto",
-        help="Convolutions become k x k then 1 x 1 (channel), k x 1 then 1 x k (spatial), or the better one (auto).",
+        help="Split convolutions into k x k and 1 x 1 (channel), k x 1 and 1 x k (spatial), or the better (auto).",
     )
-    force: bool = option(False, help="Also factorize layers where it saves nothing, up to full rank, which is exact.")
+    force: bool = option(False, help="Also factorize layers where it saves nothing, up to full (exact) rank.")
     multiple_of: int = option(
         1, help="Round ranks up to a multiple of this: 8 or 16 for tensor cores, 16 for FP8.", low=1
     )
     merge: bool = option(
-        False, help="Multiply the factors at the end, to restore the model's layers. Otherwise it stays factorized."
+        False, help="Multiply the factors into plain layers at the end. Otherwise, the model stays factorized."
     )
-    include: tuple[str, ...] = option((), help="Only modules of these names (globs), types, or first, last.")
-    skip: tuple[str, ...] = option(
-        ("last",), help="No modules of these names (globs), types, or first, last; by default the head."
-    )
+    include: tuple[str, ...] = option((), help="Modules to include: name globs, types, first, last. Default: all.")
+    skip: tuple[str, ...] = option(("last",), help="Modules to skip: name globs, types, first, last (the head).")
     min_size: int = option(4096, help="Leave layers with fewer weights than this unchanged.", low=0)
 
     @property

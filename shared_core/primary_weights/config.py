@@ -35,15 +35,15 @@ class PrimaryWeightsConfig(TechniqueConfig):
     }
 
     kind: Literal["fp32_copy", "stochastic_rounding", "kahan"] = option(
-        help="what keeps small updates: fp32_copy: a float32 copy of each 16-bit parameter; stochastic_rounding: "
-        "chance; kahan: what rounding loses, in bfloat16"
+        help="how small updates are kept: in float32 copies of the parameters (fp32_copy), by random rounding "
+        "(stochastic_rounding), or as bfloat16 rounding errors (kahan)"
     )
     state_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        help="gradients and the optimizer's moments between steps: float32, or the bfloat16 of the weights, moments "
-        "rounded stochastically",
+        help="format of gradients and optimizer moments between steps; bfloat16 needs bfloat16 weights, and rounds "
+        "moments stochastically",
         only_with={"kind": ("stochastic_rounding", "kahan")},
     )
     telemetry_every: int = option(
-        100, help="applied steps between two counts of updates too small for the 16-bit weight; 0: never", low=0
+        100, help="applied steps between counts of updates too small for 16-bit weights; 0: never", low=0
     )

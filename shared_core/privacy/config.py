@@ -63,36 +63,34 @@ class PrivacyConfig(TechniqueConfig):
     noise_multiplier: float | None = option(
         None,
         help="Standard deviation of the noise on the sum of clipped gradients, as a multiple of max_grad_norm; 0 only "
-        "clips and samples, and epsilon is infinite.",
+        "clips and samples (epsilon is infinite).",
         low=0,
     )
     target_epsilon: float | None = option(
-        None, help="Solve for the noise_multiplier with which the whole run spends this epsilon, instead.", above=0
+        None, help="Choose the noise_multiplier so that the whole run spends this epsilon.", above=0
     )
-    max_grad_norm: float = option(1.0, help="L2 norm to which the gradient of each example is clipped.", above=0)
-    delta: float = option(
-        1e-5, help="Delta at which epsilon is told; below one over the number of examples.", above=0, below=1
-    )
+    max_grad_norm: float = option(1.0, help="L2 norm to clip each example's gradient to.", above=0)
+    delta: float = option(1e-5, help="Delta of the guarantee; below one over the number of examples.", above=0, below=1)
     accountant: Literal["rdp", "prv"] = option(
-        "rdp", help="Counts epsilon: Renyi moments (rdp), or numerical composition (prv), which is tighter."
+        "rdp", help="How to compute epsilon: Rényi moments (rdp), or numerical composition (prv), which is tighter."
     )
     grad_sample_mode: Literal["hooks", "functorch"] = option(
-        "hooks", help="Norms and sums by a rule for each layer (hooks), or gradients of single examples by vmap."
+        "hooks", help="Per-example gradients: norms and sums by rules per layer (hooks), or vmap (functorch)."
     )
     check_loss: bool = option(
         True,
-        help="In Lightning, and in a loop whose model returns its loss, compare the first batch's loss with its "
-        "halves': it must be a mean over examples.",
+        help="Check that the first batch's loss is the mean of its halves' (in Lightning, and in loops whose model "
+        "returns its loss).",
     )
     secure_mode: bool = option(
         False,
-        help="Draw noise as Opacus' secure mode does against attacks on floating point, several times as slowly. Not "
-        "with a seed.",
+        help="Draw noise as in Opacus' secure mode, against floating-point attacks. Several times slower. Not with "
+        "seed.",
     )
     seed: int | None = option(
         None,
-        help="Makes batches and noise reproducible; whoever knows it can take the noise off again. By default they are "
-        "drawn from the system's entropy.",
+        help="Make batches and noise reproducible. Anyone who knows the seed can remove the noise. Default: the "
+        "system's entropy.",
         low=0,
     )
 

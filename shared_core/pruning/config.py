@@ -74,74 +74,71 @@ class PruneConfig(OverridableConfig):
     overridable: ClassVar[tuple[str, ...]] = ("sparsity",)
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"regularizer_strength": ("regularizer",)}
     conditions: ClassVar[Mapping[str, str]] = {
-        "layers_compete": "layers that compete (none do with scope local, granularity n_m, or criterion wanda or "
-        "sparsegpt)",
-        "layers_differ": "layers that may lose different shares (none do with scope local, which auto is for "
-        "structures, granularity n_m or layer, or criterion wanda)",
+        "layers_compete": "a threshold across layers (not scope local, granularity n_m, criterion wanda or sparsegpt)",
+        "layers_differ": "sparsity that differs by layer (not scope local, which auto is for structures, granularity "
+        "n_m or layer, or criterion wanda)",
     }
 
-    sparsity: float = option(help="Share of the weights that are zero at the end, in [0, 1).", low=0, below=1)
+    sparsity: float = option(help="Share of weights that are zero at the end, in [0, 1).", low=0, below=1)
     criterion: Literal[
         "magnitude", "threshold", "random", "taylor", "movement", "fisher", "wanda", "sparsegpt", "l1_norm", "l2_norm",
         "geometric_median", "bn_scale", "neuron_taylor", "shapley",
     ] = option(
         "magnitude",
-        help="How weights or units are scored. The lowest go first. sparsegpt: only after training (eff prune).",
+        help="How to score weights or units. The lowest are pruned. sparsegpt: only after training (eff prune).",
         each=_CRITERIA,
     )  # fmt: skip
     threshold: float | None = option(
         None,
-        help="Only weights with |w| below it are pruned, at most sparsity.",
+        help="Prune weights with |w| below this, up to sparsity.",
         above=0,
         only_with={"criterion": ("threshold",)},
         required=True,
     )
     permutations: int = option(
         10,
-        help="Orders of the units that are drawn; each runs one micro-batch a unit.",
+        help="Random orders of the units. Each runs one micro-batch per unit.",
         low=2,
         only_with={"criterion": ("shapley",)},
     )
     cost: Literal["none", "flops", "bytes", "energy"] = option(
         "none",
-        help="Divide scores by what one weight of the layer costs, so that expensive layers are pruned first.",
+        help="Divide scores by the layer's cost per weight, to prune expensive layers first.",
         only_with={"layers_compete": (True,)},
     )
     granularity: Literal["unstructured", "n_m", "block", "neuron", "channel", "filter", "head", "layer"] = option(
         "unstructured",
-        help="What is pruned whole: single weights, n of every m inputs, tiles, hidden neurons, channels with all that "
-        "depends on them, single filters, attention heads, layers.",
+        help="What to prune: single weights, n:m groups of inputs, tiles, hidden neurons, channels with everything "
+        "that depends on them, single filters, attention heads, or layers.",
         each={"n_m": {"schedule": ("one_shot",)}, "layer": {"scope": ("auto", "global")}},
     )
-    n_m: str = option(
-        "2:4", help="How many of how many neighbors along the input are kept.", only_with={"granularity": ("n_m",)}
-    )
-    block: str = option("4x4", help="Outputs x inputs of a tile.", only_with={"granularity": ("block",)})
+    n_m: str = option("2:4", help="Keep n of every m neighbors along the input.", only_with={"granularity": ("n_m",)})
+    block: str = option("4x4", help="Tile size, outputs x inputs.", only_with={"granularity": ("block",)})
     schedule: Literal["one_shot", "linear", "cubic", "cosine", "exponential", "iterative"] = option(
         "cubic", help="How sparsity grows from begin to end; one_shot prunes once, at begin."
     )
     initial_sparsity: float = option(
         0.0,
-        help="Sparsity at begin; before it, with iterative.",
+        help="Sparsity at begin, or before it with iterative.",
         low=0,
         below=1,
         at_most="sparsity",
         only_with={"schedule": _GROWING},
     )
     begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
-    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes only at begin.")
+    end: Position = option(0.5, help="Last update, at full sparsity; one_shot prunes only at begin.")
     every: int = option(10, help="Optimizer steps between updates. The last update is always at end.", low=1)
     scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
-        help="global: one threshold for all; tower: one threshold for each top-level part (a vision and a text "
-        "encoder); local: the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer "
-        "sizes (kernel: also by kernel sizes); auto: local for structures without a cost, else global.",
+        help="global: one threshold for all layers; tower: one per top-level module (vision and text encoder); local: "
+        "the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer sizes (kernel: "
+        "also by kernel sizes); auto: local for structures without a cost, else global.",
         each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(
         None,
-        help="Largest share of one layer to prune; other layers make up for the rest. By default 0.98, for structures "
-        "0.9, or sparsity if that is higher.",
+        help="Largest share to prune from one layer; other layers make up for the rest. Default: 0.98 (structures: "
+        "0.9), or sparsity if higher.",
         above=0,
         high=1,
         at_least="sparsity",
@@ -149,8 +146,8 @@ class PruneConfig(OverridableConfig):
     )
     dynamic: Literal["none", "recompute", "rigl"] = option(
         "none",
-        help="none: what is pruned stays pruned; recompute: pruned weights keep learning and may come back until end; "
-        "rigl: from begin to end live weights move to where the gradient is large.",
+        help="none: pruned weights stay zero; recompute: they keep training and may return until end; rigl: from begin "
+        "to end, weak weights are replaced by pruned ones with large gradients.",
         each={
             "rigl": {"granularity": ("unstructured",), "schedule": ("one_shot",)},
             "recompute": {"granularity": _WEIGHTS},
@@ -158,32 +155,32 @@ class PruneConfig(OverridableConfig):
     )
     drop_share: float = option(
         0.3,
-        help="Share of a tensor's live weights that moves at first.",
+        help="Share of a tensor's remaining weights to replace at first.",
         above=0,
         below=1,
         only_with={"dynamic": ("rigl",)},
     )
     sr_ste: float = option(
         0.0,
-        help="Masked weights keep learning, and decay by this factor; use every 1.",
+        help="Decay of masked weights, which keep training (SR-STE); set every=1.",
         low=0,
         only_with={"granularity": ("n_m",)},
     )
     regularizer: Literal["none", "l1", "group_lasso", "bn_l1", "weight_decay"] = option(
         "none",
-        help="Penalty on what may be pruned, until end; bn_l1 is on the scales of batch norms, group_lasso on "
-        "tiles, layers and traced units, else on the weights of one output.",
+        help="Penalty on prunable weights until end. bn_l1 acts on batch norm scales; group_lasso on tiles, layers, "
+        "neurons, channels or heads, else on each output's weights.",
     )
-    regularizer_strength: float = option(1e-4, help="Its factor.", above=0)
+    regularizer_strength: float = option(1e-4, help="Penalty factor.", above=0)
     include: tuple[str, ...] = option(
-        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
+        (), help="Modules to include: name globs, types, first, last. Default: all. Frozen ones must be named."
     )
-    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
+    skip: tuple[str, ...] = option((), help="Modules to skip: name globs, types, first, last.")
     min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
     overrides: tuple[str, ...] = option(
         (),
-        help="A sparsity of their own for some modules, 0 to leave them dense: PATTERN:sparsity=VALUE, such as "
-        "head:sparsity=0.5; in YAML a mapping too. The last match counts. sparsity is that of the others.",
+        help="Sparsity of single modules (0: dense): PATTERN:sparsity=VALUE, such as head:sparsity=0.5, or a mapping "
+        "in YAML. The last match counts. sparsity applies to the others.",
     )
 
     def validate(self) -> None:

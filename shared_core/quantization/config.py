@@ -68,27 +68,25 @@ class QatConfig(OverridableConfig):
     overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
 
     scheme: Scheme = option(
-        help="what is quantized how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
-        "weights alone, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
+        help="formats and scales. int8: weights per channel, activations per tensor; int8_weight, int4_weight: only "
+        "weights, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
         "channel and token; fp8_static: activations per tensor; fp8_block: blocks of 128 x 128, activations in groups "
         "of 128; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights",
         each={"fp8_static": {"range": ("ema", "minmax", "percentile")}},  # the other ranges seek integers
     )
     begin: Position = option(0.0, help="when fake quantization starts; ranges are observed from the first step")
-    freeze_observers: Position = option(1.0, help="when ranges stop following the activations; at least step 1")
-    fold_batch_norm: bool = option(
-        True, help="quantize the weight with the batch norm behind it folded in, as inference has it"
-    )
-    freeze_bn: Position = option(1.0, help="when folded batch norms go over to their running statistics for good")
+    freeze_observers: Position = option(1.0, help="when activation ranges are frozen; at least step 1")
+    fold_batch_norm: bool = option(True, help="fold batch norms into the weights before quantizing, as at inference")
+    freeze_bn: Position = option(1.0, help="when folded batch norms switch to their running statistics for good")
     range: Range = option(
         "ema",
-        help="activation ranges: ema: moving average of each step's minimum and maximum; minmax, percentile, kl, mse: "
-        "of all steps; learned with the weights: lsq, lsq_plus (with a zero point), pact",
+        help="activation ranges from the moving average of each step's minimum and maximum (ema), from all steps "
+        "(minmax, percentile, kl, mse), or learned (lsq, lsq_plus with a zero point, pact)",
         only_with={"is_static": (True,)},
     )
     ema_constant: float = option(
         0.01,
-        help="smallest weight c of a new step in the moving average: r = r + max(c, 9/(n + 10))·(w - r) after n steps",
+        help="minimum weight c of a new step in the average: r = r + max(c, 9/(n + 10))·(w - r) after n steps",
         above=0.0,
         high=1.0,
         only_with={"range": ("ema",)},
@@ -102,52 +100,52 @@ class QatConfig(OverridableConfig):
     )
     clip_gelu: float | None = option(
         None,
-        help="largest value with a code where a layer reads the output of a GELU; 10 is usual",
+        help="upper limit of the range where a layer reads a GELU output; 10 is usual",
         above=0.0,
         only_with={"is_static": (True,), "range": _ROUNDED_WEIGHTS},
     )
     weight_bits: int | None = option(
         None,
-        help="bits of a weight code, -(2^(b-1) - 1) to 2^(b-1) - 1; by default the scheme's",
+        help="bits b per weight, -(2^(b-1) - 1) to 2^(b-1) - 1; default: the scheme's",
         low=2,
         high=8,
         only_with={"scheme": _INTEGERS},
     )
     activation_bits: int | None = option(
         None,
-        help="bits of an activation code, -2^(b-1) to 2^(b-1) - 1; by default the scheme's",
+        help="bits b per activation, -2^(b-1) to 2^(b-1) - 1; default: the scheme's",
         low=2,
         high=8,
         only_with={"scheme": ("int8", "int8_dynamic", "int8_dynamic_int4_weight", "ternary", "binary")},
     )
     group_size: int | None = option(
         None,
-        help="weights that share a scale; by default the largest of 128, 64, 32 that divides",
+        help="weights per scale; default: the largest of 128, 64, 32 that divides the inputs",
         low=2,
         only_with={"scheme": ("int4_weight", "int8_dynamic_int4_weight")},
     )
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
-        help="how weights round in training: nearest, or up with the probability of the remainder; saved weights round "
-        "to nearest",
+        help="rounding of weights in training: nearest, or up with the probability of the remainder; saved weights use "
+        "nearest",
         only_with={"scheme": _INTEGERS, "range": _ROUNDED_WEIGHTS},
     )
     gate: Literal["unrounded", "rounded"] = option(
         "unrounded",
-        help="gradient passes where x/s + z is in range, or (torch's ops) where the rounded code is",
+        help="pass gradients where x/s + z, or its rounded value (as torch's ops), is in range",
     )
     calibration_batches: int = option(
-        10, help="training batches for new ranges after weights were replaced, as a soup does", low=1
+        10, help="training batches to re-estimate ranges of replaced weights, as in a soup", low=1
     )
-    include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
-    skip: tuple[str, ...] = option((), help="modules to leave in float: name patterns, types, first, last")
+    include: tuple[str, ...] = option((), help="modules to include: name globs, types, first, last; default: all")
+    skip: tuple[str, ...] = option((), help="modules to leave in float: name globs, types, first, last")
     min_size: int = option(0, help="leave modules with fewer weights in float", low=0)
     overrides: tuple[str, ...] = option(
         (),
-        help="other options for some modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8; in YAML a mapping "
-        "too; the last match counts",
+        help="options of single modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8, or a mapping in YAML; the "
+        "last match counts",
     )
-    keep: bool = option(False, help="leave the fake-quantizing modules in the model at the end of training")
+    keep: bool = option(False, help="keep the fake-quantizing modules in the model after training")
 
     def validate(self) -> None:
         """Raise `ConfigError` for invalid overrides."""

@@ -52,7 +52,7 @@ class SoupConfig(TechniqueConfig):
     metric: str = option("eval_loss", help="Validation metric for greedy, as the trainer names it.", **_GREEDY)
     mode: Literal["auto", "max", "min"] = option(
         "auto",
-        help="The metric is better when larger (max) or smaller (min); auto: min for losses and errors.",
+        help="Whether a larger (max) or smaller (min) metric is better; auto: min for losses and errors.",
         **_GREEDY,
     )
     strict: bool = option(
@@ -61,29 +61,29 @@ class SoupConfig(TechniqueConfig):
     min_delta: float = option(0.0, help="Accept an average only if it is better by at least this.", low=0, **_GREEDY)
     order: Literal["metric", "logged", "newest", "random"] = option(
         "metric",
-        help="The order in which greedy tries: metric (best first, each evaluated alone), or with only the first "
-        "evaluated alone: logged (best first by logged metrics), newest (first), random.",
+        help="Order to try checkpoints in: metric (evaluate each alone, best first); or evaluate only the first alone: "
+        "logged (best logged metric first), newest (first), random.",
         **_GREEDY,
     )
     seed: int = option(0, help="Seed of the random order.", only_with={"order": ("random",)})
     repeat: bool = option(True, help="Evaluate the first member twice, to detect noise in the evaluation.", **_GREEDY)
     weights: tuple[float, ...] = option(
         (),
-        help="How much each of the newest checkpoints counts, oldest first; fewer checkpoints use the last of them.",
+        help="Weights of the newest checkpoints, oldest first; fewer checkpoints use the last weights.",
         above=0,
         only_with={"kind": ("weighted",)},
         required=True,
     )
     last: int | None = option(
-        None, help="Use only this many of the last checkpoints; all by default.", low=1,
+        None, help="Number of last checkpoints to use. Default: all.", low=1,
         only_with={"kind": ("greedy", "uniform")},
     )  # fmt: skip
-    max_ingredients: int | None = option(None, help="Stop at this many members.", low=1, **_GREEDY)
+    max_ingredients: int | None = option(None, help="Stop at this many checkpoints.", low=1, **_GREEDY)
     rank: int | None = option(
-        None, help="Cut averages of a PEFT model's adapters to this rank (SVD); by default ranks add up.", low=1
+        None, help="Truncate averages of a PEFT model's adapters to this rank (SVD); by default ranks add up.", low=1
     )
     bn_batches: int = option(
-        0, help="Training batches to re-estimate BatchNorm statistics for every average; 0: average them.",
+        0, help="Training batches to re-estimate BatchNorm statistics of every average; 0: average them.",
         low=0,
     )  # fmt: skip
 

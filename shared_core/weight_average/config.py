@@ -36,27 +36,25 @@ class AverageConfig(TechniqueConfig):
     kind: Literal["ema", "swa", "last_k"] = option(
         help="Average the weights while training: exponentially (ema), uniformly (swa), or the last few (last_k)."
     )
-    decay: float = option(
-        0.999, help="How much of the average ema keeps per update, in [0, 1).", low=0.0, below=1.0, **_EMA
-    )
+    decay: float = option(0.999, help="Share of the average to keep per update, in [0, 1).", low=0.0, below=1.0, **_EMA)
     warmup: bool = option(
         True, help="Start ema with a low decay: the n-th update keeps at most (1 + n) / (10 + n).", **_EMA
     )
     begin: Position | None = option(
         None,
-        help="First weights to average: a fraction of the run (0.75), a step (500) or epochs (2ep); by default 0.75 "
-        "for swa, else the start.",
+        help="When averaging starts: a fraction of the run (0.75), a step (500) or epochs (2ep); default: 0.75 for "
+        "swa, else the start.",
     )
     every: int = option(1, help="Steps between updates of the average.", low=1)
     k: int = option(
-        5, help="How many of the last weights last_k averages. It keeps a copy of each.", low=1,
+        5, help="How many of the last weights to average. Each is kept in memory.", low=1,
         only_with={"kind": ("last_k",)},
     )  # fmt: skip
     evaluate: bool = option(True, help="Validate the average during training instead of the training weights.")
     bn_batches: int = option(
         0,
-        help="Training batches to re-estimate BatchNorm statistics for the average, at every validation and at the "
-        "end; 0: average them.",
+        help="Training batches to re-estimate BatchNorm statistics of the average, at every validation and at the end; "
+        "0: average them.",
         low=0,
     )
 

@@ -44,15 +44,13 @@ class ClusterConfig(TechniqueConfig):
 
     bits: int = option(help="Bits per code: at most 2**bits values per tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
     bits_of: tuple[str, ...] = option(
-        (), help="Other bits, as PATTERN=BITS: for modules of a name (glob) or type, or first, last."
+        (), help="Bits of single modules, as PATTERN=BITS: name globs, types, first, last."
     )
-    begin: Position = option(
-        0.75, help="When weights are clustered: a fraction of the run (0.75), a step (500) or epochs (2ep)."
-    )
+    begin: Position = option(0.75, help="When to cluster: a fraction of the run (0.75), a step (500) or epochs (2ep).")
     include: tuple[str, ...] = option(
-        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
+        (), help="Modules to include: name globs, types, first, last. Default: all. Frozen ones must be named."
     )
-    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
+    skip: tuple[str, ...] = option((), help="Modules to skip: name globs, types, first, last.")
     min_size: int = option(256, help="Leave tensors with fewer weights unchanged.", low=0)
 
     def validate(self) -> None:

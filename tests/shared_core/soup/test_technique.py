@@ -134,7 +134,7 @@ def test_min_delta_strict_and_noise_are_those_of_the_search():
         ({"kind": "greedy", "weights": [1]}, "weights must come with kind=weighted"),
         ({"kind": "weighted"}, "weights must be given with kind=weighted"),
         ({"kind": "weighted", "weights": [1, 0]}, r"weights must be in \(0, inf\)"),
-        ({"kind": "weighted", "weights": [1], "last": 2}, "last must come with another kind than weighted"),
+        ({"kind": "weighted", "weights": [1], "last": 2}, "last cannot be combined with kind=weighted"),
     ],
 )
 def test_options_that_would_play_no_part_are_refused(options, match):
