@@ -121,7 +121,7 @@ class CommandOptions(Options):
 
 def force() -> Any:
     """Return the field of ``--force``."""
-    return option(False, "Replace what lies at --out, if it was written by eff.")
+    return option(False, "Overwrite --out, if eff wrote it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class JudgedOptions(ModelOptions):
     evaluate: str | None = option(
         None, "module:function that takes a model and returns its quality.", flag="--eval", reads="function"
     )
-    every_layer: bool = option(False, "List every layer, instead of the ten that stand out.", flag="--layers")
+    every_layer: bool = option(False, "List every layer, instead of the ten most notable.", flag="--layers")
     allow_partial: bool = option(
         False, "Continue even if less than half of the weights in matrix products can be changed."
     )
@@ -214,7 +214,7 @@ class RunnerOptions(CommandOptions):
     """Options of a command that runs a training several times."""
 
     executor: Literal["local", "submitit", "ray"] = option(
-        "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
+        "local", "Where to start runs: local (here), submitit (one SLURM job each) or ray (one task each)."
     )
     executor_set: tuple[str, ...] = option(
         (), "An option of submitit or Ray, such as timeout_min=600, slurm_partition=gpu or num_gpus=1. Repeatable."

@@ -30,24 +30,24 @@ class CacheOptions(CommandOptions):
         help="A Hugging Face folder or Hub name, or module:function that returns the model.", argument=True
     )
     data: str = option(
-        help="module:function that returns batches, a data set or a list of examples, or a pair of one of these two "
-        "and its collator; or a .jsonl file with an example a line.",
+        help="module:function that returns batches, a data set, a list of examples, or a pair of one of the last two "
+        "and a collator; or a .jsonl file with one example per line.",
     )
     out: Path = option(help="The folder to write. It must be new or empty, except with --resume.")
-    temperature: float = option(2.0, "Temperature of the training. Training refuses another one.")
+    temperature: float = option(2.0, "Temperature of the training, which refuses any other.")
     top_k: int | None = option(None, "Classes to keep per position. Default: 64, or all if an example has one output.")
     dtype: Literal["float16", "float32"] = option("float16", "Format of the log-probabilities.")
     batch_size: int = option(8, "Examples per batch, for a data set.", low=1)
     labeled: bool = option(False, "Store only positions whose label is not -100.")
-    fields: str | None = option(None, "Inputs that identify an example, as input_ids,pixel_values. Default: all.")
+    fields: str | None = option(None, "Inputs that identify an example, such as input_ids,pixel_values. Default: all.")
     vocabulary: int | None = option(None, "Number of classes to use, if the student's vocabulary is smaller.")
     logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
     tokenizer: str | None = option(
-        None, "A folder or module:function. Default: the tokenizer of the teacher.", reads="model"
+        None, "A folder or module:function. Default: the teacher's tokenizer.", reads="model"
     )
     trust_remote_code: bool = option(False, "Run the code in the teacher's folder.")
     device: str = option("auto", "Where the teacher runs: auto, cpu, cuda, cuda:1, ...")
-    shard_mb: int = option(128, "Size of a file in MB. Writing needs about three times that in memory.", low=1)
+    shard_mb: int = option(128, "Size of each file in MB. Writing needs about three times as much memory.", low=1)
     resume: bool = option(False, "Continue an interrupted cache, or add examples.")
     as_json: bool = option(False, "Print the manifest as JSON.", flag="--json")
 
@@ -66,7 +66,7 @@ def cache_teacher(asked: CacheOptions) -> None:
     """Run a teacher once and store its outputs, so that students train without it.
 
     The cache holds the top log-probabilities of every example and the probability of the rest, at one temperature.
-    Training finds an example by its content, whatever the order, padding and batch size. It refuses another
+    Training finds an example by its content, regardless of order, padding and batch size. It refuses a different
     temperature, vocabulary, tokenizer, template or data set.
 
     Under torchrun, each process runs the teacher on a part of the data.

@@ -64,8 +64,8 @@ class CompressOptions(CommandOptions):
 def compress(asked: CompressOptions) -> None:
     """Compress a model into one small file, with its config and tokenizer.
 
-    Weights of a tensor come to share a few values, so decompress and evaluate. Weights trained with --cluster_bits
-    share few values already and are stored without loss. The ratio counts every byte of the file.
+    The weights of each tensor are clustered to a few values, so decompress and evaluate. Weights trained with
+    --cluster_bits share few values already and are stored without loss. The ratio counts every byte of the file.
     """
     from shared_core.files.atomic import check_writable, is_free, make_folder
     from shared_core.tools.compressed_file import FREE_BYTES, FREE_RATIO

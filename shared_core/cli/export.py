@@ -49,7 +49,7 @@ class ExportOptions(ModelOptions):
         argument=True,
         reads="model",
     )
-    out: Path = option(help="The file, or of compressed-tensors and torchao the folder.")
+    out: Path = option(help="The file to write; for compressed-tensors and torchao, a folder.")
     weights: Path | None = option(
         None,
         "Trained weights: a folder, a .safetensors file, or a Lightning .ckpt. Integers need the eff_deployment.json "
@@ -58,17 +58,17 @@ class ExportOptions(ModelOptions):
     )
     length: int | None = option(
         None,
-        "Tokens per input, for a folder of a model that reads tokens. Pad shorter ones. Default for onnx: any length.",
+        "Tokens per input, for a Hugging Face folder. Pad shorter inputs. Default for onnx: any length.",
         low=1,
     )
-    dynamic_length: bool = option(False, "Leave the second axis of the inputs open too.", only_with=_ONNX)
+    dynamic_length: bool = option(False, "Also make the inputs' second axis dynamic.", only_with=_ONNX)
     kind: Literal["onnx", "executorch", "compressed-tensors", "torchao", "gguf"] = option(
         "onnx",
         "onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; torchao for "
         "transformers; gguf for llama.cpp.",
         flag="--format",
     )
-    opset: int = option(21, "Version of ONNX's operators.", low=21, high=23, only_with=_ONNX)
+    opset: int = option(21, "ONNX opset version.", low=21, high=23, only_with=_ONNX)
     static_batch: bool = option(
         False,
         "Fix the batch size to the example's. executorch always does.",
@@ -76,33 +76,33 @@ class ExportOptions(ModelOptions):
     )
     calibration: str | None = option(
         None,
-        "module:function that returns batches of inputs. They set the integers between convolutions; with "
-        "compressed-tensors, the scales of --kv-cache and of NVFP4 inputs. Default for onnx: what qat or eff quantize "
+        "module:function that returns batches of inputs. They set the integers between convolutions or, with "
+        "compressed-tensors, the scales of --kv-cache and NVFP4 inputs. Default for onnx: what qat or eff quantize "
         "saved.",
         only_with={"kind": (*_TRACED, "compressed-tensors")},
         reads="function",
     )
     kv_cache: str | None = option(
         None,
-        "fp8 measures scales for an FP8 cache of keys and values on --calibration. Default: what eff quantize saved.",
+        "fp8: measure scales for an FP8 key-value cache on --calibration. Default: what eff quantize saved.",
         only_with={"kind": ("compressed-tensors",)},
     )
     weight_codes: str = option(
         "auto",
-        "signed is fastest on CPUs with VNNI or AMX. unsigned is exact on x86 CPUs without them. auto tests this "
-        "machine.",
+        "Integers of weights: signed (fastest with VNNI or AMX), unsigned (exact on x86 CPUs without them), or auto "
+        "(tests this machine).",
         only_with=_ONNX,
     )
-    no_verify: bool = option(False, "Do not load the file in its runtime and compare the outputs.")
+    no_verify: bool = option(False, "Skip loading the file in its runtime and comparing the outputs.")
 
 
 @takes(ExportOptions)
 def export(asked: ExportOptions) -> None:
     """Write a model for another runtime, with integer weights if it was quantized.
 
-    The file is loaded and compared with the model. A folder that was trained with qat has its ranges beside the
-    weights. A module:function builds the plain model, and --weights loads trained weights into it. Without --weights,
-    the model is exported as the function returns it.
+    The file is loaded and compared with the model. A folder from qat contains the ranges. A module:function builds the
+    plain model, and --weights loads trained weights into it. Without --weights, the model is exported as the function
+    returns it.
     """
     kind, model, weights, verify = asked.kind, asked.model, asked.weights, not asked.no_verify
     target = asked.out

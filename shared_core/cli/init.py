@@ -31,13 +31,11 @@ class InitOptions(CommandOptions):
 
     key: ClassVar[str] = "eff init"
 
-    goal: Goal | None = option(
-        None, "smaller, faster-inference, less-memory, better-accuracy, private; asked for at a terminal."
-    )
-    model: str | None = option(None, "transformer, cnn, other; or a Hugging Face folder or module:function to look at.")
+    goal: Goal | None = option(None, "The goal. Without it, eff init asks on a terminal.")
+    model: str | None = option(None, "transformer, cnn, other; or a Hugging Face folder or module:function to inspect.")
     trainer: Literal["hf", "lightning"] | None = option(None, "The trainer of the run.")
     out: Path = option(Path("recipe.yaml"), "The file to write.")
-    force: bool = option(False, "Overwrite it.")
+    force: bool = option(False, "Overwrite --out.")
 
     def check_files(self) -> None:
         """Raise an error if MODEL names neither a kind nor what exists."""
@@ -47,7 +45,7 @@ class InitOptions(CommandOptions):
 
 @takes(InitOptions)
 def init(asked: InitOptions) -> None:
-    """Write a recipe for a goal, with a reason and the flag on every line.
+    """Write a recipe for a goal, with a reason and the flag for each line.
 
     With --model, the recipe is checked on that model.
     """

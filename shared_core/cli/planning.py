@@ -53,7 +53,7 @@ class PlanOptions(RunOptions):
 
     key: ClassVar[str] = "eff plan"
 
-    recipe: Path | None = option(None, "A recipe, YAML. None: a run without techniques.", argument=True, reads="path")
+    recipe: Path | None = option(None, "A recipe (YAML). Default: no techniques.", argument=True, reads="path")
     params: float | None = option(None, "Parameters of the model, such as 70e9.")
     model: Path | None = option(None, "A model's folder or its config.json, instead of --params.", reads="path")
     layers: int | None = option(None, "With --params: number of blocks. Default: the usual number for this size.")
@@ -63,7 +63,7 @@ class PlanOptions(RunOptions):
     strategy: str | None = option(None, "single, ddp or fsdp2. Default: fsdp2 on several devices.")
     accumulate: int = option(1, "Micro-batches per optimizer step.")
     attention: str | None = option(
-        None, "fused, or eager: scores are kept. By default the class's own with --model, else fused."
+        None, "fused, or eager (keeps the scores). Default: the class's own with --model, else fused."
     )
     memory: float | None = option(None, "GiB per device. The exit code is 1 if that is not enough.", above=0)
     bandwidth: float | None = option(None, "GB/s that a device can send, for the time of the traffic.", above=0)
@@ -80,7 +80,7 @@ class PlanOptions(RunOptions):
 def plan(asked: PlanOptions) -> None:
     """Estimate the memory and traffic of a run on each device.
 
-    Every technique of the recipe counts. With --memory, the exit code is 1 if the run does not fit.
+    The estimate includes every technique of the recipe. With --memory, the exit code is 1 if the run does not fit.
     """
     from shared_core.config.conflicts import RUN_ENVIRONMENTS
     from shared_core.contrib.planning import ModelShape
@@ -177,7 +177,7 @@ class ExplainOptions(RunOptions):
     }  # fmt: skip
     without: ClassVar = {"epochs": ("steps",)}
 
-    recipe: Path = option(help="A recipe, YAML.", argument=True, reads="path")
+    recipe: Path = option(help="A recipe (YAML).", argument=True, reads="path")
     model: str | None = option(
         None, "A Hugging Face folder, or module:function that returns the model or (model, inputs).", reads="model"
     )
@@ -430,7 +430,7 @@ class PrivacyOptions(CommandOptions):
 def privacy(asked: PrivacyOptions) -> None:
     """Compute the epsilon of DP-SGD with Poisson sampling, or the noise for an epsilon.
 
-    Every accountant is listed.
+    It lists every accountant.
     """
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
 

@@ -53,15 +53,14 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     )
     scheme: str | None = option(
         None,
-        "As --qat_scheme: int8 (the default), int8_weight, int8_dynamic, int4_weight, ...; with --method the "
-        "method's own by default.",
+        "As --qat_scheme: int8, int8_weight, int8_dynamic, int4_weight, ... Default: int8, or the scheme of --method.",
     )
     method: str | None = option(None, "gptq, instead of rounding.")
     set_options: tuple[str, ...] = option(
         (), "An option of --method, such as damping=0.05, or of qat. Repeatable.", flag="--set"
     )
     plan: Path | None = option(None, "A bit plan (YAML). It sets the scheme unless --scheme is given.", reads="path")
-    qat: Path | None = option(None, "The same model trained with qat, to compare: a folder or .ckpt.", reads="path")
+    qat: Path | None = option(None, "Folder or .ckpt of the same model trained with qat, to compare.", reads="path")
     attack: str | None = option(
         None, "module:function that returns batches (images, classes): accuracy under FGSM and PGD.", reads="function"
     )
@@ -83,8 +82,8 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
 
     The folder holds model.safetensors, eff_deployment.json for `eff export`, eff_quantization.json with the report and,
     with --largest-loss, plan.yaml. The weights are floats, already rounded to the grid, and load into the plain model.
-    --equalize and --correct-bias fuse batch norms, so their weights load into the model without these. A Hugging Face
-    folder stays one. Its 16-bit weights become float32, which holds the rounded values exactly.
+    --equalize and --correct-bias fuse batch norms, so these weights load into the model without batch norms. A Hugging
+    Face folder is saved as one. Its 16-bit weights become float32, which holds the rounded values exactly.
 
     Under torchrun, the processes share the calibration batches.
     """

@@ -49,14 +49,16 @@ def _flag_row(row: dict[str, str]) -> str:
 
 def flags(
     techniques: Annotated[
-        list[str] | None, typer.Argument(help="Keys of techniques, such as prune; all if left out.")
+        list[str] | None, typer.Argument(help="Keys of techniques, such as prune. Default: all.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/flags.md.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown tables, as in docs/flags.md.")
+    ] = False,
 ) -> None:
     """List the techniques and their flags.
 
-    Name techniques for all flags of each, with default and meaning.
+    Name techniques to see all their flags, with default and meaning.
     """
     from shared_core.engine.registry import registration
 
@@ -142,13 +144,15 @@ _DETAILS = ("exponent bits", "mantissa bits", "bias", "smallest subnormal")
 def compat(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Techniques or run environments: one for all of its refusals, several for their pairs."),
+        typer.Argument(
+            help="Techniques or run environments: one to list all its refusals, several to list their pairs."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show which techniques combine, with each other and with DDP, FSDP and others.
 
-    Name one or several for the reasons.
+    Name one or several to see the reasons.
     """
     from shared_core.engine.checks.compatibility import matrix
     from shared_core.reports.page import Console

@@ -53,9 +53,9 @@ class PruneOptions(JudgedOptions, LossOptions):
 def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     """Prune a trained model without training, and save plain weights.
 
-    A Hugging Face folder stays one, with its tokenizer. Another model becomes model.safetensors. With --shrink, pruned
-    units are removed from tensors and config. eff_pruning.json reports what was pruned, what stayed dense and how the
-    quality changed.
+    A Hugging Face folder is saved as one, with its tokenizer, and any other model as model.safetensors. --shrink also
+    removes pruned units from tensors and config. eff_pruning.json reports what was pruned, what stayed dense and how
+    the quality changed.
     """
     from shared_core.pruning.config import GATHERED
     from shared_core.pruning.post_training import as_config
@@ -156,13 +156,13 @@ class LowRankOptions(JudgedOptions, LossOptions):
     key: ClassVar[str] = "eff low-rank"
     technique: ClassVar[str] = "low_rank"
 
-    merged: bool = option(False, "Multiply the factors again: the weights load as before, but are not smaller.")
+    merged: bool = option(False, "Multiply the factors into plain weights, which load as before but are not smaller.")
     repeats: int = option(10, "Number of timed forward passes, before and after.", low=1)
 
 
 @takes(LowRankOptions)
 def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
-    """Factorize the layers of a trained model, and report what that saves and loses.
+    """Factorize the layers of a trained model, and report what it saves and loses.
 
     The folder holds low_rank.safetensors, which shared_core.low_rank.load loads into a model of the same class and
     config. A training run can take the ranks from the report: --low_rank_rank eff_low_rank.json.
@@ -269,19 +269,19 @@ class ShrinkOptions(LossOptions):
         reads="model",
     )
     inputs: str | None = option(
-        None, "module:function that returns example inputs; without it a folder's are made up.", reads="function"
+        None, "module:function that returns example inputs. Default: generated, for a folder.", reads="function"
     )
     multiple_of: int = option(1, "Leave a multiple of this many neurons or channels.")
-    allow_inexact: bool = option(False, "Also narrow what layer norms normalize, which is not exact.")
-    layers: int | None = option(None, "Layers, of a model cut to sizes.")
-    hidden_size: int | None = option(None, "Channels of the residual stream, of a model cut to sizes.")
-    intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")
-    attention_heads: int | None = option(None, "Query heads of each layer, of a model cut to sizes.")
-    key_value_heads: int | None = option(None, "Key-value heads of each layer, of a model cut to sizes.")
+    allow_inexact: bool = option(False, "Also narrow the inputs of layer norms, which is not exact.")
+    layers: int | None = option(None, "Cut to this many layers.")
+    hidden_size: int | None = option(None, "Cut the residual stream to this many channels.")
+    intermediate_size: int | None = option(None, "Cut each MLP to this many neurons.")
+    attention_heads: int | None = option(None, "Cut each layer to this many query heads.")
+    key_value_heads: int | None = option(None, "Cut each layer to this many key-value heads.")
     batches: int = option(100, "Number of calibration batches.", low=1)
-    criterion: str = option("activations", "What units of given sizes are kept by: activations, magnitude or random.")
-    layer_criterion: str = option("block_influence", "What layers are kept by: block_influence, loss or random.")
-    seed: int = option(0, "Of random choices.")
+    criterion: str = option("activations", "How to choose units to keep: activations, magnitude or random.")
+    layer_criterion: str = option("block_influence", "How to choose layers to keep: block_influence, loss or random.")
+    seed: int = option(0, "Seed of random choices.")
 
     def sizes(self) -> dict[str, int]:
         """Return the target sizes."""
@@ -297,11 +297,12 @@ class ShrinkOptions(LossOptions):
 def shrink(asked: ShrinkOptions) -> None:
     """Remove units that are zero: channels, neurons, attention heads, residual width.
 
-    With sizes, such as --layers 8 --hidden-size 512, and --calibration, it cuts a trained decoder to them. The layers
-    and units that matter least on the batches go (Minitron). Train the result with --distill_teacher afterwards.
+    With sizes, such as --layers 8 --hidden-size 512, and --calibration, it cuts a trained decoder to these sizes
+    by removing the layers and units that matter least on the batches (Minitron). Train the result with
+    --distill_teacher afterwards.
 
-    A Hugging Face folder stays one, with its tokenizer, and is checked to load with the same outputs. Another model
-    becomes model.safetensors, in the shapes that eff_shrink.json lists.
+    A Hugging Face folder is saved as one, with its tokenizer, and reloaded to check its outputs. Any other model is
+    saved as model.safetensors, in the shapes that eff_shrink.json lists.
     """
     from shared_core.tools.shrink import shrink as remove
     from shared_core.tools.shrink import shrink_to

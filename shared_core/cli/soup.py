@@ -145,9 +145,9 @@ class SoupOptions(CommandOptions):
         "a folder of images per class.",
         reads="path",
     )
-    text: str | None = option(None, "One or two columns of text, as a,b. Default: all.")
+    text: str | None = option(None, "One or two columns of text, such as a,b. Default: all.")
     batch_size: int = option(32, "Examples per batch.", low=1)
-    max_length: int | None = option(None, "Tokens of an example; default what model and tokenizer allow.", low=2)
+    max_length: int | None = option(None, "Tokens per example. Default: what model and tokenizer allow.", low=2)
     device: str = option("auto", "Where --task runs the model: auto, cpu, cuda, cuda:1, ...")
     out: Path | None = option(None, "Where to write the soup, in the format of the first checkpoint.")
     force: bool = force()
@@ -178,13 +178,13 @@ class SoupOptions(CommandOptions):
     t: float = option(0.5, "0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
     weights: tuple[float, ...] | None = option(
         None,
-        "How much each checkpoint counts, as 600,200,200: example counts for federated averaging.",
+        "Weight of each checkpoint, such as 600,200,200: example counts for federated averaging.",
         flag_type=str,
         only_with={"kind": ("weighted", *_TASK_VECTORS)},
     )
     diagnose: bool = option(False, "Write no soup. Print metrics, distances and barriers of the checkpoints.")
     mode: Literal["max", "min"] | None = option(
-        None, "Whether --eval's metric is better when larger (max, the default) or min."
+        None, "Whether a larger (max, the default) or smaller (min) --eval is better."
     )
     strict: bool = option(False, "Accept only averages that improve the metric.")
     min_delta: float = option(0.0, "Accept only averages better by at least this.")
@@ -193,18 +193,18 @@ class SoupOptions(CommandOptions):
     )
     rank_by: str | None = option(
         None,
-        "Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
-        "tell; only the first is evaluated alone.",
+        "Order by a logged metric: eval_accuracy, or eval_fid:min if the name does not show the direction. Only the "
+        "first is evaluated alone.",
     )
     seed: int = option(0, "Seed of random choices.", only_with={"draws": (True,)})
     repeat: bool = option(True, "Evaluate the first checkpoint twice, to detect a noisy metric.")
     max_ingredients: int | None = option(None, "Largest number of checkpoints in the soup.")
     jobs: int = option(1, "Number of processes that evaluate single checkpoints.", low=1)
     journal: Path | None = option(None, "A file for the scores. A killed search continues from it.")
-    rank: int | None = option(None, "Cut averages of adapters to this rank (SVD).")
+    rank: int | None = option(None, "Truncate averages of adapters to this rank (SVD).")
     unpruned: bool = option(False, "Also take checkpoints from before their pruning schedule ended.")
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
-    plot: Path | None = option(None, "Draw the path into this file (.png, .svg, .pdf).")
+    plot: Path | None = option(None, "Plot the path to this file (.png, .svg, .pdf).")
 
     @property
     def averages(self) -> bool:

@@ -50,12 +50,12 @@ _Script = Annotated[
 
 
 def run(context: typer.Context, script: _Script) -> None:
-    """Run your training script with techniques that flags switch on. You don't edit it.
+    """Run your training script, unedited, with the techniques that flags switch on.
 
-    The script uses a trainer or Accelerate. Put our flags anywhere after it: --prune_sparsity, --qat_scheme and the
-    others that `eff flags` lists, --eff_recipe FILE, --eff_allow_partial, and --eff_total_steps N for a loop without a
-    scheduler. All other flags go to the script, also --help and everything after `--`. Scripts that it starts, as
-    $(which trl) and accelerate.commands.launch do, get the techniques too.
+    The script uses a trainer or Accelerate. Put our flags anywhere after it: --prune_sparsity, --qat_scheme and others
+    (see `eff flags`), --eff_recipe FILE, --eff_allow_partial, and --eff_total_steps N for a loop without a scheduler.
+    The script gets all other flags, including --help, and everything after `--`. Techniques also apply to scripts that
+    it starts, as $(which trl) and accelerate.commands.launch do.
     """
     from shared_core.runs.command import is_launcher
 
@@ -165,23 +165,23 @@ def try_out(
     context: typer.Context,
     script: _Script,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
-    repeats: Annotated[int, typer.Option(help="Runs of each technique, each beside a plain one.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Runs per technique, each with a plain run.")] = 1,
     eval_batches: Annotated[
         int,
-        typer.Option("--eval-batches", help="Batches of a trainer's validation at most; 0: all."),
+        typer.Option("--eval-batches", help="Maximum number of validation batches; 0: all."),
     ] = 100,
     metric: Annotated[
-        str | None, typer.Option(help="What quality is compared by, by the trainer's name; default: a loss.")
+        str | None, typer.Option(help="Metric to compare, by the trainer's name. Default: a loss.")
     ] = None,
-    mode: Annotated[str, typer.Option(help="Whether it is better when larger (max) or smaller (min).")] = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of the page, its JSON and the runs' logs.")] = Path("eff_try"),
+    mode: Annotated[str, typer.Option(help="Whether a larger (max) or smaller (min) metric is better.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for the page, its JSON and the runs' logs.")] = Path("eff_try"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Try the techniques of a recipe on your own script: a few hundred steps with and without each of them.
+    """Compare techniques on your own script: a few hundred steps with and without each of them.
 
-    Our flags (--prune_sparsity, --qat_scheme, …, or --eff_recipe FILE) stand behind the script as in eff run, options
-    of eff try before it. Runs take turns two by two, each in a process of its own. What the trainer writes goes into a
-    folder that is removed ({out} in the script's arguments names it), and what follows the training is not run.
+    Put technique flags (--prune_sparsity, --qat_scheme, …, or --eff_recipe FILE) after the script, as in eff run, and
+    options of eff try before it. Each technique runs in turn with a baseline, in separate processes. The trainer writes
+    to a temporary folder ({out} in the script's arguments). Code after the training is not run.
     """
     from shared_core.cli.arguments import bar
     from shared_core.files.atomic import atomic_write, make_folder
@@ -227,19 +227,21 @@ class LotteryOptions(TicketOptions, RunnerOptions):
     technique: ClassVar[str] = "lottery"
 
     command: tuple[Any, ...] = training_command(
-        "the training, `python my_train.py ARGS`; {round} stands for the run's name."
+        "the training, `python my_train.py ARGS`; {round} becomes the run's name."
     )
-    out: Path = option(help="Folder of the search; one that was stopped goes on from it.")
+    out: Path = option(help="Folder of the search. A stopped search continues from it.")
     rounds: int = option(10, "Runs after the dense one.", low=1)
-    rewind_to: Position | None = option(None, "Step k: 500, 0.05 of the run, or 2ep; 0 by default.", flag_type=str)
-    controls: tuple[str, ...] = option(
-        (), "Also train random_reinit or random_mask; may be given twice.", flag="--control"
+    rewind_to: Position | None = option(
+        None, "Step k to rewind to: 500, 0.05 (of the run) or 2ep. Default: 0.", flag_type=str
     )
-    control_rounds: tuple[int, ...] = option((), "Controls in these rounds only, as 5,10.", flag_type=str)
+    controls: tuple[str, ...] = option(
+        (), "Also train this control: random_reinit or random_mask. Repeatable.", flag="--control"
+    )
+    control_rounds: tuple[int, ...] = option((), "Train controls only in these rounds, such as 5,10.", flag_type=str)
     metric: str | None = option(None, "Validation metric of the curve, by the trainer's name.")
-    mode: Literal["auto", "max", "min"] = option("auto", "Whether it is better when larger (max) or smaller (min).")
-    quality: Literal["last", "best"] = option("last", "Of a run: its last validation, or its best.")
-    plot: Path | None = option(None, "Draw the curve into this file as well (.png, .svg, .pdf).")
+    mode: Literal["auto", "max", "min"] = option("auto", "Whether a larger (max) or smaller (min) metric is better.")
+    quality: Literal["last", "best"] = option("last", "Which validation of a run counts.")
+    plot: Path | None = option(None, "Also plot the curve to this file (.png, .svg, .pdf).")
 
     def search(self) -> LotterySearch:
         """Return the search that is asked for."""
@@ -252,10 +254,10 @@ class LotteryOptions(TicketOptions, RunnerOptions):
 
 @takes(LotteryOptions)
 def lottery(asked: LotteryOptions) -> None:
-    """Search winning lottery tickets: your training, run again and again, each time with fewer of its weights.
+    """Search for winning lottery tickets: repeat your training, each time with fewer weights.
 
-    Every run starts in a fresh process with its own seeds and data order. OUT holds a folder for each, tickets
-    (safetensors), curve.json, curve.csv and curve.png.
+    Every run starts in a fresh process with its own seeds and data order. OUT holds a folder per run,
+    tickets (safetensors), curve.json, curve.csv and curve.png.
     """
     from shared_core.reports.page import Console, check_plot
     from shared_core.runs import executor_of
@@ -351,26 +353,24 @@ class ChainOptions(RunnerOptions):
     key: ClassVar[str] = "eff chain"
 
     command: tuple[Any, ...] = training_command(
-        "the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it."
+        "the training, `python my_train.py ARGS`, with {out}, {student} or {stage}."
     )
-    out: Path = option(help="Folder of the chain; one that was stopped goes on from it.")
-    teacher: str | None = option(None, "Of the first stage: folder, file or Hub name. None: from the labels alone.")
+    out: Path = option(help="Folder of the chain. A stopped chain continues from it.")
+    teacher: str | None = option(None, "First teacher: folder, file or Hub name. Default: none, only labels.")
     # for --help; `ChainCommand` takes the values
-    students: tuple[str, ...] = option((), "What {student} stands for, one a stage: --students medium small.")
-    generations: int | None = option(
-        None, "Instead of students: how many times the same one is trained; once by default."
-    )
-    model: str | None = option(None, "Where under {out} the script writes its model (glob), if it is not found.")
-    metric: str | None = option(None, "Shown of each stage, by the trainer's name.")
-    resume: bool = option(False, "Leave a half-run stage's folder to the script, which resumes by itself.")
+    students: tuple[str, ...] = option((), "Values of {student}, one per stage: --students medium small.")
+    generations: int | None = option(None, "Instead of --students: how often to train the same student. Default: once.")
+    model: str | None = option(None, "Glob for the model that the script writes in {out}, if it is not found.")
+    metric: str | None = option(None, "Metric to show per stage, by the trainer's name.")
+    resume: bool = option(False, "Keep the folder of an unfinished stage. Your script resumes by itself.")
 
 
 @takes(ChainOptions)
 def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
-    """Train students one after the other, each taught by the model of the one before, with your own script.
+    """Train a series of students with your own script, each taught by the one before.
 
-    Options of distillation (--distill_temperature 4 2, one value or one a stage) stand before --, or after it with one
-    value. OUT holds a folder, log, recipe and receipt for each stage, and chain.json.
+    Put distillation flags before --, with one value or one per stage (--distill_temperature 4 2), or after it, with one
+    value. OUT holds chain.json, and a folder, log, recipe and receipt per stage.
     """
     from shared_core.engine.registry import flags
     from shared_core.reports.page import Console
@@ -434,26 +434,20 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Output folders of runs, loggers or commands, or files that commands wrote; several: a comparison."
+            help="Output folders of runs, loggers or commands, or files that commands wrote. Several are compared."
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help=f"The .html page to write, and .md beside it; default {PAGE} in the folder, or here for several."
-        ),
+        typer.Option(help=f"The .html page to write, and an .md. Default: {PAGE} in the folder, or here for several."),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="While the run goes on: write the page again and again, until its end.")
-    ] = False,
-    seconds: Annotated[int, typer.Option(help="With --watch: between two pages.", min=1)] = 10,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; the page is then written only where --out says.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Rewrite the page until the run ends.")] = False,
+    seconds: Annotated[int, typer.Option(help="Seconds between pages, with --watch.", min=1)] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON. Write the page only with --out.")] = False,
 ) -> None:
-    """Write a page about a run, or about several: results, options, curves and layers.
+    """Write a page about one or several runs: results, options, curves and layers.
 
-    The page is one file that loads nothing. Plots need matplotlib.
+    The page is a single file without external resources. Plots need matplotlib.
     """
     require(not (watch and as_json), "eff report", "--watch must come without --json, got both", "leave one out")
     for run in runs if not watch else ():

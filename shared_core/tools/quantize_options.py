@@ -25,29 +25,28 @@ class StudyOptions(Options):
     key: ClassVar[str] = "quantize"
     needs: ClassVar = {"all_layers": ("largest_loss",)}
 
-    batches: int = option(100, "Calibration batches to run, at most.")
-    equalize: bool = option(False, "Even out the ranges of channels first.")
-    correct_bias: bool = option(False, "Take the mean error out of the biases.")
+    batches: int = option(100, "Maximum number of calibration batches.")
+    equalize: bool = option(False, "Equalize the ranges of channels first.")
+    correct_bias: bool = option(False, "Correct the biases by the mean error.")
     kv_cache: str | None = option(
         None,
-        "fp8: scales for a cache of keys and values in FP8, which eff export --format compressed-tensors "
-        "writes for vLLM.",
+        "fp8: measure scales for an FP8 key-value cache, which eff export --format compressed-tensors writes for vLLM.",
     )
-    mode: Literal["max", "min"] = option("max", "Whether quality is better when larger (max) or smaller (min).")
+    mode: Literal["max", "min"] = option("max", "Whether larger (max) or smaller (min) quality is better.")
     accept: str = option(
         "default",
-        "Largest loss of quality, as a share of the float model's: a number, default (0.5 % acceptable, over "
-        "1 % not) or recommender (0.01 %).",
+        "Largest quality loss, as a share of the float model's: a number, default (0.5 % acceptable, over 1 % not) or "
+        "recommender (0.01 %).",
     )
     sensitivity: Literal["rmse", "kl"] | None = option(
-        None, "Measure what each layer costs alone: rmse of the output, or kl."
+        None, "Measure the effect of each layer alone: rmse or kl of the output."
     )
     largest_loss: float | None = option(
-        None, "Quantize as many layers as lose at most this much of --eval, in its own unit.", low=0
+        None, "Quantize as many layers as possible while --eval loses at most this, in its own unit.", low=0
     )
-    all_layers: bool = option(False, "Do not keep first, last and the like in float.")
+    all_layers: bool = option(False, "Also quantize layers kept in float by default, such as first and last.")
     attack_eps: str = option("2/255,8/255", "Largest changes of an input, in its own unit, such as 2/255,0.03.")
-    attack_range: str = option("0,1", "Smallest and largest value of an input as LOW,HIGH; none.")
+    attack_range: str = option("0,1", "Smallest and largest input value as LOW,HIGH, or none.")
     attack_steps: int = option(20, "Steps of PGD, each of 2.5·eps/steps.", low=1)
 
     def validate(self) -> None:
