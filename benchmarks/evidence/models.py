@@ -216,7 +216,7 @@ def area(score: Tensor, truth: Tensor) -> float:
     return float(roc_auc_score(truth.flatten().numpy(), score.flatten().numpy()))
 
 
-# --- EasyOCR: grey lines (B, 1, 64, 256) to logits of 97 characters at 63 places (B, 63, 97), of which 0 is none ------
+# --- EasyOCR: gray lines (B, 1, 64, 256) to logits of 97 characters at 63 places (B, 63, 97), of which 0 is none ------
 
 
 class _BothWays(nn.Module):

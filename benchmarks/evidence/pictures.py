@@ -14,7 +14,7 @@ WORDS = tuple(sorted({word for sentence in sound.SENTENCES for word in re.findal
 
 
 def lines(count: int, seed: int) -> tuple[Tensor, list[str]]:
-    """Return grey pictures ``(count, 1, 64, 256)`` in [-1, 1] and their texts: two words, or a word and a number.
+    """Return gray pictures ``(count, 1, 64, 256)`` in [-1, 1] and their texts: two words, or a word and a number.
 
     Fonts of 14 to 40 pixels, dark on light or light on dark, in any contrast from 0.3 to 1, blurred and in noise; 64
     high and the rest of the width filled with the last column, as EasyOCR does.

@@ -183,7 +183,7 @@ def peer_half() -> nn.Module:
     return model
 
 
-def distil(model: str, epochs: int, out: str) -> None:
+def distill(model: str, epochs: int, out: str) -> None:
     """Train a pitch tracker from what the teacher told, by flags of ours to a script that knows no teacher."""
     flags = "--distill_teacher cache:made/crepe-teacher --distill_temperature 1 --distill_alpha 0"
     eff(f"run train_pitch.py --model models:{model} --num_train_epochs {epochs} {flags} --output_dir made/{out}")
@@ -192,7 +192,7 @@ def distil(model: str, epochs: int, out: str) -> None:
 def taught() -> dict[str, Any]:
     """CREPE full as the teacher of tiny; the peer is a plain loop of torch. The teacher is judged on 256 frames."""
     eff("cache-teacher models:crepe_full --data models:pitch_training --temperature 1 --out made/crepe-teacher")
-    distil("crepe_tiny", TAUGHT, "crepe-taught")
+    distill("crepe_tiny", TAUGHT, "crepe-taught")
     files = {"taught, int8": int8("crepe_taught", "pitch_calibration", "crepe-taught-int8")}
     times = timed(files, *(each[:1] for each in models.crepe_tiny()[1]))
     return {
@@ -208,7 +208,7 @@ def halved() -> dict[str, Any]:
     """CREPE tiny cut to half its channels, healed by the same teacher; the peer is Torch-Pruning and a plain loop."""
     eff("cache-teacher models:crepe_full --data models:pitch_training --temperature 1 --out made/crepe-teacher")
     eff("prune models:crepe_tiny --sparsity 0.5 --granularity channel --shrink --out made/crepe-half")
-    distil("crepe_half", HEALED, "crepe-healed")
+    distill("crepe_half", HEALED, "crepe-healed")
     eff("export models:crepe_tiny --out made/crepe-tiny.onnx")
     eff("export models:crepe_healed --out made/crepe-healed.onnx")
     files = {

@@ -29,7 +29,7 @@ BITS, FEW_BITS = 5, 4  # the paper's codes have an entropy of 4.4 bits: our k-me
 
 @dataclass(frozen=True)
 class Layer:
-    """The paper's figures of a layer: weights kept in per cent, number of values, bytes in per cent of fp32."""
+    """The paper's figures of a layer: weights kept in percent, number of values, bytes in percent of fp32."""
 
     title: str
     kept: int
@@ -79,7 +79,7 @@ NETS = {
 
 
 def run(net: Net, seed: int, data: tuple[Batch, Batch], quick: bool) -> dict[str, Any]:
-    """Return errors in per cent, before and after, and what became of each layer."""
+    """Return errors in percent, before and after, and what became of each layer."""
     images, test = data
     steps = 20 if quick else net.epochs * len(images[0]) // net.batch
 

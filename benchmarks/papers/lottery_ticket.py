@@ -51,7 +51,7 @@ def gains(found: Found, key: str, over: str) -> list[float]:
 
 
 def earlier(found: Found, key: str, than: str) -> list[float]:
-    """Return by how many per cent the smallest validation loss comes earlier, seed by seed."""
+    """Return by how many percent the smallest validation loss comes earlier, seed by seed."""
     return [100 * (1 - one[f"{key} step"] / one[f"{than} step"]) for one in found]
 
 

@@ -20,7 +20,7 @@ RANKS = (45, 18, 9)  # 25, 10 and 5 % of the weights of the hidden layers
 
 
 def run(seed: int, data: tuple[Batch, Batch], quick: bool) -> dict[str, Any]:
-    """Return accuracy in per cent of the network, of the same trained on, and of each rank."""
+    """Return accuracy in percent of the network, of the same trained on, and of each rank."""
     images, test = data
     steps = 10 if quick else EPOCHS * len(images[0]) // BATCH
     model = train(mlp(seed, 300, 100, dropout=DROPOUT), Drawn(images, steps, BATCH, seed), rate=RATE)

@@ -31,7 +31,7 @@ FP16: dict[str, dict[str, Any]] = {
 
 
 def eight_bits(seed: int, recipe: dict[str, Any], data: tuple[Batch, Batch], steps: int) -> dict[str, Any]:
-    """Return accuracy in per cent of the weights that were trained, in fp32."""
+    """Return accuracy in percent of the weights that were trained, in fp32."""
     images, test = data
     model = train(mlp(seed, 304, 112), Drawn(images, steps, BATCH, seed), rate=RATE, recipe=recipe)
     return {"accuracy": 100 - 100 * errors(model, test) / len(test[0])}

@@ -47,7 +47,7 @@ def private_directions(images: Tensor, noise: float, seed: int) -> Tensor:
 
 
 def run(seed: int, target: float, data: tuple[Batch, Batch], quick: bool) -> dict[str, Any]:
-    """Return accuracy in per cent, and what was spent."""
+    """Return accuracy in percent, and what was spent."""
     (images, labels), (held, expected) = data
     images, held = images.flatten(1), held.flatten(1)
     noise_of_directions, epochs, learning_rate, _ = TARGETS[target]

@@ -44,7 +44,7 @@ def is_n_m(name: str) -> bool:
 
 
 def run(seed: int, name: str, data: tuple[Batch, Batch], steps: int) -> dict[str, Any]:
-    """Return accuracy in per cent at the end of training, and whether the zeros are those that were asked for."""
+    """Return accuracy in percent at the end of training, and whether the zeros are those that were asked for."""
     (images, test), recipe = data, variants()[name]
     units = 304 if is_n_m(name) else 300
     drawn = Drawn(images, steps, BATCH, seed)

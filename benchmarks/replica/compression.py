@@ -59,7 +59,7 @@ def train(model: nn.Module, data: Batch, seed: int, steps: int, recipe: dict[str
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: Batch) -> float:
-    """Return accuracy in per cent on the same augmented images for every model."""
+    """Return accuracy in percent on the same augmented images for every model."""
     generator = torch.Generator().manual_seed(1_000)
     images = torch.cat([augment(test[0], generator) for _ in range(AUGMENTATIONS)])
     output: Tensor = model.eval()(images)

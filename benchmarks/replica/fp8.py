@@ -32,7 +32,7 @@ LEARNING_RATE, WARMUP = 3e-3, 30
 SYMBOLS = "\n" + "".join(map(chr, range(32, 127)))  # 96, what tensor cores can multiply
 VALIDATION = 512  # sequences
 
-WITHIN, WORSE = 0.3, 5.0  # per cent of bf16's loss
+WITHIN, WORSE = 0.3, 5.0  # percent of bf16's loss
 FOUR_BIT = ("mxfp4", "nvfp4")  # nothing was promised for them
 PROTOTYPE = {"tensorwise": "+0.02 %", "rowwise": "-0.01 %", "s2fp8": "-0.04 %"}
 # what a recipe needs beside itself

@@ -82,7 +82,7 @@ class Experiment:
         self.validation, self.test = validation, test
         self.rewound: list[bool] = []
         self.stopped: dict[str, float] = {}
-        """By the run's folder: accuracy in per cent on the test images, with the weights of the smallest loss."""
+        """By the run's folder: accuracy in percent on the test images, with the weights of the smallest loss."""
 
     @classmethod
     def on_digits(cls, seed: int, training: Training) -> Experiment:

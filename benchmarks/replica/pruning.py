@@ -82,7 +82,7 @@ class Experiment:
         self.answers = answers.repeat(AUGMENTATIONS)
 
     def run(self, recipe: dict[str, Any]) -> dict[str, Any]:
-        """Return accuracy in per cent at the end of training, and whether the zeros are those that were asked for."""
+        """Return accuracy in percent at the end of training, and whether the zeros are those that were asked for."""
         model = lenet(self.seed)
         session = Session(Recipe.from_dict({"prune": recipe} if recipe else {}), seed=self.seed)
         session.attach(model)

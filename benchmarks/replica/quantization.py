@@ -106,7 +106,7 @@ def train(
 
 @torch.no_grad()
 def judged(model: nn.Module, test: Batch, augmentations: int = AUGMENTATIONS) -> tuple[float, float]:
-    """Return accuracy in per cent and loss on the same augmented images for every model."""
+    """Return accuracy in percent and loss on the same augmented images for every model."""
     generator = torch.Generator().manual_seed(1_000)
     images = torch.cat([augment(test[0], generator) for _ in range(augmentations)])
     labels = test[1].repeat(augmentations)

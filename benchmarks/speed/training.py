@@ -1,6 +1,6 @@
 """Whole training steps in both trainers, with each technique and without: time, and peak memory.
 
-Scikit-learn's digits are fine-tuned on: as sequences of 64 grey values by a small BERT in the Hugging Face Trainer, at
+Scikit-learn's digits are fine-tuned on: as sequences of 64 gray values by a small BERT in the Hugging Face Trainer, at
 28x28 by LeNet-300-100 in Lightning. Left out is what a CPU only emulates (fp8, matmul), what needs fp16 or several
 processes (loss_scale, comm), what changes what is sampled (dp), and what works after training (soup).
 """

@@ -1,6 +1,6 @@
 """Model and data of the Lightning examples: a small classifier of scikit-learn's 1,797 handwritten digits.
 
-Every example also takes other pictures, from a folder or the Hub; they are made as small as the digits, and grey:
+Every example also takes other pictures, from a folder or the Hub; they are made as small as the digits, and gray:
     python examples/lightning/pruning.py --dataset uoft-cs/cifar10 --image_column img
 """
 

@@ -3,7 +3,7 @@
     python examples/stories/cpu_serving.py
     python examples/stories/cpu_serving.py --model bert-base-uncased --dataset ag_news --epochs 2 --rate 5e-5
 
-Five steps, each one flag or one command: fine-tune a teacher; distil it into half of its layers; prune half of the
+Five steps, each one flag or one command: fine-tune a teacher; distill it into half of its layers; prune half of the
 neurons and remove them (`eff shrink`); train for int8; `eff export`. The table is measured in onnxruntime, on the test
 split, which nothing was trained or chosen on. Without arguments nothing is downloaded: the texts are fragments of
 Python's standard library, to be told apart by package, and the model is a small BERT with random weights.

@@ -184,7 +184,7 @@ class Distillation(Adapter):
             yield (
                 f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
                 + ("which has its own teacher" if own else "whose loss scores whole completions"),
-                "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
+                "leave distill out" + ("" if own else ", or distill with SFTTrainer first"),
             )
         if fuses and (config.mutual or config.student is not None):
             yield (

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shared_core.errors import ConfigError
 
-# Recomputation time is counted in at least this many units, the second dimension of the dynamic programme.
+# Recomputation time is counted in at least this many units, the second dimension of the dynamic program.
 _UNITS = 1024
 _HALVINGS = 7  # bisection steps for the lowest peak of the plans with the same time
 _MIB = float(1 << 20)
@@ -104,7 +104,7 @@ def recompute_seconds(cost: StepCost, segments: Sequence[Sequence[str]]) -> floa
 def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
     """Return the segments with the shortest recomputation time whose peak fits into a budget.
 
-    An exact dynamic programme over the blocks. For each block and each recomputation time, in units of about 1/1000 of
+    An exact dynamic program over the blocks. For each block and each recomputation time, in units of about 1/1000 of
     the chain's forward, it stores the fewest bytes held by the blocks up to it. Fewer bytes are never worse for later
     blocks. Among the plans with the shortest time, the peak is within 1 % of the lowest. A budget of None asks for the
     lowest possible peak.
@@ -145,7 +145,7 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
 
 
 class _Chain:
-    """A step's costs as arrays over its blocks, and the dynamic programmes over them."""
+    """A step's costs as arrays over its blocks, and the dynamic programs over them."""
 
     def __init__(self, cost: StepCost) -> None:
         blocks = cost.blocks
@@ -204,7 +204,7 @@ class _Chain:
         return high
 
     def _can_keep(self, budget: float) -> bool:
-        """Return True if any segments fit into a budget: the programme of `cheapest` without time."""
+        """Return True if any segments fit into a budget: the program of `cheapest` without time."""
         held = np.full(len(self._names) + 1, np.inf)
         held[0] = 0.0
         for a, stop in enumerate(self._stops):

@@ -181,7 +181,7 @@ def try_out(
 
     Put technique flags (--prune_sparsity, --qat_scheme, …, or --eff_recipe FILE) after the script, as in eff run, and
     options of eff try before it. Each technique runs in turn with a baseline, in separate processes. The trainer writes
-    to a temporary folder ({out} in the script's arguments). Code after the training is not run.
+    to a temporary folder, whose path replaces {out}. Code after the training is not run.
     """
     from shared_core.cli.arguments import bar
     from shared_core.files.atomic import atomic_write, make_folder

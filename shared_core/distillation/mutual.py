@@ -1,4 +1,4 @@
-"""Deep mutual learning: students train together, each also towards the predictions of the others.
+"""Deep mutual learning: students train together, each also toward the predictions of the others.
 
 The other students are copies of the user's model with re-initialized weights. They live outside the model, and the
 user's own optimizer trains them.
@@ -167,7 +167,7 @@ class Peers(Teachers):
         # A loss that is not finite (its step is skipped) would stay in the average forever.
         now = torch.where((share > 0) & now.isfinite(), now, self.losses.to(now.device))
         all_reduce_(now, "sum").div_(world_size())
-        # A plain mean of the first 20, then an average with decay 0.95, avoids a bias towards the initial zeros.
+        # A plain mean of the first 20, then an average with decay 0.95, avoids a bias toward the initial zeros.
         self.losses = self.losses.to(now.device).lerp(now, max(_LEAST_SHARE, 1 / self._micro_batches))
 
     def average_gradients(self) -> None:

@@ -188,7 +188,7 @@ def _misfits(
             f"teacher must have the student's {student} classes, got {teacher}",
             "both must share labels or vocabulary. If they share a tokenizer and only padding differs, set "
             "distill.vocab_size to the tokenizer's size. If tokenizers differ, use a teacher with the student's, "
-            "distil with distill.hidden pairs, or train on text that the teacher generates",
+            "distill with distill.hidden pairs, or train on text that the teacher generates",
         )
     elif vocab_size is not None and vocab_size > min(student, teacher):
         yield (

@@ -1,4 +1,4 @@
-"""Penalties that drive weights towards zero before pruning.
+"""Penalties that drive weights toward zero before pruning.
 
 They are added to complete gradients until the last update, so they are exact under accumulation and DDP.
 """

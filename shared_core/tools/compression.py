@@ -64,7 +64,7 @@ class CompressedTensor:
     coding: str
     original_bytes: int
     stored_bytes: int
-    """Without its index entry, which counts towards the whole file."""
+    """Without its index entry, which counts toward the whole file."""
     weights: int
     """Nonzero elements if values are shared, else all elements."""
     clusters: int
