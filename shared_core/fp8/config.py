@@ -96,7 +96,9 @@ class Fp8Config(TechniqueConfig):
     max_skips: int = option(
         50, low=1, help="stop with an error after discarding this many steps in a row (NaN or infinity)"
     )
-    include: tuple[str, ...] = option((), help="modules to include: name globs, types, first, last; default: all")
+    include: tuple[str, ...] = option(
+        (), help="modules to include: name globs, types, first, last; default: all but first and last"
+    )
     skip: tuple[str, ...] = option((), help="modules to leave in high precision: name globs, types, first, last")
     min_size: int = option(0, help="leave modules with fewer weights in high precision", low=0)
 
