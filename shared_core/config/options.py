@@ -214,7 +214,7 @@ class Options:
                 yield f"{kind.replace('_', ' ').capitalize()} {rules[kind]}"
         more = [cls.named(other)[1] for others in cls._company("needs", name) for other in others]
         if told := cls._company_text(rules.get("only_with", {}), more):
-            yield f"{told[0].upper()}{told[1:]}{', which requires it' if rules.get('required') else ''}"
+            yield f"Required, but {told}" if rules.get("required") else f"{told[0].upper()}{told[1:]}"
         alike: dict[str, list[str]] = {}
         for value, others in rules.get("each", {}).items():
             alike.setdefault(cls._company_text(others), []).append(value)

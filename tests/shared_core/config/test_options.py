@@ -45,7 +45,7 @@ def test_a_position_that_is_written_otherwise_is_the_default():
 
 def test_help_tells_what_an_option_and_its_values_need():
     told = {row["flag"]: row["help"] for row in describe_flags("prune", "distill")}
-    assert told["--prune_threshold"].endswith("Only with criterion=threshold, which requires it.")
+    assert told["--prune_threshold"].endswith("Required, but only with criterion=threshold.")
     assert "n_m only with schedule=one_shot; layer only with scope=auto or global." in told["--prune_granularity"]
     assert told["--distill_budget_mib"].endswith("Only with chunked.")
     assert told["--distill_vocab_size"].endswith(" Not with teacher=mutual.")
