@@ -6,11 +6,13 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from shared_core.engine.protocols import returned
 from shared_core.engine.technique import Context, Purpose, Technique
 
 P = ParamSpec("P")
@@ -47,7 +49,7 @@ class Hooks:
         self.seconds = dict.fromkeys(techniques, 0.0)
         """Time spent in each technique, by its key."""
         pairs = list(techniques.items())
-        self.forward: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
+        self.forward: Calls[[Context], AbstractContextManager[None]] = _own(
             [(key, one.forward) for key, one in pairs], Technique.forward
         )
         self.loss: Calls[[Tensor, Context], Tensor] = _own([(key, one.loss) for key, one in pairs], Technique.loss)
@@ -63,7 +65,7 @@ class Hooks:
         self.after_step: Calls[[Context, bool], None] = _own(
             [(key, one.after_step) for key, one in pairs], Technique.after_step
         )
-        self.swapped: Calls[[Context, Purpose], contextlib.AbstractContextManager[None]] = _own(
+        self.swapped: Calls[[Context, Purpose], AbstractContextManager[None]] = _own(
             [(key, one.swapped) for key, one in pairs], Technique.swapped
         )
 
@@ -82,14 +84,15 @@ class Hooks:
             hook(context, *args, **kwargs)
             self.seconds[key] += time.perf_counter() - start
 
-    def around_forward(self, context: Context) -> contextlib.AbstractContextManager[Any]:
+    def around_forward(self, context: Context) -> AbstractContextManager[Any]:
         """Return a context manager for one micro-batch's forward pass and loss."""
+        arounds = [returned(key, "forward", hook(context), AbstractContextManager) for key, hook in self.forward]
         # Usually there is one technique, and an ExitStack would cost more than its hook.
-        if len(self.forward) < 2:
-            return self.forward[0][1](context) if self.forward else contextlib.nullcontext()
+        if len(arounds) < 2:
+            return arounds[0] if arounds else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
-            for _, forward in self.forward:
-                stack.enter_context(forward(context))
+            for around in arounds:
+                stack.enter_context(around)
             # pop_all hands the contexts over: entered here, exited by the caller.
             return stack.pop_all()
 
@@ -97,8 +100,7 @@ class Hooks:
         """Return the loss after all techniques, each of which receives the loss of the previous one."""
         for key, hook in self.loss:
             start = time.perf_counter()  # not `timed`: a generator costs more than some hooks
-            if (loss := hook(loss, context)) is None:
-                raise TypeError(f"{key}: loss must return the loss to train on, got None")
+            loss = returned(key, "loss", hook(loss, context), Tensor)
             self.seconds[key] += time.perf_counter() - start
         return loss
 
@@ -108,13 +110,13 @@ class Hooks:
         with contextlib.ExitStack() as stack:
             for key, hook in self.swapped:
                 # Made outside of the time that is counted: calling a context manager's function does nothing yet.
-                surrounding = hook(context, purpose)
+                surrounding = returned(key, "swapped", hook(context, purpose), AbstractContextManager)
                 with self.timed(key):
                     surrounding.__enter__()
                 stack.push(functools.partial(self._left, key, surrounding))
             return stack.pop_all()
 
-    def _left(self, key: str, surrounding: contextlib.AbstractContextManager[None], *error: Any) -> bool | None:
+    def _left(self, key: str, surrounding: AbstractContextManager[None], *error: Any) -> bool | None:
         with self.timed(key):
             return surrounding.__exit__(*error)
 

@@ -32,6 +32,7 @@ from shared_core.engine.protocols import (
     SeesMetrics,
     TrainsPeers,
     offering,
+    returned,
 )
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
@@ -172,10 +173,7 @@ class Session:
         try:
             for key, technique in self.techniques.items():
                 with self.hooks.timed(key), torch.device("cpu"):
-                    touched = technique.attach(context)
-                if not isinstance(touched, Touched):
-                    raise TypeError(f"{key}: attach must return a Touched, got {touched!r}")
-                context.touched[key] = touched
+                    context.touched[key] = returned(key, "attach", technique.attach(context), Touched)
             model_guards.refuse_not_reduced(model, reduced)
             # The run of a checkpoint was measured when it began, and knew what the optimizers hold.
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial or bool(resumed))
@@ -269,7 +267,7 @@ class Session:
             state = self._restored.get(key)
             guard = contextlib.nullcontext() if state is None else reading(key)
             with self.hooks.timed(key), guard, torch.device("cpu"):
-                context.plans[key] = technique.plan(context)  # first, because later techniques read it
+                context.ask_plan(key)  # first, because later techniques read it
                 technique.begin(context, state)
         self._restored = {}
         if self.techniques:
@@ -403,7 +401,9 @@ class Session:
         for key in in_order(self.techniques, "finish"):
             with self.hooks.timed(key):
                 self.techniques[key].finish(self.context)
-        claimed = {key: one.claims(self.context) for key, one in self.techniques.items()}
+        claimed = {
+            key: returned(key, "claims", one.claims(self.context), Mapping) for key, one in self.techniques.items()
+        }
         self.detach()
         self.files.settle(claimed)
         self.note(not_finite_note(self.context.model))
@@ -463,7 +463,9 @@ class Session:
     def figures(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and record them for the receipt."""
         self.note(self._means.differing())
-        found = {name: value for one in self.techniques.values() for name, value in one.figures().items()}
+        found: dict[str, float] = {}
+        for key, one in self.techniques.items():
+            found |= returned(key, "figures", one.figures(), Mapping)
         return self.history.logged(self.step, found)
 
     def note(self, text: str) -> None:
@@ -478,7 +480,9 @@ class Session:
 
     def reports(self) -> dict[str, Any]:
         """Return each technique's report by key. After the run, the report from before its end."""
-        return self._final_reports or {key: technique.report() for key, technique in self.techniques.items()}
+        return self._final_reports or {
+            key: returned(key, "report", one.report(), Mapping) for key, one in self.techniques.items()
+        }
 
     def _weights_moved(self, context: Context) -> None:
         reshard_(context.model)

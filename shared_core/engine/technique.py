@@ -18,7 +18,7 @@ from shared_core.engine.observers.micro_batches import mean_over_micro_batch
 from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.plan import Plan, Touched
-from shared_core.engine.protocols import FollowsWeights, Window, offering
+from shared_core.engine.protocols import FollowsWeights, Window, offering, returned
 from shared_core.engine.services import BareServices, Services
 from shared_core.engine.undo import Undo
 from shared_core.errors import ConfigError
@@ -157,9 +157,14 @@ class Context:
         Raises:
             ConfigError: If a position does not fit the run.
         """
-        for key, technique in self.techniques.items():
-            self.plans[key] = technique.plan(self)
+        for key in self.techniques:
+            self.ask_plan(key)
         return self.plans
+
+    def ask_plan(self, key: str) -> Plan:
+        """Ask one technique for its plan again."""
+        self.plans[key] = returned(key, "plan", self.techniques[key].plan(self), Plan)
+        return self.plans[key]
 
     def events_after(self, step: int) -> list[tuple[str, int, str]]:
         """Return the events planned after a step: recipe key, step and event."""

@@ -20,7 +20,8 @@ from shared_core.engine.checks.optimizer_parameters import (
     unheld_note,
     untrained_modules,
 )
-from shared_core.engine.protocols import LeavesUnheld, offering
+from shared_core.engine.plan import Touched
+from shared_core.engine.protocols import LeavesUnheld, offering, returned
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
 from shared_core.errors import MatchError
 from shared_core.modules.matching import named_by, own_class, plain_name
@@ -28,7 +29,6 @@ from shared_core.printing import share_text
 
 if TYPE_CHECKING:
     from shared_core.config.options import TechniqueConfig
-    from shared_core.engine.plan import Touched
     from shared_core.engine.technique import Context
 
 ENOUGH = 0.5
@@ -307,7 +307,7 @@ class Coverage(dict[str, Reach]):
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
         for key, leaving in offering(context.techniques, LeavesUnheld):
             with timed(key), torch.device("cpu"):
-                context.touched[key] = leaving.leave_unheld(context)
+                context.touched[key] = returned(key, "leave_unheld", leaving.leave_unheld(context), Touched)
         self._counted = replace(self._counted, unheld=places)
         return told
 

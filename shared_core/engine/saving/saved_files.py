@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shared_core.engine.checks.claims import Claim, Claims, Where
-from shared_core.engine.protocols import Bakes, Deploys, SavesPart, TrainedPart, offering
+from shared_core.engine.protocols import Bakes, Deploys, SavesPart, TrainedPart, offering, returned
 from shared_core.engine.registry import in_order
 from shared_core.errors import ReceiptError
 
@@ -48,7 +48,7 @@ class SavedFiles:
         # As `finish` would, on tensors: each technique sees what the previous one wrote.
         for key in in_order(session.techniques, "finish"):
             if isinstance(baking := session.techniques[key], Bakes):
-                baked = baking.bake(baked)
+                baked = returned(key, "bake", baking.bake(baked), dict)
         if session.plain is not None:
             session.plain.check(baked)
         return baked

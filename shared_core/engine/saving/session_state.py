@@ -11,7 +11,7 @@ import torch
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History
-from shared_core.engine.protocols import Bakes, DrawsBatches, KeepsStructure, LoadsByName, offering
+from shared_core.engine.protocols import Bakes, DrawsBatches, KeepsStructure, LoadsByName, offering, returned
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import Context, Technique
@@ -28,7 +28,9 @@ def state_of(context: Context, recipe: Recipe, history: History, experts: Expert
     return {
         "step": context.step, "skipped": context.skipped, "recipe": recipe.to_dict(),
         "generator": context.generator.get_state(), "history": history.state_dict(),
-        "techniques": {key: technique.state_dict() for key, technique in context.techniques.items()},
+        "techniques": {
+            key: returned(key, "state_dict", one.state_dict(), Mapping) for key, one in context.techniques.items()
+        },
         "buffers": context.left_out.changed(), "experts": experts.state_dict(), "ahead": ahead + unbaked,
     }  # fmt: skip
 
