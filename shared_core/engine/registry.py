@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
-from shared_core.config.conflicts import EVERY_TECHNIQUE
 from shared_core.config.options import TechniqueConfig
+from shared_core.engine.checks import declarations
 from shared_core.errors import ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
@@ -222,35 +221,21 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
         config: A frozen dataclass of its options.
 
     Raises:
-        ConfigError: If the key or a flag is invalid or taken, the switch is not an option, or the order is not valid.
+        ConfigError: If a declaration of the config is invalid, or the key or a flag is taken.
 
     Example:
         The file ``examples/own_technique/gradient_noise.py``.
     """
-    key = config.key
-    where = f"register: {config.__name__}"
-    if not (isinstance(key, str) and re.fullmatch(r"[a-z][a-z0-9_]*", key)):
-        raise ConfigError(where, f"key must be lower-case letters, digits and _, got {key!r}", "set it in the class")
+    key, where = config.key, f"register: {config.__name__}"
+    declarations.check(config, REGISTRY, where)
     if technique.key != key:
         raise ConfigError(where, f"its key is {key!r}, but {technique.__name__} has {technique.key!r}")
-    options = {field.name for field in dataclasses.fields(config)}
-    if not config.switch:
-        raise ConfigError(where, "has no switch", "set it to the option that switches the technique on")
-    for name in filter(None, (config.switch, config.other_switch)):
-        if name not in options:
-            undecorated = "__dataclass_fields__" not in vars(config)
-            remedy = "decorate the class with @dataclass(frozen=True, kw_only=True)" if undecorated else ""
-            raise ConfigError(where, f"the switch {name!r} is not an option{nearest(name, options)}", remedy)
-    for name in ("after", "before", "finishes_after", "finishes_before", "works_in"):
-        if isinstance(keys := getattr(config, name), str):
-            raise ConfigError(where, f"{name} must be a tuple of keys, got {keys!r}", f"write ({keys!r},)")
-    if unknown := sorted({*config.works_in} - EVERY_TECHNIQUE.keys()):
-        raise ConfigError(where, f"works_in: {unknown[0]!r} is not known{nearest(unknown[0], EVERY_TECHNIQUE)}")
     known = REGISTRY.get(key)
     # A class that a notebook defines again replaces the earlier one. Another class must not.
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):
         raise ConfigError(where, f"the key {key!r} is taken by {known.package}.{known.config_name}")
-    taken = sorted({f"{key}_{name}" for name in options} & flags(*(REGISTRY.keys() - {key})).keys())
+    own = {f"{key}_{field.name}" for field in dataclasses.fields(config)}
+    taken = sorted(own & flags(*(REGISTRY.keys() - {key})).keys())
     if taken:
         raise ConfigError(where, f"another technique already has the flag --{taken[0]}", "rename the key")
     if known is None and REGISTRY.has_made_flags:

@@ -99,6 +99,7 @@ class OtherConfig(TechniqueConfig):
     key = "other"
     switch = "strength"
     strength: float = option(help="of it")
+    on: bool | None = option(None, help="without effect")
 
 
 class Other(Technique):
@@ -116,6 +117,11 @@ class Other(Technique):
         ({"after": "prune"}, {}, r"after must be a tuple .*\('prune',\)"),
         ({"works_in": ("tensor_paralel",)}, {}, "works_in.*did you mean 'tensor_parallel'"),
         ({"switch": ""}, {}, "switch"),
+        ({"switch": "on"}, {}, "'on' must not be a bool"),
+        ({"own_checkpoints": "it keeps a secret"}, {}, "own_checkpoints must be a tuple of two texts"),
+        ({"saved_structure": ("a reason",)}, {}, "saved_structure must be a tuple of two texts"),
+        ({"conflicts": ("dp",)}, {}, "conflicts must map names to str"),
+        ({"figures": {"noise": "its size"}}, {}, "figures must map names to Figure"),
     ],
 )
 def test_a_wrong_registration_is_refused(config, technique, told):
@@ -126,6 +132,13 @@ def test_a_wrong_registration_is_refused(config, technique, told):
         register(Other, OtherConfig)
     register(Other, OtherConfig)  # as a notebook does
     assert Recipe.from_dict({"other": {"strength": 1}})["other"].strength == 1.0
+
+
+@pytest.mark.parametrize("name", ["conflicts", "before", "after", "finishes_before", "finishes_after"])
+def test_a_name_like_a_known_key_is_reported(name):
+    value = {"lbgfs": "it steps often"} if name == "conflicts" else ("prnue", "of_another_package")
+    with pytest.warns(UserWarning, match=rf"{name}: '(lbgfs|prnue)' is not known; did you mean '(lbfgs|prune)'"):
+        register(Other, type("OtherConfig", (OtherConfig,), {name: value}))
 
 
 def test_a_config_that_is_no_dataclass_is_refused():
