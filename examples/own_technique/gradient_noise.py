@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from shared_core import Context, Figure, Plan, Technique, TechniqueConfig, option, register
+from shared_core import Context, Figure, Technique, TechniqueConfig, option, register
+from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of
 
@@ -19,7 +20,7 @@ class GradientNoiseConfig(TechniqueConfig):
     key = "noise"
     switch = "eta"
     before = ("prune",)  # zeros of masks come after the noise
-    conflicts: ClassVar = {"dp": "its noise is the one that is accounted for; leave noise out"}
+    conflicts: ClassVar = {**NO_WHOLE_WEIGHTS, "dp": "its noise is the one that is accounted for; leave noise out"}
     figures: ClassVar = {"deviation": Figure("standard deviation of the latest noise", in_bar=True)}
 
     eta: float = option(help="variance of the noise at the first step", above=0.0)
@@ -30,11 +31,7 @@ class GradientNoise(Technique):
 
     key = "noise"
     config: GradientNoiseConfig
-    deviation, num_noised = 0.0, 0
-
-    def plan(self, context: Context) -> Plan:
-        """Say that gradients are changed: then no optimizer may step on them inside backward."""
-        return Plan(acts_on_gradients=True)
+    deviation, num_noised, is_noised = 0.0, 0, False
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Go on from the state returned by `state_dict`, if there is one."""
@@ -44,15 +41,16 @@ class GradientNoise(Technique):
     def before_step(self, context: Context) -> None:
         """Add noise to complete gradients, before they are clipped."""
         self.deviation = math.sqrt(self.config.eta / (1 + context.step) ** 0.55)
-        for parameter in context.model.parameters():
-            if parameter.grad is not None:
-                noise = torch.randn(parameter.shape, generator=context.generator, device="cpu") * self.deviation
-                # the whole noise is drawn on every rank; FSDP2 holds a part of the gradient
-                local_part(parameter.grad).add_(part_of(noise.to(parameter.device), parameter.grad))
+        gradients = [one.grad for one in context.model.parameters() if one.grad is not None]
+        self.is_noised = bool(gradients)
+        for gradient in gradients:
+            noise = torch.randn(gradient.shape, generator=context.generator, device="cpu") * self.deviation
+            # the whole noise is drawn on every rank; FSDP2 holds a part of the gradient
+            local_part(gradient).add_(part_of(noise.to(gradient.device), gradient))
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Count the step, unless it was skipped."""
-        self.num_noised += applied
+        """Count the step, unless it was skipped or had no gradients."""
+        self.num_noised += applied and self.is_noised
 
     def figures(self) -> dict[str, float]:
         """Return what the progress bar and the logger show."""
