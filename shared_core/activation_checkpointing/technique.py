@@ -72,7 +72,7 @@ class ActivationCheckpointing(Technique):
 
     def plan(self, context: Context) -> Plan:
         """Return a plan that guards the blocks, whose forwards are wrapped."""
-        return Plan(guards=self.handle.blocks if self.handle else {})
+        return Plan(guards=self.handle.blocks if self.handle else {}, acts_on_gradients=False)
 
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
         if any(segments) and self._model is not None:

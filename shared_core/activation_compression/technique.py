@@ -11,7 +11,7 @@ import torch
 from shared_core.activation_compression.config import NO_USE, ActivationsConfig
 from shared_core.activation_compression.saved_tensors import Counts, CudaLane, HeldMemory, HostMover, Ledger, Packing
 from shared_core.distributed.collectives import rank
-from shared_core.engine.plan import Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.printing import counted, share_text, size_text
@@ -67,6 +67,10 @@ class ActivationCompression(Technique):
             device = next(context.model.parameters()).device
             _check_offload(device.type == "cuda", f"a model on {device.type}")
             self._mover = HostMover(CudaLane(device))
+
+    def plan(self, context: Context) -> Plan:
+        """Return a plan for which `before_step` need not see gradients."""
+        return Plan(acts_on_gradients=False)
 
     def forward(self, context: Context) -> Packing:
         """Return a context that packs the tensors saved by the forward inside."""

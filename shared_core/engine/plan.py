@@ -66,8 +66,9 @@ class Plan:
     objects themselves are needed, because a second lookup by name would always match."""
     keeps_frozen: bool = False
     """True if tensors among `guards` must stay frozen. If one is unfrozen, the run ends."""
-    acts_on_gradients: bool = False
-    """True if `before_step` must run before weights change. Then no optimizer may step inside backward."""
+    acts_on_gradients: bool = True
+    """True if `before_step`, where a technique overrides it, must run before weights change. Then no optimizer may step
+    inside backward."""
     looks_at_batches: bool = False
     """True if the technique looks at training batches after another technique replaced the weights."""
 

@@ -246,7 +246,7 @@ class Session:
         plans = context.ask_plans()
         compatibility.refuse_without_batches(context)
         self._leave_unheld(context)
-        acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
+        acting = next((key for key, _ in self.hooks.before_step if plans[key].acts_on_gradients), "")
         if context.adds_parameters:
             acting = acting or "session"  # the optimizer's hooks miss parameters made after it
         self.steps.watch(context.model, context.optimizers, acting, is_bare=self.front_end == "bare")

@@ -127,7 +127,7 @@ class Fp8(Technique):
         """Return a plan that guards the layers and the modules that stack experts."""
         linear = {name: one for name, one in self.layers.items() if not isinstance(one, ExpertMatrix)}
         stacks = {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
-        return Plan(guards=linear | stacks)
+        return Plan(guards=linear | stacks, acts_on_gradients=False)
 
     def _touched(self) -> Touched:
         """Return the layers that multiply in FP8."""

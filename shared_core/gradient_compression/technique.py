@@ -140,7 +140,7 @@ class GradientCompression(Technique):
         """Return the step where compression starts."""
         if self.config.hook == "powersgd":
             self._first = context.resolve(self.config.begin, "comm.begin")
-        return Plan([(self._first, f"gradients are sent as {self.config.hook}")], acts_on_gradients=True)
+        return Plan([(self._first, f"gradients are sent as {self.config.hook}")])
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Register with the DDP module, or with the modules that FSDP2 sharded."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shared_core.engine.checks.loss_dtype import LossDtype
-from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.loss_scaling.config import LossScaleConfig
@@ -41,10 +41,6 @@ class LossScaling(Technique):
         }  # fmt: skip
         self._steps_at_begin = 0
         self._flush_due = False
-
-    def plan(self, context: Context) -> Plan:
-        """Return a plan which says that gradients are scaled until they are unscaled."""
-        return Plan(acts_on_gradients=True)
 
     def make_scaler(self, device: str) -> LossScaler:
         """Return a new scaler with these options for a device type, and store it as `scaler`.

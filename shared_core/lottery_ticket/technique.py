@@ -123,7 +123,6 @@ class LotteryTicket(Technique):
             ],
             "" if self._rewound else f"rewind_to, step {self._at}, is not reached",
             guards=self._weights,
-            acts_on_gradients=True,  # rewinding clears optimizer state, and learning rates are held for a step
         )
 
     def _touched(self) -> Touched:

@@ -14,7 +14,7 @@ from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.checks.model_guards import refuse_lbfgs
 from shared_core.engine.observers.optimizer_modes import has_modes
-from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
@@ -146,10 +146,6 @@ class PrimaryWeights(Technique):
         formats = [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in parameters]
         self._exchanges = [Exchange(optimizer, parameters, formats) for optimizer in self._optimizers]
         self._swap_in()
-
-    def plan(self, context: Context) -> Plan:
-        """Return a plan in which the optimizer steps float32 values instead of the weights."""
-        return Plan(acts_on_gradients=True)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Create or restore the copies, and let gradients accumulate in float32."""

@@ -160,7 +160,6 @@ class DifferentialPrivacy(Technique):
         return Plan(
             missing="" if target is None or shown <= target else f"epsilon {shown:.4g} was spent, not {target:g}",
             guards=self._layers,  # a replaced layer would get only noise
-            acts_on_gradients=True,
         )
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:

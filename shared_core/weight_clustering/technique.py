@@ -171,7 +171,6 @@ class WeightClustering(Technique):
             "" if self._codes else f"weights are not shared yet, clustering is at step {self._begin}",
             self._begin,
             guards=self._weights,
-            acts_on_gradients=True,  # centroids get the sum of their members' gradients
         )
 
     def _touched(self) -> Touched:

@@ -23,7 +23,7 @@ from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.saving.state_file import save_state
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.typed_options import OneTechnique
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_technique"
@@ -48,6 +48,33 @@ def test_three_ways_to_train_give_the_same_weights_and_receipts(tmp_path):
     for run in (bare, *runs):
         assert difference(bare.weights, run.weights) is None
         assert run.receipt["techniques"]["noise"]["noised_steps"] == run.receipt["steps"]["applied"] > 0
+
+
+def test_only_steps_with_gradients_are_counted():
+    session = Session({"noise": {"eta": 0.01}})
+    model = nn.Linear(4, 2)
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=4)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step % 2:
+            session.loss(model(torch.ones(1, 4)).sum()).backward()
+        session.before_step()
+        optimizer.step()
+        session.after_step(applied=step != 1)
+    assert session.receipt()["techniques"]["noise"]["noised_steps"] == 1
+    with pytest.raises(CompatibilityError, match="LBFGS"):
+        compatibility.check(["noise"], ["lbfgs"])
+
+
+def test_gradients_that_are_used_up_inside_backward_are_refused():
+    session = attached({}, before_step=lambda self, context: None)
+    model = session.context.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.register_post_accumulate_grad_hook(lambda one: (optimizer.step(), optimizer.zero_grad()))
+    with pytest.raises(TrainingError, match=r"other: .*inside backward"):
+        run_steps(session, optimizer)
 
 
 @pytest.mark.parametrize("run", [run_hf, run_lightning])
@@ -156,19 +183,17 @@ def attached(recipe, **hooks):
     return session
 
 
-def run_steps(session, count=1):
-    """Train some steps with all calls of a loop. No optimizer holds the bias."""
+def run_steps(session, optimizer):
+    """Train a step with all calls of a loop."""
     model = session.context.model
-    optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    session.begin([optimizer], total_steps=count)
-    for _ in range(count):
-        with session.forward():
-            loss = session.loss(model(torch.ones(2, 64)).square().mean())
-        loss.backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        session.figures()
+    session.begin([optimizer], total_steps=1)
+    with session.forward():
+        loss = session.loss(model(torch.ones(2, 64)).square().mean())
+    loss.backward()
+    session.before_step()
+    optimizer.step()
+    session.after_step()
+    session.figures()
     with session.swapped("checkpoint"):
         session.files.bake(model.state_dict())
         session.state_dict()
@@ -201,7 +226,8 @@ HOOKS = (
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_returns_nothing_is_named(hook):
     with pytest.raises(TypeError, match=rf"other: {hook} must return"):
-        run_steps(attached({}, **{hook: lambda self, *_: None}))
+        session = attached({}, **{hook: lambda self, *_: None})
+        run_steps(session, torch.optim.SGD([session.context.model.weight], lr=0.1))  # which does not hold the bias
 
 
 def test_a_state_that_cannot_be_saved_is_named(tmp_path):

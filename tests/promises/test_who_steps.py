@@ -22,12 +22,6 @@ RUNS = {
     "accelerate": run_accelerate,
     "fabric": run_fabric,
 }
-ON_GRADIENTS = {
-    "cluster", "loss_scale", "primary_weights", "primary-copy", "lottery", "dp", "prune-taylor", "prune-movement",
-    "prune-2:4", "prune-rigl", "prune-neuron", "prune-overrides", "qat-lsq", "lora-qat-lsq", "ticket-late",
-    "ticket-rate", "ticket-tuned",
-}  # fmt: skip
-"""Rows that work on gradients before the step. Without that, what the others do after each step is all they do."""
 
 
 class InBackward(torch.optim.Optimizer):
@@ -117,7 +111,7 @@ def test_a_step_inside_backward_in_a_bare_loop(number, key, monkeypatch, nets, t
     kind = list(KINDS)[number % len(KINDS)]
     train_with(monkeypatch, KINDS[kind])
     recipe = recipe_of(key)
-    if key in ON_GRADIENTS:
+    if (TECHNIQUES | VARIANTS)[key].on_gradients:
         unmoved = refused(RUNS["bare"], recipe, tmp_path, kind, nets)
         assert unmoved or kind == "WithoutStep" or key == "lottery"  # which draws weights anew at the start
         return

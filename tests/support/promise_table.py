@@ -41,6 +41,8 @@ class Row:
     """Sections of other techniques that belong to the same recipe."""
     in_16_bit: bool = False
     """Whether the model is loaded in bf16; every recipe with such a row then runs in bf16."""
+    on_gradients: bool = False
+    """Whether it works on gradients before the step. Without that, what it does after each step is all it does."""
     takes_batch_norm: bool = True
     """Whether the model may have BatchNorm; a recipe with a row that says no runs without."""
 
@@ -58,9 +60,9 @@ TECHNIQUES = {
     for row in (
         Row("prune", {"sparsity": 0.6, "schedule": "cubic", "begin": 1, "end": 6, "every": 2}),
         Row("qat", {"scheme": "int8", "begin": 2, "freeze_observers": 6}),
-        Row("cluster", {"bits": 3, "begin": 6, "min_size": 64}),
+        Row("cluster", {"bits": 3, "begin": 6, "min_size": 64}, on_gradients=True),
         Row("distill", {"temperature": 2.0, "alpha": 0.4}, needs_teacher=True),
-        Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}),
+        Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}, on_gradients=True),
         Row("average", {"kind": "ema", "decay": 0.7, "begin": 2, "every": 2}),
         # A soup looks at saved checkpoints after training: no step of training is changed by it.
         Row(
@@ -82,13 +84,14 @@ TECHNIQUES = {
             {"kind": "stochastic_rounding"},
             exempt=frozenset({"accumulation", "two_processes"}),
             in_16_bit=True,
+            on_gradients=True,
         ),
         Row("matmul", {"precision": "high"}),
         Row("checkpointing", {"policy": "block", "include": ["*norm", "*dropout", "*hidden"]}),
         Row("lora", {"rank": 2, "base": "nf4", "save": "merged"}),
         Row("activations", {"pack": "exact", "min_size": 32}),
         # Over newly drawn weights masks hold from the first step.
-        Row("lottery", {"control": "random_reinit"}, needs_ticket=True),
+        Row("lottery", {"control": "random_reinit"}, needs_ticket=True, on_gradients=True),
         # Of full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors.
         Row(
             "low_rank",
@@ -102,26 +105,40 @@ TECHNIQUES = {
             {"noise_multiplier": 0.5, "max_grad_norm": 2.0, "seed": 0},
             exempt=frozenset({"two_processes"}),
             takes_batch_norm=False,
+            on_gradients=True,
         ),
     )
 }
 # Other options of techniques that keep other state: resumed and compared as well, not paired.
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 6, "every": 2}
 VARIANTS = {
-    "prune-taylor": Row("prune", {"criterion": "taylor", "cost": "flops", "schedule": "iterative", **GROWING}),
-    "prune-movement": Row("prune", {"criterion": "movement", "regularizer": "weight_decay", **GROWING}),
-    "prune-2:4": Row("prune", {"granularity": "n_m", "sr_ste": 2e-4, **GROWING, "schedule": "one_shot", "every": 1}),
-    "prune-rigl": Row("prune", {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}),
-    "prune-neuron": Row("prune", {"granularity": "neuron", "criterion": "fisher", **GROWING}),
+    "prune-taylor": Row(
+        "prune", {"criterion": "taylor", "cost": "flops", "schedule": "iterative", **GROWING}, on_gradients=True
+    ),
+    "prune-movement": Row(
+        "prune", {"criterion": "movement", "regularizer": "weight_decay", **GROWING}, on_gradients=True
+    ),
+    "prune-2:4": Row(
+        "prune",
+        {"granularity": "n_m", "sr_ste": 2e-4, **GROWING, "schedule": "one_shot", "every": 1},
+        on_gradients=True,
+    ),
+    "prune-rigl": Row(
+        "prune", {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}, on_gradients=True
+    ),
+    "prune-neuron": Row("prune", {"granularity": "neuron", "criterion": "fisher", **GROWING}, on_gradients=True),
     "prune-overrides": Row(
         "prune",
         {"criterion": "movement", "overrides": {"last": {"sparsity": 0.25}, "first": {"sparsity": 0}}, **GROWING},
+        on_gradients=True,
     ),
     "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
     "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
     "distill-chunked": Row("distill", {"chunked": True, "budget_mib": 0.001, "vocab_size": 9}, needs_teacher=True),
-    "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
+    "qat-lsq": Row(
+        "qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}, on_gradients=True
+    ),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
     "qat-fp8": Row("qat", {"scheme": "fp8_static", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
@@ -134,11 +151,14 @@ VARIANTS = {
         beside={"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 6}},
     ),
     "lora-qat-lsq": Row(
-        "lora", {"rank": 2, "save": "merged"}, beside={"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}}
+        "lora",
+        {"rank": 2, "save": "merged"},
+        beside={"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}},
+        on_gradients=True,
     ),
-    "ticket-late": Row("lottery", {"rewind_to": 2}, needs_ticket=True),
-    "ticket-rate": Row("lottery", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
-    "ticket-tuned": Row("lottery", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
+    "ticket-late": Row("lottery", {"rewind_to": 2}, needs_ticket=True, on_gradients=True),
+    "ticket-rate": Row("lottery", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True, on_gradients=True),
+    "ticket-tuned": Row("lottery", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True, on_gradients=True),
     "average-last": Row("average", {"kind": "last_k", "k": 2, "every": 3}),
     # Draws of its own for each micro-batch and process; their mean tests/shared_core tests.
     "activations-int8": Row(
@@ -146,7 +166,7 @@ VARIANTS = {
         {"pack": "int8", "min_size": 32, "group_size": 16},
         exempt=frozenset({"accumulation", "two_processes"}),
     ),
-    "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
+    "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True, on_gradients=True),
 }
 # Traced, or scored by hooks: what several processes must find alike.
 STRUCTURED = {
