@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from shared_core.engine.protocols import TrainsPeers, offering
 from shared_core.engine.registry import REGISTRY
@@ -36,8 +35,6 @@ VARIABLE = "EFF_RECEIPT"
 """Environment variable that names a file to which every receipt is also written."""
 _WRITTEN: dict[Path, object] = {}
 """Run of this process whose receipt a file holds, by file."""
-# evaluation times, which differ between otherwise identical runs
-_TIMINGS = ("_runtime", "_per_second", "_time")
 
 
 def _version(distribution: str) -> str | None:
@@ -239,30 +236,6 @@ _WIDTH = 100
 def _steps(steps: Mapping[str, Any], verb: str = "") -> str:
     skipped = f", {steps['skipped']:,} skipped" if steps["skipped"] else ""
     return f"{counted(steps['applied'], 'step')}{verb}{skipped}"
-
-
-def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric metrics without timings of the validation.
-
-    Example:
-        >>> figures({"eval_loss": 0.5, "eval_runtime": 3.0, "note": "x"})
-        {'eval_loss': 0.5}
-    """
-    return {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
-
-
-def device_memory() -> dict[str, float]:
-    """Return the present and peak bytes of tensors on the CUDA device; empty without one."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {}
-    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]  # the flat form is much slower
-    return {"memory/allocated": float(found["current"]), "memory/largest": float(found["peak"])}
-
-
-def _is_figure(name: str, value: Any) -> bool:
-    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    of_a_technique = name.partition("/")[0] in REGISTRY  # Lightning also returns the figures that we logged
-    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 
 def sentences(key: str, report: Mapping[str, Any]) -> list[str]:

@@ -12,8 +12,8 @@ from shared_core.distributed.collectives import from_main, is_main
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim, Where, Zeros
 from shared_core.engine.checks.model_guards import refuse_lbfgs
+from shared_core.engine.observers.history import numeric_metrics
 from shared_core.engine.plan import Plan, Touched
-from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, MatchError, TrainingError, require
 from shared_core.lottery_ticket.config import LotteryConfig
@@ -255,7 +255,7 @@ class LotteryTicket(Technique):
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of a validation, without timings."""
-        told = figures(metrics)
+        told = numeric_metrics(metrics)
         if self._history and self._history[-1]["step"] == context.step:
             self._history[-1]["metrics"].update(told)
         else:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from shared_core.config.options import TechniqueConfig, option
-from shared_core.engine.receipt import figures, sentences
+from shared_core.engine.observers.history import numeric_metrics
+from shared_core.engine.receipt import sentences
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import OURS, register
 from shared_core.engine.session import Session
@@ -128,7 +129,7 @@ class ShortRun(Technique):
     ) -> NoReturn:
         """Validate, save, write the result and end the process."""
         memory, model = _peak_memory(), Path(self.config.folder, "model")
-        found = figures(metrics())
+        found = numeric_metrics(metrics())
         last = self._sums[-max(len(self._sums) // 4, 1) :]
         if last:
             found["train_loss"] = float(torch.stack([loss.to("cpu", torch.float64) for loss in last]).mean())

@@ -67,10 +67,10 @@ def count_parameters(model: Path, submodule: str | None = None) -> int:
 def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict[str, float]:
     """Return a model's metrics: from the script's end, else from the trainer when the model was saved."""
     from shared_core.checkpoint_formats import load_checkpoint
-    from shared_core.engine.receipt import figures
+    from shared_core.engine.observers.history import numeric_metrics
 
     # From the least to the most reliable: later ones replace earlier figures of the same name.
-    found = figures(receipt.get("validation", {}))
+    found = numeric_metrics(receipt.get("validation", {}))
     last = int(model.name.removeprefix("checkpoint-")) if model.name.startswith("checkpoint-") else None
     checkpoint = load_checkpoint(model) if model.suffix == ".ckpt" else {}
     last = _steps(checkpoint) if checkpoint else last
@@ -82,21 +82,21 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
     if monitor := _monitor(checkpoint):
         is_best = Path(str(monitor.get("best_model_path"))).resolve() == model.resolve()
         score = monitor.get("best_model_score" if is_best else "current_score")
-        found |= figures({monitor["monitor"]: score})
+        found |= numeric_metrics({monitor["monitor"]: score})
     for file in folder.glob("*_results.json"):
-        found |= figures(_object(file))
+        found |= numeric_metrics(_object(file))
     return {name: value for name, value in sorted(found.items()) if name not in ("step", "epoch")}
 
 
 def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the latest figure of each name among entries up to a step."""
-    from shared_core.engine.receipt import figures
+    from shared_core.engine.observers.history import numeric_metrics
 
     found: dict[str, float] = {}
     for entry in entries:
         # Figures of later steps belong to another model.
         if last is None or float(entry.get("step", 0)) <= last:
-            found |= figures(entry)
+            found |= numeric_metrics(entry)
     return found
 
 

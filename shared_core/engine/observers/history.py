@@ -5,9 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shared_core.engine.receipt import device_memory, figures
+import torch
+from torch import Tensor
+
+from shared_core.engine.registry import REGISTRY
 
 LIMIT = 200  # even: see `Series.add`
+# evaluation times, which differ between otherwise identical runs
+_TIMINGS = ("_runtime", "_per_second", "_time")
+
+
+def numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numeric metrics of a validation, without its timings and the figures of techniques.
+
+    Example:
+        >>> numeric_metrics({"eval_loss": 0.5, "eval_runtime": 3.0, "note": "x"})
+        {'eval_loss': 0.5}
+    """
+    return {name: float(value) for name, value in metrics.items() if _is_metric(name, value)}
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    of_a_technique = name.partition("/")[0] in REGISTRY  # Lightning also returns the figures that we logged
+    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
+
+
+def _device_memory() -> dict[str, float]:
+    """Return the present and peak bytes of tensors on the CUDA device; empty without one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]  # the flat form is much slower
+    return {"memory/allocated": float(found["current"]), "memory/largest": float(found["peak"])}
 
 
 class Series:
@@ -62,12 +91,12 @@ class History:
 
     def logged(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Add figures of the techniques, and on CUDA the present and peak memory. Return the figures."""
-        self._series["figures"].add(step, {name: float(value) for name, value in metrics.items()} | device_memory())
+        self._series["figures"].add(step, {name: float(value) for name, value in metrics.items()} | _device_memory())
         return metrics
 
     def validated(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a validation."""
-        self._series["validation"].add(step, figures(metrics))
+        self._series["validation"].add(step, numeric_metrics(metrics))
 
     def told(self) -> dict[str, Any]:
         """Return the points for the receipt, and under ``validation`` the latest value of each metric."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shared_core.engine.checks.preflight import check_all, reported_names
-from shared_core.engine.receipt import figures
+from shared_core.engine.observers.history import numeric_metrics
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session
@@ -26,7 +26,7 @@ class Validation:
         """Record the metrics of a validation of the present weights. Those of one step (one per data set) add up."""
         context = self._session.attached("evaluated")
         before = self._last[1] if self._last and self._last[0] == context.step else {}
-        self._last, context.unvalidated = (context.step, before | figures(metrics)), False
+        self._last, context.unvalidated = (context.step, before | numeric_metrics(metrics)), False
 
     def restored(self) -> None:
         """Record that a checkpoint was loaded: unless it is of the last validated step, its weights are unvalidated."""
@@ -77,6 +77,6 @@ class Validation:
         """
         context = self._session.context
         if context is not None and (context.unvalidated or (after_steps and not self.is_current)):
-            self._final = {name: value for name, value in figures(evaluate()).items() if name != "epoch"}
+            self._final = {name: value for name, value in numeric_metrics(evaluate()).items() if name != "epoch"}
             found = ", ".join(f"{name} {value:.6g}" for name, value in self._final.items())
             self._session.note(f"the final model was evaluated after its last change: {found}")
