@@ -135,6 +135,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
             if isinstance(technique, LooksFirst):
                 technique.before_attach(context)
             told.touched[key] = technique.attach(context)
+            coverage.refuse_empty(key, told.touched[key])
         except EffError as error:
             told.conflicts.append(str(error))
     for key in told.touched:

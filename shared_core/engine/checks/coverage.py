@@ -23,7 +23,7 @@ from shared_core.engine.checks.optimizer_parameters import (
 from shared_core.engine.plan import Touched
 from shared_core.engine.protocols import LeavesUnheld, offering, returned
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
-from shared_core.errors import MatchError
+from shared_core.errors import MatchError, by_reason
 from shared_core.modules.matching import named_by, own_class, plain_name
 from shared_core.printing import share_text
 
@@ -245,6 +245,17 @@ def _too_small(config: TechniqueConfig, weight: Weight) -> str:
     return f"smaller than min_size {least}" if weight.numel < least and "min_size" in config.changed() else ""
 
 
+def refuse_empty(key: str, touched: Touched) -> None:
+    """Refuse a technique that works on layers or weights, but chose none.
+
+    Raises:
+        MatchError: If there are none.
+    """
+    if touched.what in _OF_LAYERS and not touched.tensors:
+        left = by_reason(touched.left_out)
+        raise MatchError(key, f"matches no {touched.what}{f' ({left})' if left else ''}", "check include and skip")
+
+
 class Coverage(dict[str, Reach]):
     """Reach of each technique that works on layers, by key. Measured again once the optimizers are known."""
 
@@ -271,11 +282,12 @@ class Coverage(dict[str, Reach]):
             allow_partial: True to accept less than `ENOUGH`. `include` also allows it.
 
         Raises:
-            MatchError: If a technique reaches less.
+            MatchError: If a technique reaches less, or nothing.
         """
         found: dict[str, Reach] = {}
         for key, technique in context.techniques.items():
             touched, frozen = context.touched[key], technique.reaches_frozen
+            refuse_empty(key, touched)
             one = reach(self._counted, touched, technique.config, context.model, reaches_frozen=frozen)
             if one is None:
                 continue
