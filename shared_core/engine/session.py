@@ -463,10 +463,7 @@ class Session:
     def figures(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and record them for the receipt."""
         self.note(self._means.differing())
-        found: dict[str, float] = {}
-        for key, one in self.techniques.items():
-            found |= returned(key, "figures", one.figures(), Mapping)
-        return self.history.logged(self.step, found)
+        return self.history.logged(self.step, self.techniques)
 
     def note(self, text: str) -> None:
         """Print a message once and add it to the receipt. An empty one is ignored."""

@@ -16,14 +16,14 @@ from torch import nn
 
 import hf_eff.training_args  # noqa: F401, its flags are made before a technique is added
 from hf_eff import EffCallback
-from shared_core import Session, Technique, TechniqueConfig, option, register
+from shared_core import Session, Technique, TechniqueConfig, Touched, option, register
 from shared_core.cli.reference import flags
 from shared_core.engine.checks import compatibility
 from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.saving.state_file import save_state
-from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.front_ends.typed_options import OneTechnique
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_technique"
@@ -228,6 +228,19 @@ def test_a_hook_that_returns_nothing_is_named(hook):
     with pytest.raises(TypeError, match=rf"other: {hook} must return"):
         session = attached({}, **{hook: lambda self, *_: None})
         run_steps(session, torch.optim.SGD([session.context.model.weight], lr=0.1))  # which does not hold the bias
+
+
+@pytest.mark.parametrize("allow_partial", [True, False])
+def test_a_technique_that_matches_nothing_is_refused(allow_partial):
+    nothing = Touched({}, {"weight": "too small"}, "weights")
+    with pytest.raises(MatchError, match=r"other: matches no weights \(weight: too small"):
+        attached({"allow_partial": allow_partial}, attach=lambda self, context: nothing)
+
+
+def test_figures_that_are_not_declared_are_refused():
+    session = attached({}, figures=lambda self: {"wrong/name": 1.0})
+    with pytest.raises(TypeError, match=r"other: OtherConfig.*wrong/name"):
+        session.figures()
 
 
 def test_a_state_that_cannot_be_saved_is_named(tmp_path):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shared_core.engine.protocols import returned
 from shared_core.engine.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from shared_core.engine.technique import Technique
 
 LIMIT = 200  # even: see `Series.add`
 # evaluation times, which differ between otherwise identical runs
@@ -89,10 +93,20 @@ class History:
     def __init__(self) -> None:
         self._series = {"figures": Series(), "validation": Series()}
 
-    def logged(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Add figures of the techniques, and on CUDA the present and peak memory. Return the figures."""
-        self._series["figures"].add(step, {name: float(value) for name, value in metrics.items()} | _device_memory())
-        return metrics
+    def logged(self, step: int, techniques: Mapping[str, Technique]) -> dict[str, float]:
+        """Add the figures of the techniques, and on CUDA the present and peak memory. Return the figures.
+
+        Raises:
+            TypeError: If the config of a technique does not declare a figure.
+        """
+        found: dict[str, float] = {}
+        for key, one in techniques.items():
+            figures = returned(key, "figures", one.figures(), Mapping)
+            if unknown := ", ".join(sorted(figures.keys() - {f"{key}/{name}" for name in one.config.figures})):
+                raise TypeError(f"{key}: {type(one.config).__name__}.figures must declare all figures, got {unknown}")
+            found |= figures
+        self._series["figures"].add(step, {name: float(value) for name, value in found.items()} | _device_memory())
+        return found
 
     def validated(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a validation."""

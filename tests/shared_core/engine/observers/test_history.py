@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from shared_core import Recipe, Session
 from shared_core.engine.observers.history import LIMIT, History, Series
+from shared_core.pruning import PruneConfig
 
 RECIPE = {"prune": {"sparsity": 0.5, "begin": 1, "end": 8, "every": 1}}
 
@@ -99,6 +101,7 @@ def test_on_cuda_the_memory_in_use_is_kept_too_and_the_logger_is_not_told(monkey
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats)
     history = History()
-    assert history.logged(3, {"prune/sparsity": 0.5}) == {"prune/sparsity": 0.5}
+    technique = SimpleNamespace(config=PruneConfig(sparsity=0.5), figures=lambda: {"prune/sparsity": 0.5})
+    assert history.logged(3, {"prune": technique}) == {"prune/sparsity": 0.5}
     point = {"step": 3, "prune/sparsity": 0.5, "memory/allocated": 10.0, "memory/largest": 30.0}
     assert history.told()["history"]["figures"] == [point]
