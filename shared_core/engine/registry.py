@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from shared_core.config.options import TechniqueConfig
 from shared_core.engine.checks import declarations
@@ -23,38 +23,24 @@ GROUP = "efftrain.techniques"
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """A technique's key, package and classes, which are imported on first use."""
+    """A technique's key, package and classes."""
 
     key: str
     package: str
     config_name: str
     technique_name: str
+    classes: tuple[type[TechniqueConfig], type[Technique]] | None = None
+    """Those that `register` received. Others are imported on first use: a run with one technique loads no others."""
 
     @property
     def config_class(self) -> type[TechniqueConfig]:
         """The dataclass of its options."""
-        # Imported on first use: a run with one technique does not load the others.
-        return cast("type[TechniqueConfig]", getattr(importlib.import_module(self.package), self.config_name))
+        return self.classes[0] if self.classes else getattr(importlib.import_module(self.package), self.config_name)
 
     @property
     def technique_class(self) -> type[Technique]:
         """The class that a session drives."""
-        return cast("type[Technique]", getattr(importlib.import_module(self.package), self.technique_name))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Registered(Registration):
-    """A technique that `register` received with its classes."""
-
-    classes: tuple[type[TechniqueConfig], type[Technique]]
-
-    @property
-    def config_class(self) -> type[TechniqueConfig]:
-        return self.classes[0]
-
-    @property
-    def technique_class(self) -> type[Technique]:
-        return self.classes[1]
+        return self.classes[1] if self.classes else getattr(importlib.import_module(self.package), self.technique_name)
 
 
 # In the order of composition. Attach: a factorized layer can be pruned, and a pruned one quantized. The rest is cast
@@ -87,7 +73,7 @@ class _Registry(Mapping[str, Registration]):
     """Recipe key → registration, in the order of registration. Entry points are loaded on first access."""
 
     def __init__(self) -> None:
-        self._known = {key: Registration(key, f"shared_core.{package}", *names) for key, package, *names in _OURS}
+        self._known = {key: Registration(key, f"shared_core.{package}", one, two) for key, package, one, two in _OURS}
         self._loaded = False
         self._orders: dict[str, tuple[str, ...]] = {}
         self.has_made_flags = False
@@ -245,7 +231,7 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
             "accept it",
             stacklevel=2,
         )
-    REGISTRY.add(_Registered(key, config.__module__, config.__name__, technique.__name__, (config, technique)))
+    REGISTRY.add(Registration(key, config.__module__, config.__name__, technique.__name__, (config, technique)))
     try:
         # A cycle shows only now. Remove the technique, so that the registry stays usable.
         REGISTRY.order("attach"), REGISTRY.order("finish")
