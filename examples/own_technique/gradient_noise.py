@@ -29,7 +29,6 @@ class GradientNoiseConfig(TechniqueConfig):
 class GradientNoise(Technique):
     """Draws from the session's generator, whose state is saved: a resumed run draws what the other would have."""
 
-    key = "noise"
     config: GradientNoiseConfig
     deviation, num_noised, is_noised = 0.0, 0, False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ class ActivationCheckpointing(Technique):
         2
     """
 
-    key: ClassVar[str] = "checkpointing"
     config: CheckpointingConfig
 
     def __init__(self, config: CheckpointingConfig) -> None:

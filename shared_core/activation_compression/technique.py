@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -39,7 +39,6 @@ class ActivationCompression(Technique):
         1
     """
 
-    key: ClassVar[str] = "activations"
     config: ActivationsConfig
 
     def __init__(self, config: ActivationsConfig) -> None:

@@ -59,7 +59,6 @@ class Distillation(Technique):
         config: The options.
     """
 
-    key = "distill"
     weighs_loss = True
     config: DistillConfig
 

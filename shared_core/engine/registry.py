@@ -203,7 +203,7 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     loaded with the first recipe.
 
     Args:
-        technique: The class that a session drives. Its `key` equals the config's.
+        technique: The class that a session drives.
         config: A frozen dataclass of its options.
 
     Raises:
@@ -214,8 +214,6 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     """
     key, where = config.key, f"register: {config.__name__}"
     declarations.check(config, REGISTRY, where)
-    if technique.key != key:
-        raise ConfigError(where, f"its key is {key!r}, but {technique.__name__} has {technique.key!r}")
     known = REGISTRY.get(key)
     # A class that a notebook defines again replaces the earlier one. Another class must not.
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):

@@ -214,7 +214,6 @@ class Technique:
         config: The technique's options, already validated.
     """
 
-    key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
     """True if `loss` needs a task loss averaged over the whole accumulation window, however it is split."""
     reaches_frozen: ClassVar[bool] = False
@@ -226,7 +225,7 @@ class Technique:
     """True if its `before_step` runs before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
-        self.config = config
+        self.config, self.key = config, config.key
 
     # -- describe
 

@@ -52,7 +52,6 @@ class Fp8(Technique):
         config: The options, already checked.
     """
 
-    key: ClassVar[str] = "fp8"
     reaches_frozen: ClassVar[bool] = True
     config: Fp8Config
 

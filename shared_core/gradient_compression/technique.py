@@ -4,7 +4,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,6 @@ def _reduce(switch: _Switch, bucket: GradBucket) -> Future[torch.Tensor]:
 class GradientCompression(Technique):
     """Sends gradients in 16 bits (DDP, FSDP2) or as low-rank products (DDP), and counts the bytes."""
 
-    key: ClassVar[str] = "comm"
     config: CommConfig
 
     def __init__(self, config: CommConfig) -> None:

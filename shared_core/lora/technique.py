@@ -67,7 +67,6 @@ class Lora(Technique):
         Linear(in_features=8, out_features=16, bias=True)
     """
 
-    key: ClassVar[str] = "lora"
     reaches_frozen: ClassVar[bool] = True
     config: LoraConfig
 

@@ -21,7 +21,6 @@ from shared_core.printing import counted, share_text
 class LossScaling(Technique):
     """Holds `scaler`. The trainer or loop calls its ``scale``, ``unscale_``, ``step`` and ``update``."""
 
-    key = "loss_scale"
     config: LossScaleConfig
 
     def __init__(self, config: LossScaleConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ class LotteryTicket(Technique):
         config: The options.
     """
 
-    key: ClassVar[str] = "lottery"
     config: LotteryConfig
 
     def __init__(self, config: LotteryConfig) -> None:

@@ -53,7 +53,6 @@ class LowRank(Technique):
         Linear(in_features=64, out_features=64, bias=True)
     """
 
-    key: ClassVar[str] = "low_rank"
     reaches_frozen: ClassVar[bool] = True
     config: LowRankConfig
 

@@ -24,7 +24,6 @@ class MatmulPrecision(Technique):
         config: The options.
     """
 
-    key: ClassVar[str] = "matmul"
     config: MatmulPrecisionConfig
     _live: ClassVar[weakref.WeakValueDictionary[int, MatmulPrecision]] = weakref.WeakValueDictionary()
     """Instances that set the precision and have not restored it yet, in order: torch has one global setting."""

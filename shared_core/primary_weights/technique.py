@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,6 @@ class PrimaryWeights(Technique):
         0.8984375
     """
 
-    key: ClassVar[str] = "primary_weights"
     config: PrimaryWeightsConfig
 
     def __init__(self, config: PrimaryWeightsConfig) -> None:

@@ -62,7 +62,6 @@ class DifferentialPrivacy(Technique):
         >>> session.finish()
     """
 
-    key: ClassVar[str] = "dp"
     makes_gradients_private: ClassVar[bool] = True
     weighs_loss: ClassVar[bool] = True
     config: PrivacyConfig

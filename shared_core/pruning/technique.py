@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,6 @@ class Pruning(Technique):
     are set to exactly +0.0, regardless of momentum, weight decay or 8-bit optimizer states.
     """
 
-    key: ClassVar[str] = "prune"
     config: PruneConfig
 
     def __init__(self, config: PruneConfig) -> None:

@@ -49,7 +49,6 @@ class QuantizationAwareTraining(Technique):
         trains: True before a training run; False to quantize a trained model.
     """
 
-    key: ClassVar[str] = "qat"
     reaches_frozen: ClassVar[bool] = True
     config: QatConfig
 

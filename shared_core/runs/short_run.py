@@ -66,7 +66,6 @@ class ShortRunConfig(TechniqueConfig):
 class ShortRun(Technique):
     """Measures a short run in its own process through the technique hooks. It changes nothing."""
 
-    key = KEY
     config: ShortRunConfig
 
     def __init__(self, config: ShortRunConfig) -> None:

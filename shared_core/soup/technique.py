@@ -34,7 +34,6 @@ class ModelSoup(Technique):
     ranks. Every process follows the main process's score.
     """
 
-    key = "soup"
     replaces_weights = True
     config: SoupConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -294,7 +294,6 @@ class WeightAverage(Technique):
         4.0
     """
 
-    key: ClassVar[str] = "average"
     replaces_weights = True
     config: AverageConfig
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +120,6 @@ class WeightClustering(Technique):
         config: The options.
     """
 
-    key: ClassVar[str] = "cluster"
     config: ClusterConfig
 
     def __init__(self, config: ClusterConfig) -> None:
