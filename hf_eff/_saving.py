@@ -94,7 +94,7 @@ class Saving:
                     leave_section(folder, session.receipt())
         # `_save_checkpoint` calls save_model with a folder named after the step: add the state there.
         step = step_of(output_dir) if output_dir and _internal_call else None
-        if step is not None and session.is_attached and session.has_begun:
+        if step is not None and session.is_live:
             self._save_state(folder, step)
 
     def _save(

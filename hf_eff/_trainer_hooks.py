@@ -291,7 +291,7 @@ class SessionCallback(TrainerCallback):
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        if not (model.training and session.is_attached and session.has_begun):
+        if not (model.training and session.is_live):
             return method(model, inputs, *args, **kwargs)
         # Record that `compute_loss` is called: a subclass that computes its loss elsewhere would train without
         # techniques.
@@ -356,7 +356,7 @@ class SessionCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Add the techniques' figures to what the trainer logs while training."""
-        if not (self.session.is_attached and self.session.has_begun):
+        if not self.session.is_live:
             return
         if logs is None or logs.keys().isdisjoint({"loss", "learning_rate"}):  # a subclass may rename its loss
             return

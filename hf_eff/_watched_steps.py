@@ -131,7 +131,7 @@ class WatchedSteps:
 
     @property
     def _is_live(self) -> bool:
-        return self.session.is_attached and self.session.has_begun
+        return self.session.is_live
 
     def _check_hooks_ran(self) -> None:
         computed = self.computed or not self.session.needs_forward

@@ -80,7 +80,7 @@ class Averages:
         self._project()
         result = original(*args, **kwargs)
         context = self._session.context
-        if self._session.is_attached and self._session.has_begun and context is not None:
+        if self._session.is_live and context is not None:
             context.weights_replaced()
         return result
 

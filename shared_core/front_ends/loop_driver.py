@@ -127,7 +127,7 @@ class LoopDriver:
     @property
     def is_live(self) -> bool:
         """True if the session has begun and is not finished."""
-        return self.session.is_attached and self.session.has_begun
+        return self.session.is_live
 
     @property
     def is_done(self) -> bool:
