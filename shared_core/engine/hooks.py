@@ -17,7 +17,7 @@ from shared_core.engine.technique import Context, Purpose, Technique
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_FREQUENT = ("forward", "loss", "before_step", "after_step", "swapped")
 
 Calls = list[tuple[str, Callable[P, R]]]
 """Recipe keys, to which the receipt adds the time, and bound methods."""
@@ -34,10 +34,6 @@ def overrides(method: Callable[..., Any], stock: Callable[..., Any]) -> bool:
     return not (isinstance(method, MethodType) and method.__func__ is stock)
 
 
-def _own(calls: list[tuple[str, _Method]], stock: Callable[..., Any]) -> list[tuple[str, _Method]]:
-    return [(key, method) for key, method in calls if overrides(method, stock)]
-
-
 class Hooks:
     """The methods to call for each frequent hook. Techniques that don't override a hook are left out.
 
@@ -48,30 +44,21 @@ class Hooks:
     def __init__(self, techniques: Mapping[str, Technique]) -> None:
         self.seconds = dict.fromkeys(techniques, 0.0)
         """Time spent in each technique, by its key."""
-        pairs = list(techniques.items())
-        self.forward: Calls[[Context], AbstractContextManager[None]] = _own(
-            [(key, one.forward) for key, one in pairs], Technique.forward
-        )
-        self.loss: Calls[[Tensor, Context], Tensor] = _own([(key, one.loss) for key, one in pairs], Technique.loss)
-        # Gradients are made private before other techniques read them, so that those reveal nothing.
-        self.before_step: Calls[[Context], None] = _own(
-            [
-                (key, one.before_step)
-                # sorted is stable and False comes first: private ones lead, the others keep their order.
-                for key, one in sorted(pairs, key=lambda pair: not pair[1].makes_gradients_private)
-            ],
-            Technique.before_step,
-        )
-        self.after_step: Calls[[Context, bool], None] = _own(
-            [(key, one.after_step) for key, one in pairs], Technique.after_step
-        )
-        self.swapped: Calls[[Context, Purpose], AbstractContextManager[None]] = _own(
-            [(key, one.swapped) for key, one in pairs], Technique.swapped
-        )
+        self.forward: Calls[[Context], AbstractContextManager[None]] = []
+        self.loss: Calls[[Tensor, Context], Tensor] = []
+        self.before_step: Calls[[Context], None] = []
+        self.after_step: Calls[[Context, bool], None] = []
+        self.swapped: Calls[[Context, Purpose], AbstractContextManager[None]] = []
+        for hook in _FREQUENT:
+            methods = [(key, getattr(one, hook)) for key, one in techniques.items()]
+            setattr(self, hook, [call for call in methods if overrides(call[1], getattr(Technique, hook))])
+        # Gradients are made private before other techniques read them, so that those reveal nothing. `sort` is stable
+        # and False comes first: private ones lead, the others keep their order.
+        self.before_step.sort(key=lambda call: not techniques[call[0]].makes_gradients_private)
 
     def leave_out(self, method: Callable[..., Any]) -> None:
         """Stop calling a method in this run. A round in progress continues."""
-        for name in ("forward", "loss", "before_step", "after_step", "swapped"):
+        for name in _FREQUENT:
             # Bound methods compare by object and function.
             setattr(self, name, [call for call in getattr(self, name) if call[1] != method])
 
