@@ -16,7 +16,7 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_, reshard_
 from shared_core.engine.checks import compatibility, coverage, model_guards
 from shared_core.engine.checks.optimizer_parameters import joined_note
-from shared_core.engine.hooks import Hooks
+from shared_core.engine.hooks import Hooks, overrides
 from shared_core.engine.observers.ending import Ending, not_finite_note
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History
@@ -349,8 +349,7 @@ class Session:
             context.step += 1
             if context.step & (context.step - 1) == 0:
                 self.refuse_changed()  # at powers of two, so that at most half of the training time is lost
-            if context.is_beyond_plan:
-                self.pace.overrun(context.total_steps)
+            self.pace.stepped(context.step, context.total_steps)
         else:
             context.skipped += 1
         if self.is_live:
@@ -411,7 +410,7 @@ class Session:
     def settle_optimizers(self) -> None:
         """Make optimizers with an eval mode leave its weights in the model for good, because the run ends."""
         context = self.attached("settle_optimizers")
-        if any(type(technique).claims is not Technique.claims for technique in self.techniques.values()):
+        if any(overrides(one.claims, Technique.claims) for one in self.techniques.values()):
             context.modes.settle()
 
     def join_buffers(self) -> None:

@@ -180,11 +180,6 @@ class Context:
         """The first step whose weights satisfy all plans."""
         return max((plan.usable_from for plan in self.plans.values()), default=0)
 
-    @property
-    def is_beyond_plan(self) -> bool:
-        """True if more steps were applied than planned. Schedules then keep their last value; all else goes on."""
-        return self.total_steps is not None and self.step > self.total_steps
-
     def resolve(self, position: Position, where: str) -> int:
         """Return the optimizer step of a position in this run."""
         parsed = parse_position(position, where)

@@ -15,12 +15,13 @@ class Pace:
         self._session = session
         self._early_skips, self._is_on_plan = 0, True
 
-    def overrun(self, planned: int | None) -> None:
-        """Note that more steps were applied than planned."""
-        self._session.note(
-            f"training continues after the {planned} planned steps: schedules stay at their final value, and "
-            "techniques without an end continue"
-        )
+    def stepped(self, step: int, planned: int | None) -> None:
+        """Note once that more steps were applied than planned. Schedules keep their last value."""
+        if planned is not None and step > planned:
+            self._session.note(
+                f"training continues after the {planned} planned steps: schedules stay at their final value, and "
+                "techniques without an end continue"
+            )
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Compare the steps so far with the plan.
