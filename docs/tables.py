@@ -3,15 +3,20 @@
 import re
 from pathlib import Path
 
-from shared_core.cli.reference import distributed_markdown, flags_markdown, formats_markdown, pairs_markdown
-from shared_core.engine.logged_figures import markdown as logged
+from shared_core.cli.reference import (
+    distributed_markdown,
+    figures_markdown,
+    flags_markdown,
+    formats_markdown,
+    pairs_markdown,
+)
 
 DOCS = Path(__file__).resolve().parent
 TABLES = {
     "formats.md": formats_markdown(),
     "distributed.md": distributed_markdown(),
     "combine.md": pairs_markdown(),
-    "reports.md": logged(),
+    "reports.md": figures_markdown(),
 }
 
 for name, table in TABLES.items():

@@ -21,9 +21,9 @@ from lightning_eff._services import LightningServices, preflight
 from lightning_eff._watched_steps import WatchedSteps
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.checks.compatibility import check
-from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.registry import is_in_bar
 from shared_core.engine.session import Session
 from shared_core.errors import EffError
 from shared_core.front_ends.flags import as_recipe
@@ -380,7 +380,7 @@ class EffCallback(Callback):
     def _cut_short(self) -> None:
         if self.session is not None:
             # In this process only: gathering would wait for others that may not have raised.
-            if self.session.is_attached and self.session.has_begun and world_size() == 1:
+            if self.session.is_live and world_size() == 1:
                 self._saving.final = self.session.state_dict()  # in a notebook, training may continue
             self.session.detach()
         vars(self._trainer or self).pop("_eff_leader", None)

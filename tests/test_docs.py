@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared_core.cli.arguments import describe_flags
-from shared_core.cli.reference import distributed_markdown, flags_markdown, pairs_markdown
-from shared_core.engine import logged_figures
+from shared_core.cli.reference import distributed_markdown, figures_markdown, flags_markdown, pairs_markdown
 from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +22,7 @@ def test_the_tables_of_flags_are_the_generated_ones():
 
 @pytest.mark.parametrize(
     ("page", "table"),
-    [("distributed.md", distributed_markdown), ("combine.md", pairs_markdown), ("reports.md", logged_figures.markdown)],
+    [("distributed.md", distributed_markdown), ("combine.md", pairs_markdown), ("reports.md", figures_markdown)],
 )
 def test_the_tables_of_what_combines_are_the_generated_ones(page, table):
     assert table() in (ROOT / "docs" / page).read_text(encoding="utf-8"), "run `make docs`"

@@ -222,6 +222,21 @@ def pairs_markdown() -> str:
     return "\n".join(["| together | instead |", "|---|---|", *refused.values()]) + "\n"
 
 
+def figures_markdown() -> str:
+    """Return the figures that techniques log while training, as a table of docs/reports.md."""
+    from shared_core.engine.registry import REGISTRY
+
+    configs = {key: one.config_class for key, one in REGISTRY.items()}
+    rows = ["| figure | meaning | progress bar |", "|---|---|---|"]
+    for key, config in configs.items():
+        for name, figure in config.figures.items():
+            only = f" ({figure.only})" if figure.only else ""
+            rows.append(f"| `{key}/{name}` | {figure.text}{only} | {'yes' if figure.in_bar else ''} |")
+    silent = {key: config.logs_nothing for key, config in configs.items() if config.logs_nothing}
+    rows += [f"| `{key}` | nothing ({reason}); see the receipt | |" for key, reason in silent.items()]
+    return "\n".join(rows) + "\n"
+
+
 def distributed_markdown() -> str:
     """Return the table of distributed strategies, with the techniques that each refuses, as Markdown."""
     from shared_core.engine.checks.compatibility import matrix

@@ -253,6 +253,13 @@ def registration(key: str) -> Registration:
     return REGISTRY[key]
 
 
+def is_in_bar(name: str) -> bool:
+    """Return True if the progress bar shows a figure ``<key>/<name>``."""
+    key, _, figure = name.partition("/")
+    declared = REGISTRY[key].config_class.figures if key in REGISTRY else {}
+    return figure in declared and declared[figure].in_bar
+
+
 def flags(*keys: str) -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of registration.
 

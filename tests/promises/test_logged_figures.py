@@ -12,11 +12,10 @@ from promise_drivers import hf_trainer, run_lightning
 from promise_table import TECHNIQUES, recipe_of
 
 from shared_core.engine.checks.compatibility import refusal
-from shared_core.engine.logged_figures import is_in_bar, logged_figures
-from shared_core.engine.registry import REGISTRY
+from shared_core.engine.registry import REGISTRY, is_in_bar
 from shared_core.engine.saving.session_state import load_window_state, window_state
 
-FIGURES = logged_figures()
+FIGURES = {f"{key}/{name}": one for key in REGISTRY for name, one in REGISTRY[key].config_class.figures.items()}
 EVERY = 3  # of 8 steps
 # the fewest runs that hold every technique
 RUNS: list[list[str]] = []

@@ -19,9 +19,8 @@ from hf_eff import EffCallback
 from shared_core import Session, Technique, TechniqueConfig, Touched, option, register
 from shared_core.cli.reference import flags
 from shared_core.engine.checks import compatibility
-from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.registry import REGISTRY, in_order, is_in_bar
 from shared_core.engine.saving.state_file import save_state
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.front_ends.typed_options import OneTechnique
