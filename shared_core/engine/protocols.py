@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from shared_core.engine.plan import Touched
     from shared_core.engine.technique import Context
 
 Offer = TypeVar("Offer")
@@ -48,15 +47,6 @@ class LooksFirst(Protocol):
 
     def before_attach(self, context: Context) -> None:
         """Called before any technique is attached."""
-        ...
-
-
-@runtime_checkable
-class LeavesUnheld(Protocol):
-    """Works on single parameters, and treats those that no optimizer holds as frozen."""
-
-    def leave_unheld(self, context: Context) -> Touched:
-        """Skip the parameters in `context.unheld` and return the rest. Called once, before a state is restored."""
         ...
 
 

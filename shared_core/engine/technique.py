@@ -243,6 +243,13 @@ class Technique:
         """
         return Touched()
 
+    def leave_unheld(self, context: Context) -> Touched:
+        """Skip the parameters in `context.unheld`, which no optimizer holds, and return the rest of what was chosen.
+
+        Called once, before a state is restored, and only if there are such parameters.
+        """
+        return context.touched[self.key]
+
     # -- train
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:

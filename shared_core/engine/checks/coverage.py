@@ -21,7 +21,7 @@ from shared_core.engine.checks.optimizer_parameters import (
     untrained_modules,
 )
 from shared_core.engine.plan import Touched
-from shared_core.engine.protocols import LeavesUnheld, offering, returned
+from shared_core.engine.protocols import returned
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
 from shared_core.errors import MatchError, by_reason
 from shared_core.modules.matching import named_by, own_class, plain_name
@@ -317,9 +317,9 @@ class Coverage(dict[str, Reach]):
         # Before techniques remove what they added to these layers.
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
-        for key, leaving in offering(context.techniques, LeavesUnheld):
+        for key, technique in context.techniques.items():
             with timed(key), torch.device("cpu"):
-                context.touched[key] = returned(key, "leave_unheld", leaving.leave_unheld(context), Touched)
+                context.touched[key] = returned(key, "leave_unheld", technique.leave_unheld(context), Touched)
         self._counted = replace(self._counted, unheld=places)
         return told
 
