@@ -166,14 +166,10 @@ class Context:
         self.plans[key] = returned(key, "plan", self.techniques[key].plan(self), Plan)
         return self.plans[key]
 
-    def events_after(self, step: int) -> list[tuple[str, int, str]]:
-        """Return the events planned after a step: recipe key, step and event."""
-        return [(key, at, what) for key, at, what in self.events if at is not None and at > step]
-
-    @property
-    def events(self) -> list[tuple[str, int | None, str]]:
-        """All planned events: recipe key, step (None: after training) and event."""
-        return [(key, at, what) for key, plan in self.plans.items() for at, what in plan.events]
+    def events_after(self, step: int, *, with_end: bool = False) -> list[tuple[str, int | None, str]]:
+        """Return the events planned after a step: recipe key, step (None: after training, if wanted) and event."""
+        events = [(key, at, what) for key, plan in self.plans.items() for at, what in plan.events]
+        return [event for event in events if (with_end if event[1] is None else event[1] > step)]
 
     @property
     def first_usable_step(self) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def state_of(context: Context, recipe: Recipe, history: History, experts: ExpertUse) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
-    ahead = [(key, at, what) for key, at, what in context.events if at is None or at > context.step]
+    ahead = context.events_after(context.step, with_end=True)
     unbaked = [(key, None, "its values are written into the weights") for key, _ in offering(context.techniques, Bakes)]
     return {
         "step": context.step, "skipped": context.skipped, "recipe": recipe.to_dict(),
