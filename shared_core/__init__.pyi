@@ -1,6 +1,10 @@
+from .config.ability import Ability as Ability
 from .config.options import Figure as Figure
 from .config.options import TechniqueConfig as TechniqueConfig
 from .config.options import option as option
+from .distributed.collectives import local_part as local_part
+from .distributed.sharded_tensors import part_of as part_of
+from .engine.checks.claims import Claim as Claim
 from .engine.plan import Plan as Plan
 from .engine.plan import Touched as Touched
 from .engine.recipe import Recipe as Recipe
@@ -8,6 +12,8 @@ from .engine.registry import register as register
 from .engine.session import Session as Session
 from .engine.technique import Context as Context
 from .engine.technique import Technique as Technique
+from .errors import ConfigError as ConfigError
 from .errors import EffError as EffError
+from .errors import MatchError as MatchError
 from .front_ends.bare_loop import training as training
 from .modules.matching import match_modules as match_modules

@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from shared_core import Context, Figure, Technique, TechniqueConfig, option, register
+from shared_core import Context, Figure, Technique, TechniqueConfig, local_part, option, part_of, register
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
-from shared_core.distributed.collectives import local_part
-from shared_core.distributed.sharded_tensors import part_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,11 @@ def from_main(text: str) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds: all of it unless FSDP2 has sharded it."""
+    """Return the part of a tensor that this process holds: all of it unless FSDP2 has sharded it.
+
+    Args:
+        tensor: Any tensor. The result shares its memory.
+    """
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 

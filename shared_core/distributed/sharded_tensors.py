@@ -107,7 +107,12 @@ def place_of(like: Any) -> tuple[slice, ...]:
 
 
 def part_of(full: Tensor, like: Any) -> Tensor:
-    """Return this process's part of a whole tensor, placed like `like`, without communication."""
+    """Return this process's part of a whole tensor, without communication.
+
+    Args:
+        full: The whole tensor, equal on every process.
+        like: A tensor that is placed as the result is to be: a sharded one, or a whole one for all of `full`.
+    """
     return local_part(cut(full, like))
 
 
