@@ -24,16 +24,10 @@ from shared_core.engine.observers.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.observers.pace import Pace
 from shared_core.engine.observers.step_watch import StepWatch
+from shared_core.engine.observers.unsaved_buffers import UnsavedBuffers
 from shared_core.engine.observers.validation import Validation
 from shared_core.engine.plan import Touched
-from shared_core.engine.protocols import (
-    LooksFirst,
-    PreparesOptimizer,
-    SeesMetrics,
-    TrainsPeers,
-    offering,
-    returned,
-)
+from shared_core.engine.protocols import LooksFirst, PreparesOptimizer, SeesMetrics, TrainsPeers, offering, returned
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
@@ -96,6 +90,7 @@ class Session:
         self.is_changed = False
         """True if the run resumed from a checkpoint of another recipe, whose best model is not what was asked for."""
         self.plain: PlainKeys | None = None
+        self.unsaved_buffers = UnsavedBuffers(nn.Module())
         self._is_tensor_parallel = False
         self.has_begun = False
         """True if `begin` was called in this run."""
@@ -187,7 +182,7 @@ class Session:
     def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
         """Return the context of a run, with everything to know about the model before techniques change it."""
         # The user's keys, to compare saved ones with.
-        self.plain = PlainKeys(model)
+        self.plain, self.unsaved_buffers = PlainKeys(model), UnsavedBuffers(model)
         context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
         context.restructured = functools.partial(self.plain.read, model)
         context.note = self.note
@@ -242,7 +237,7 @@ class Session:
         context.optimizers, context.clips_gradients = optimizers, clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         context.modes.watch(context.optimizers, wrappers)
-        context.left_out.mark()  # now they hold what training begins with
+        self.unsaved_buffers.mark()  # now they hold what training begins with
         plans = context.ask_plans()
         compatibility.refuse_without_batches(context)
         self._leave_unheld(context)
@@ -436,8 +431,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs in addition to what the trainer saves."""
-        context = self.attached("state_dict")
-        return state_of(context, self.recipe, self.history, self.experts)
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state after `attach`. A changed recipe is reported.
@@ -449,7 +443,7 @@ class Session:
         """
         context = self.attached("load_state_dict")
         context.reached = context.furthest
-        recipe = restore(state, context, self.history, self.experts)
+        recipe = restore(self, state)
         self._restored = state["techniques"]
         if self.has_begun:
             self.validation.restored()

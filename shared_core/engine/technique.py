@@ -16,7 +16,6 @@ from shared_core.engine.checks.claims import Claim
 from shared_core.engine.checks.model_guards import is_element_wise
 from shared_core.engine.observers.micro_batches import mean_over_micro_batch
 from shared_core.engine.observers.optimizer_modes import OptimizerModes
-from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering, returned
 from shared_core.engine.services import BareServices, Services
@@ -105,11 +104,6 @@ class Context:
 
     default_device: torch.device = field(default_factory=torch.get_default_device)
     """The script's default device. `attach` and `begin` of techniques run under the CPU instead."""
-    left_out: LeftOutBuffers = field(init=False)
-    """The user's buffers that no state dict holds."""
-
-    def __post_init__(self) -> None:
-        self.left_out = LeftOutBuffers(self.model)
 
     def calibrate(self, num_batches: int) -> None:
         """Run some training batches through the model, as `Services.calibrate` does, on the script's default device.

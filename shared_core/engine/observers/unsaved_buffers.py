@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import digest, local_part
 
 
-class LeftOutBuffers:
+class UnsavedBuffers:
     """Buffers that checkpoints lack but a resumed run needs, such as running statistics that a loss reads.
 
     Constant tables (rotary frequencies, causal masks) are left out.
@@ -21,7 +21,7 @@ class LeftOutBuffers:
         >>> import torch
         >>> model = nn.Module()
         >>> model.register_buffer("mean", torch.zeros(1), persistent=False)
-        >>> found = LeftOutBuffers(model)
+        >>> found = UnsavedBuffers(model)
         >>> found.mark()
         >>> _ = model.mean.add_(1)
         >>> found.changed()

@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shared_core.distributed.sharded_tensors import is_sharded
-from shared_core.engine.observers.expert_use import ExpertUse
-from shared_core.engine.observers.history import History
 from shared_core.engine.protocols import Bakes, DrawsBatches, KeepsStructure, LoadsByName, offering, returned
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Technique
 from shared_core.errors import CheckpointError, EffError
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session
 
 
-def state_of(context: Context, recipe: Recipe, history: History, experts: ExpertUse) -> dict[str, Any]:
+def state_of(session: Session) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
-    ahead = context.events_after(context.step, with_end=True)
-    unbaked = [(key, None, "its values are written into the weights") for key, _ in offering(context.techniques, Bakes)]
+    context, techniques = session.attached("state_dict"), session.techniques
+    unbaked = [(key, None, "its values are written into the weights") for key, _ in offering(techniques, Bakes)]
     return {
-        "step": context.step, "skipped": context.skipped, "recipe": recipe.to_dict(),
-        "generator": context.generator.get_state(), "history": history.state_dict(),
-        "techniques": {
-            key: returned(key, "state_dict", one.state_dict(), Mapping) for key, one in context.techniques.items()
-        },
-        "buffers": context.left_out.changed(), "experts": experts.state_dict(), "ahead": ahead + unbaked,
-    }  # fmt: skip
+        "step": context.step,
+        "skipped": context.skipped,
+        "recipe": session.recipe.to_dict(),
+        "generator": context.generator.get_state(),
+        "history": session.history.state_dict(),
+        "techniques": {key: returned(key, "state_dict", one.state_dict(), Mapping) for key, one in techniques.items()},
+        "buffers": session.unsaved_buffers.changed(),
+        "experts": session.experts.state_dict(),
+        "ahead": context.events_after(context.step, with_end=True) + unbaked,
+    }
 
 
 @contextlib.contextmanager
@@ -55,21 +55,22 @@ def reading(key: str) -> Iterator[None]:
         ) from error
 
 
-def restore(state: Mapping[str, Any], context: Context, history: History, experts: ExpertUse) -> Mapping[str, Any]:
+def restore(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Restore everything except what techniques load in `begin`. Return the recipe that the state was saved with.
 
     Raises:
         CheckpointError: If it is not the state of a session.
     """
+    context = session.attached("load_state_dict")
     with reading("session"):
         saved, recipe = dict(state["techniques"].items()), dict(state["recipe"])  # dict("") would be a dict
         step, skipped = int(state["step"]), int(state["skipped"])
         if step < 0 or skipped < 0:
             raise ValueError(f"step {step}, skipped {skipped}")
         context.generator.set_state(state["generator"])
-        history.load_state_dict(state.get("history", {}))
-        context.left_out.put_back(state.get("buffers", {}))
-        experts.load_state_dict(state.get("experts", {}))
+        session.history.load_state_dict(state.get("history", {}))
+        session.unsaved_buffers.put_back(state.get("buffers", {}))
+        session.experts.load_state_dict(state.get("experts", {}))
     context.step, context.skipped = step, skipped
     refuse_foreign(saved, context.techniques)
     for key in context.techniques:
