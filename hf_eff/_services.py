@@ -21,7 +21,7 @@ from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
 from shared_core.engine.checks.preflight import without_trace
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
-from shared_core.engine.services import SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.front_ends.services import looking
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shared_core.engine.session import Session
 
 
-class TrainerServices:
+class TrainerServices(Services):
     """The services of one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:

@@ -21,7 +21,7 @@ from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.checks.preflight import without_trace
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
-from shared_core.engine.services import BareServices, SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.front_ends.services import looking
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shared_core.engine.session import Session
 
 
-class LightningServices:
+class LightningServices(Services):
     """Evaluates, calibrates, and reads checkpoints through the Trainer of a running ``fit``."""
 
     def __init__(self, trainer: Any, run: str) -> None:
@@ -172,7 +172,7 @@ class LightningServices:
 def say(text: str) -> None:
     """Print one line on the main process."""
     if is_main():
-        BareServices().say(text)
+        Services().say(text)
 
 
 def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shared_core import Recipe, Session
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.privacy import DifferentialPrivacy, classic_epsilon, epsilon
 
 SEEDS, EPSILONS, DELTA = 8, (8.0, 2.0, 0.5), 1e-5
@@ -32,7 +32,7 @@ PUBLISHED = {"q .01, sigma 4, 10,000 steps": ((4.0, 0.01, 10_000), "1.259, 1.035
 PUBLISHED["q 256/60,000, sigma 1.3, 15 epochs"] = ((1.3, 256 / 60_000, 15 * 60_000 // 256), "1.192, 0.954")
 
 
-class Silent(BareServices):
+class Silent(Services):
     def say(self, text: str) -> None:
         """Say nothing."""
 

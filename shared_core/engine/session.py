@@ -34,7 +34,7 @@ from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.saving.saved_files import SavedFiles
 from shared_core.engine.saving.session_state import reading, restore, state_of
 from shared_core.engine.saving.swaps import Swaps
-from shared_core.engine.services import BareServices, Services
+from shared_core.engine.services import Services
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import TrainingError
 from shared_core.modules.calls import forget_compiled
@@ -75,7 +75,7 @@ class Session:
         self, recipe: Mapping[str, Any], *, front_end: str = "bare", services: Services | None = None, seed: int = 0
     ) -> None:
         self.recipe, self.front_end, self._seed = Recipe.from_dict(recipe), front_end, seed
-        self._services = services or BareServices()
+        self._services = services or Services()
         self._reset()
 
     def _reset(self) -> None:

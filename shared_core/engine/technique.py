@@ -18,7 +18,7 @@ from shared_core.engine.observers.micro_batches import mean_over_micro_batch
 from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering, returned
-from shared_core.engine.services import BareServices, Services
+from shared_core.engine.services import Services
 from shared_core.engine.undo import Undo
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import buffers_restored
@@ -33,7 +33,7 @@ class Context:
     model: nn.Module
     """The user's model without wrappers (DDP, compile)."""
     front_end: str = "bare"
-    services: Services = field(default_factory=BareServices)
+    services: Services = field(default_factory=Services)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     unheld: Mapping[nn.Parameter, str] = field(default_factory=dict)
     """Parameters that require gradients but were in no optimizer when training began, and their names."""

@@ -14,7 +14,7 @@ from shared_core.distributed.collectives import is_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def looking(model: nn.Module) -> Iterator[None]:
         reshard_(model)
 
 
-class LoopServices(BareServices):
+class LoopServices(Services):
     """Services of a training loop for techniques."""
 
     def __init__(self, loop: LoopDriver) -> None:

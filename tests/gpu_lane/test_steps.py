@@ -33,7 +33,7 @@ from shared_core import Session
 from shared_core.distillation.chunked_loss import chunked_kd_loss
 from shared_core.engine.observers.micro_batches import MicroBatchMeans
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.services import BareServices, SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import ConfigError
 from shared_core.fp8 import native
 from shared_core.numerics.deferred_checks import checked_together
@@ -147,7 +147,7 @@ def make_model(recipe: dict[str, Any]) -> nn.Module:
     return model.bfloat16() if "primary_weights" in recipe else model
 
 
-class Services(BareServices):
+class LoopServices(Services):
     """What a loop can do for a technique here."""
 
     def __init__(self, plain: nn.Module) -> None:
@@ -184,7 +184,7 @@ class Run:
         if "lottery" in recipe:
             recipe["lottery"]["out"] = str(folder)
         self.model = make_model(recipe)
-        self.services = Services(self.model)
+        self.services = LoopServices(self.model)
         self.session = Session(recipe, services=self.services)
         self.session.attach(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -9,7 +9,7 @@ from torch import nn
 
 from shared_core.cli.loading import function
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MissingExtraError
 from shared_core.runs import RunError
 
@@ -22,7 +22,7 @@ def test_what_is_refused_is_told_by_its_parts() -> None:
         function("no_colon", "eff export: --calibration")
     assert (refused.value.where, refused.value.option) == ("eff export", "--calibration")
     with pytest.raises(CompatibilityError) as unable:
-        BareServices().load_teacher("teacher", nn.Linear(4, 4))
+        Services().load_teacher("teacher", nn.Linear(4, 4))
     error = unable.value
     assert (error.where, error.option) == ("bare loop", "distill.teacher")
     assert str(error) == f"{error.where}: {error.rule}; {error.remedy}"

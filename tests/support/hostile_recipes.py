@@ -18,7 +18,7 @@ from torch import nn
 
 from shared_core.config.training_time import Position
 from shared_core.engine.registry import REGISTRY, flags
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.errors import EffError
 
@@ -197,7 +197,7 @@ def two_steps(recipe: Any) -> None:
     recipe = copy.deepcopy(recipe)  # a teacher is changed by some options
     model = Tiny().bfloat16() if "primary_weights" in recipe else Tiny()
     x, labels = torch.randn(4, 16), torch.arange(4)
-    services = BareServices()
+    services = Services()
     services.calibrate = lambda num_batches: model(x=x, labels=labels)
     session = Session(recipe, services=services)
     session.attach(model)

@@ -25,7 +25,7 @@ from shared_core import Recipe, Session
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.receipt import VARIABLE
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 
 LEARNING_RATE = 0.01
 CLIP = 1.0
@@ -85,7 +85,7 @@ def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
 
 
-class LoopServices(BareServices):
+class LoopServices(Services):
     """What a plain loop can do for a technique: run the first of its batches again."""
 
     def __init__(self, model: DigitsNet, data: list[dict[str, Tensor]]) -> None:

@@ -20,7 +20,7 @@ from two_ranks import be_a_rank
 
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
-from shared_core.engine.services import BareServices, SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
 
@@ -169,7 +169,7 @@ def clip_(parameters, largest):
         gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
 
 
-class Checkpoints(BareServices):
+class Checkpoints(Services):
     """Every step's weights, in memory; those of step 4 have a NaN where the second process alone sees it."""
 
     saved: ClassVar[dict[str, dict[int, dict[str, torch.Tensor]]]] = {}

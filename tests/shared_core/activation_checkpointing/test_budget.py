@@ -18,7 +18,7 @@ from shared_core.activation_checkpointing import policies as lazy_budget
 from shared_core.activation_checkpointing.config import Budget, parse_budget
 from shared_core.activation_checkpointing.policies import LazyBudget, plan_segments
 from shared_core.activation_checkpointing.profiler import measure_peak
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.errors import ConfigError, TrainingError
 
 
@@ -197,7 +197,7 @@ def test_a_session_resumed_with_another_budget_plans_anew():
 
 def test_a_session_says_that_a_budget_holds_without_and_that_it_was_exceeded(monkeypatch):
     said = []
-    monkeypatch.setattr(BareServices, "say", lambda self, text: said.append(text))
+    monkeypatch.setattr(Services, "say", lambda self, text: said.append(text))
     net, session = trained_by_session({"checkpointing": {"policy": "budget:2"}}, range(3))
     assert "nothing is recomputed: budget:2" in said[-1]
     assert not net._forward_pre_hooks

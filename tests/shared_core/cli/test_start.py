@@ -17,7 +17,7 @@ from shared_core.cli.planning import ExplainOptions
 from shared_core.contrib.planning import PlannedRun
 from shared_core.contrib.planning.plan import counted_costs, saved_bytes
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.front_ends.finding import front_ends
 from shared_core.libraries import Library, libraries
@@ -41,7 +41,7 @@ def build_refused():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-class Calibrating(BareServices):
+class Calibrating(Services):
     def calibrate(self, num_batches):
         raise AssertionError("no run here comes to its end with an average")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shared_core.distillation.mutual import redrawn
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 
 STEPS = 5
@@ -99,7 +99,7 @@ class TestUpdate:
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
     def test_a_loop_that_computes_its_loss_outside_gives_it_as_a_service(self):
-        class Loss(BareServices):
+        class Loss(Services):
             def task_loss(self, model, forward):
                 return F.cross_entropy(forward()["logits"], self.labels)
 
@@ -255,7 +255,7 @@ class TestPeers:
             def forward(self, x, labels=None):
                 return self.net(x, labels=labels)
 
-        class OfWhole(BareServices):
+        class OfWhole(Services):
             def task_loss(self, model, forward):
                 return model(x, labels=y)["loss"]
 

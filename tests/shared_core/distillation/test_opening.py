@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from shared_core.distillation import Distillation, DistillConfig, kd_loss
 from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.distillation.teacher_cache.keys import tokenizer_vocabulary
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -42,7 +42,7 @@ class Tokenizer:
         return {word: number for number, word in enumerate(self.words)}
 
 
-class Services(BareServices):
+class LoopServices(Services):
     def __init__(self, words):
         self.words, self.said = words, []
 
@@ -66,7 +66,7 @@ def with_tokenizer(model, folder, words, form="tokenizer.json"):
 
 def attached(student, teacher, words=None, **options):
     technique = Distillation(DistillConfig(**{"teacher": teacher, "alpha": 0.0, **options}))
-    context, notes = Context(student, services=Services(words), total_steps=3), []
+    context, notes = Context(student, services=LoopServices(words), total_steps=3), []
     context.note = notes.append
     technique.attach(context)
     technique.begin(context, None)

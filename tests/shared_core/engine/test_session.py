@@ -22,7 +22,7 @@ from shared_core.engine.checks import compatibility
 from shared_core.engine.hooks import Hooks
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.saving.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import (
     CheckpointError,
@@ -474,7 +474,7 @@ def test_a_default_device_is_the_scripts_own_affair(recipe, tmp_path, monkeypatc
 
 
 def test_calibration_runs_the_model_under_the_scripts_default_device():
-    class Asks(BareServices):
+    class Asks(Services):
         def calibrate(self, num_batches):
             found.append(torch.get_default_device())
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shared_core import Session, training
 from shared_core.engine.checks.optimizer_parameters import attach_with
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.errors import CompatibilityError, TrainingError
 
 PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
@@ -163,7 +163,7 @@ def test_what_needs_batches_at_the_end_is_refused_at_the_start_without(recipe, r
     model = net()
     optimizer = sgd(model)
 
-    class Calibrating(BareServices):
+    class Calibrating(Services):
         def calibrate(self, num_batches):
             for _ in range(num_batches):
                 model(torch.ones(2, 16))
@@ -173,7 +173,7 @@ def test_what_needs_batches_at_the_end_is_refused_at_the_start_without(recipe, r
             steps(loop, model, 2)
 
     with pytest.raises(CompatibilityError, match=refused) if refused else contextlib.nullcontext():
-        train(BareServices())
+        train(Services())
     train(Calibrating())
 
 

@@ -9,7 +9,7 @@ from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.low_rank import LowRankConfig, LowRankLayer, factorize, load, merge
@@ -318,7 +318,7 @@ def test_a_layer_that_saw_no_input_is_refused():
     assert parse_rank("1.0").kind == "share"
 
 
-class Services(BareServices):
+class LoopServices(Services):
     def __init__(self, model, data):
         self.model, self.data, self.calls = model, data, 0
 
@@ -338,7 +338,7 @@ def test_a_session_calibrates_before_the_first_step_like_factorize():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 24), nn.BatchNorm1d(24), nn.Linear(24, 2)).double()
     alone, x = copy.deepcopy(net), correlated(50, 20)
-    services = Services(net, [x])
+    services = LoopServices(net, [x])
     session = session_of(net, services, rank=4, decomposition="whitened", calibration_batches=1)
     session.begin([], total_steps=2)
     factorize(alone, {"rank": 4, "decomposition": "whitened", "min_size": 0}, [x])
@@ -348,7 +348,7 @@ def test_a_session_calibrates_before_the_first_step_like_factorize():
     assert told["per_layer"][0]["output_error"] < told["per_layer"][0]["weight_error"]
     saved = session.state_dict()
     fresh = nn.Sequential(nn.Linear(20, 24), nn.BatchNorm1d(24), nn.Linear(24, 2))
-    again = session_of(fresh, Services(fresh, []), rank=4, decomposition="whitened")
+    again = session_of(fresh, LoopServices(fresh, []), rank=4, decomposition="whitened")
     again.load_state_dict(saved)
     again.begin([], total_steps=2)  # resumed: nothing is looked at
 
@@ -395,7 +395,7 @@ def test_factors_can_be_pruned_and_quantized(beside):
     net = low_rank_net()
     more = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}, "qat": {"scheme": "int8", "begin": 1}}
     recipe = {"low_rank": {"rank": 4, "min_size": 0}, beside: more[beside]}
-    session, optimizer = begun_session(recipe, net, 2, lr=1e-3, services=Services(net, [torch.randn(4, 40)]))
+    session, optimizer = begun_session(recipe, net, 2, lr=1e-3, services=LoopServices(net, [torch.randn(4, 40)]))
     for _ in range(2):
         plain_step(session, optimizer, net(torch.randn(4, 40)).square().mean())
     session.finish()

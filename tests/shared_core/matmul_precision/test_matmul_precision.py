@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from shared_core import hardware
 from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.receipt import environment
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 from shared_core.hardware import cpu_capabilities, float32_matmul_format, float32_matmul_precision, matmul_hardware
@@ -18,7 +18,7 @@ from shared_core.matmul_precision.config import MatmulPrecisionConfig
 from shared_core.matmul_precision.technique import MatmulPrecision
 
 
-class Said(BareServices):
+class Said(Services):
     def __init__(self):
         self.lines = []
 

@@ -11,7 +11,7 @@ from quantization_runs import Run, batches, conv_net, small_net
 from torch import nn
 
 from shared_core.distributed.collectives import world_size
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges
@@ -460,7 +460,7 @@ def test_fused_encoder_evaluation_does_not_walk_past_the_quantizers():
     assert layer.activation_relu_or_gelu == model.layers[0].activation_relu_or_gelu
 
 
-class Calibrating(BareServices):
+class Calibrating(Services):
     def __init__(self, data):
         self.data = data
         self.asked = []

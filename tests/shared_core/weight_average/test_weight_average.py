@@ -8,13 +8,13 @@ from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.optim import swa_utils
 
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.weight_average import AverageConfig, RunningAverage, ema_decay
 
 
-class Services(BareServices):
+class LoopServices(Services):
     """Calibrates on a fixed batch, and remembers what was said."""
 
     def __init__(self, model):
@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, model=None, total=20, state=None, more=None, **options):
         self.model = model or make_model()
-        self.services = Services(self.model)
+        self.services = LoopServices(self.model)
         self.session = Session({"average": {"kind": "ema", **options}, **(more or {})}, services=self.services)
         self.session.attach(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)

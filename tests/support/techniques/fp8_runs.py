@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from shared_core import Session
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 
 ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
 
@@ -12,7 +12,7 @@ ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "
 LOSS_SCALE = {"loss_scale": {"kind": "static", "init_scale": 256.0, "format": "fp8_e5m2"}}
 
 
-class Quiet(BareServices):
+class Quiet(Services):
     def __init__(self):
         self.said = []
 

@@ -8,14 +8,14 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank
 
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, TrainingError
 
 STEPS, RATE = 6, 0.1
 
 
-class Services(BareServices):
+class LoopServices(Services):
     def __init__(self, wrapped):
         self._wrapped = wrapped
 
@@ -44,7 +44,7 @@ class Run:
         self.rank = rank
         # DDP's buckets are others from the second step on: PowerSGD must not care
         self.ddp = ddp or DistributedDataParallel(make_net(), bucket_cap_mb=0.005)
-        self.session = Session(recipe, services=Services(self.ddp), seed=3)
+        self.session = Session(recipe, services=LoopServices(self.ddp), seed=3)
         self.net = self.ddp.module
         self.session.attach(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=RATE)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shared_core.engine.services import BareServices
+from shared_core.engine.services import Services
 from shared_core.engine.technique import Context
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 
@@ -27,7 +27,7 @@ class Run:
     def __init__(self, model, total_steps=10, state=None, step=0, services=None, lr=0.05, **options):
         self.model = model
         self.technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", **options}))
-        self.context = Context(model=model, services=services or BareServices(), step=step)
+        self.context = Context(model=model, services=services or Services(), step=step)
         self.context.total_steps = total_steps
         self.technique.attach(self.context)
         self.technique.begin(self.context, state)

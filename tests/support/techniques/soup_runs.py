@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shared_core.engine.services import SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.engine.technique import Context
 from shared_core.soup import ModelSoup, SoupConfig
 
@@ -23,7 +23,7 @@ def same_bits(one, two):
     return one.dtype == two.dtype and torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
-class RunServices:
+class RunServices(Services):
     """Checkpoints in memory, evaluated by a function of the model."""
 
     def __init__(self, model, weights, metric):
