@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from torch import Tensor, nn
 
@@ -56,6 +56,7 @@ class Plan:
 
     events: Sequence[Event] = ((0, "on, in every step"),)
     """What happens when, with resolved and checked positions."""
+    _: KW_ONLY
     missing: str | Callable[[], str] = ""
     """What the model still lacks, and when it will have it. Empty if nothing. Until then the model cannot be the best
     of a run, and a run that ends with it says so. Pass a function if counting takes time."""

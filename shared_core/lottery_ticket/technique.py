@@ -120,7 +120,7 @@ class LotteryTicket(Technique):
                 (self._at, goes_on if config.ticket else "weights to rewind to are saved"),
                 (None, "the next ticket is found"),
             ],
-            "" if self._rewound else f"rewind_to, step {self._at}, is not reached",
+            missing="" if self._rewound else f"rewind_to, step {self._at}, is not reached",
             guards=self._weights,
         )
 

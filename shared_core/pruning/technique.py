@@ -115,8 +115,8 @@ class Pruning(Technique):
         self._schedule = Schedule.resolve(self.config, context)
         return Plan(
             self._schedule.events(self._targets.own),
-            self._missing,
-            self._schedule.end,  # earlier checkpoints are less sparse than asked for
+            missing=self._missing,
+            usable_from=self._schedule.end,  # earlier checkpoints are less sparse than asked for
             guards=self._policy.weights,
             acts_on_gradients=self.config.acts_on_gradients,
         )

@@ -221,7 +221,7 @@ class QuantizationAwareTraining(Technique):
         moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
         return Plan(
             moments_told(self.config, moments, context.total_steps),
-            self._missing(context),
+            missing=self._missing(context),
             guards=self.layers,
             acts_on_gradients=self.config.learns_ranges,  # learned ranges get no weight decay
             looks_at_batches=bool(self.policy.static),  # input ranges are re-estimated for replaced weights

@@ -344,7 +344,9 @@ class WeightAverage(Technique):
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return Plan(
             [(self._first, first), (None, "the model holds the average, if it was updated")],
-            "" if self._running.num_updates else f"the average has no weights yet, the first at step {self._first}",
+            missing=""
+            if self._running.num_updates
+            else f"the average has no weights yet, the first at step {self._first}",
             guards=self._swapped.parameters if self._running.kept else {},
             looks_at_batches=bool(config.bn_batches),  # to estimate batch norm statistics for the average
         )

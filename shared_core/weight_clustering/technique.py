@@ -167,8 +167,8 @@ class WeightClustering(Technique):
         require(self._begin >= first, "cluster", told, "begin later")
         return Plan(
             [(self._begin, f"weights are clustered, {2**self.config.bits} values per tensor, and clusters train on")],
-            "" if self._codes else f"weights are not shared yet, clustering is at step {self._begin}",
-            self._begin,
+            missing="" if self._codes else f"weights are not shared yet, clustering is at step {self._begin}",
+            usable_from=self._begin,
             guards=self._weights,
         )
 
