@@ -125,7 +125,7 @@ class Receipt:
         # If the trainer saves the whole model, its trained part is written next to the receipt.
         if session.is_finished and context and not context.part_alone and (part := session.files.part()) is not None:
             writers.append(lambda folder: part.write(folder / part.name))
-        return cls(values, writers, session.run)
+        return cls(values, writers, session.history)  # which is made anew for each run
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]

@@ -100,7 +100,7 @@ class Services:
         return None
 
     def say(self, text: str) -> None:
-        """Print one line on the main process, where the trainer prints its own. `Context.note` also records it."""
+        """Print one line on the main process, where the trainer prints its own."""
         print(printable(text), flush=True)  # noqa: T201
 
 

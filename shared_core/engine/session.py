@@ -83,7 +83,6 @@ class Session:
             key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
-        self.run = object()
         self.notes: list[str] = []
         self.coverage = coverage.Coverage()
         """How much of the weights that multiply activations each technique reaches, by key."""
@@ -253,9 +252,10 @@ class Session:
             self.note(remark)
 
     def begin_again(self) -> None:
-        """Continue from a state that `load_state_dict` restored during a run, with the arguments of `begin`.
+        """Hand each technique the state that `load_state_dict` restored. `begin` does so too.
 
-        Load the weights before, and the optimizers if more steps follow.
+        Call it alone after loading a state during a run. Load the weights before, and the optimizers if more steps
+        follow.
         """
         context = self.attached("begin_again")
         for key, technique in self.techniques.items():
@@ -491,6 +491,6 @@ class Session:
     def refuse_changed(self) -> None:
         """Refuse a model whose techniques' layers were replaced by other code. Walks through the model."""
         if self.is_live:
-            context = self.attached("begin")
+            context = self.attached("refuse_changed")
             model_guards.refuse_changed(context.ask_plans(), context)
             self.note(joined_note(self.coverage.idle, context.optimizers))

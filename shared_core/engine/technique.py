@@ -54,7 +54,7 @@ class Context:
     resumed: Mapping[str, Any] = field(default_factory=dict)
     """States of the techniques in the checkpoint whose weights are loaded next. Some techniques attach by them."""
     note: Callable[[str], None] = lambda text: None
-    """Print a message once and add it to the receipt."""
+    """Print a message once and add it to the receipt. `services.say` only prints."""
     drop: Callable[[Callable[..., Any]], None] = lambda method: None
     """``drop(self.forward)`` stops the session from calling this method for the rest of the run."""
     restructured: Callable[[], None] = lambda: None
@@ -215,7 +215,9 @@ class Technique:
     # -- describe
 
     def plan(self, context: Context) -> Plan:
-        """Return what happens when, what is missing, and what must not change. Also called before `begin`.
+        """Return what happens when, what is missing, and what must not change. Asked again at each use.
+
+        Resolve positions, and store them if you like, but leave the model as it is. Also called before `begin`.
 
         Raises:
             ConfigError: If a position does not fit the run.
@@ -228,8 +230,8 @@ class Technique:
     def attach(self, context: Context) -> Touched:
         """Prepare the model before the optimizer exists and before any wrapping. Return what was chosen in it.
 
-        Matching nothing is an error. Push an action to `context.undo` for each change, which reverts it without
-        touching the user's weights. They run in reverse order when the run is over or was cut short.
+        Choosing no layers or weights is an error. Push an action to `context.undo` for each change, which reverts it
+        without touching the user's weights. They run in reverse order when the run is over or was cut short.
         """
         return Touched()
 
@@ -243,7 +245,7 @@ class Technique:
     # -- train
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
-        """Resolve positions. Restore what `state_dict` returned, or make the first masks. The optimizer exists.
+        """Restore what `state_dict` returned, or start fresh. The optimizer exists.
 
         Called again when an earlier state is loaded during a run, or the best one at its end. Then first remove what
         the previous call put in.
@@ -262,7 +264,10 @@ class Technique:
         return task_loss
 
     def before_step(self, context: Context) -> None:
-        """Called when gradients are complete and unscaled, but not yet clipped."""
+        """Change gradients in place. They are complete and unscaled, but not yet clipped.
+
+        A parameter's `grad` may be None, sparse or a DTensor. LBFGS calls this more than once per step.
+        """
 
     def after_step(self, context: Context, applied: bool) -> None:
         """Called after the step. If it was skipped or discarded, `applied` is False and nothing advances."""

@@ -227,7 +227,7 @@ def reach(
             continue
         asked = "" if skipped.isdisjoint(places) else "skip names it"
         asked = asked or _too_small(config, weight)
-        asked = asked or ("" if set(touched.asked).isdisjoint(places) else "overrides names it")
+        asked = asked or ("" if set(touched.asked).isdisjoint(places) else "the options name it")
         reasons = [*(touched.left_out[place] for place in places if place in touched.left_out), asked]
         reason = next(filter(None, [*reasons, *(out.get(place) for place in apart)]), "")
         label = weight.kind + (f" ({reason})" if reason else "")
