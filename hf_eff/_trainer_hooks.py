@@ -65,7 +65,7 @@ class SessionCallback(TrainerCallback):
         self._services.note = self._data.note = self.session.note
         for part in (self._task, self._steps, self._loading, self._saving):
             part.session = self.session
-        self._window.is_weighed = any(one.weighs_loss for one in self.session.techniques.values())
+        self._window.is_weighed = any(one.needs_window_mean for one in self.session.techniques.values())
         for adapter in self._adapters:
             adapter.join(self.session)
         self._asked = [adapter for adapter in self._adapters if adapter.applies(recipe)]

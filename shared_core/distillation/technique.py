@@ -59,7 +59,7 @@ class Distillation(Technique):
         config: The options.
     """
 
-    weighs_loss = True
+    needs_window_mean = True
     config: DistillConfig
 
     def __init__(self, config: DistillConfig) -> None:

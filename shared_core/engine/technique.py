@@ -199,7 +199,7 @@ class Technique:
         config: The technique's options, already validated.
     """
 
-    weighs_loss: ClassVar[bool] = False
+    needs_window_mean: ClassVar[bool] = False
     """True if `loss` needs a task loss averaged over the whole accumulation window, however it is split."""
     reaches_frozen: ClassVar[bool] = False
     """True if it also works on frozen weights. Frozen weights that it skips then count against its coverage."""

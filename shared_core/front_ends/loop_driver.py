@@ -263,7 +263,7 @@ class LoopDriver:
                 f"clip where the optimizer steps; {self.accumulates}",
             )
         self.micro_batches += 1
-        weighing = [key for key, technique in self.session.techniques.items() if technique.weighs_loss]
+        weighing = [key for key, technique in self.session.techniques.items() if technique.needs_window_mean]
         if weighing and self.micro_batches > self.accumulate:
             raise TrainingError(
                 self.name,

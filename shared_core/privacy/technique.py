@@ -63,7 +63,7 @@ class DifferentialPrivacy(Technique):
     """
 
     makes_gradients_private: ClassVar[bool] = True
-    weighs_loss: ClassVar[bool] = True
+    needs_window_mean: ClassVar[bool] = True
     config: PrivacyConfig
 
     def __init__(self, config: PrivacyConfig) -> None:
