@@ -218,7 +218,7 @@ class LotteryTicket(Technique):
         for optimizer in context.optimizers:
             optimizer.state.clear()  # it belongs to the replayed weights
         if others_begun:
-            context.weights_replaced()
+            context.tell_weights_replaced()
 
     def _set_masks(self) -> None:
         if self._ticket is None:

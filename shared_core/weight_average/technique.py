@@ -493,7 +493,7 @@ class WeightAverage(Technique):
             # Before `weights_replaced`, so that others (qat) estimate ranges of the new weights.
             self._put_in()
             norms = {name: buffer.clone() for name, buffer in swapped.norms.items()}
-            context.weights_replaced()
+            context.tell_weights_replaced()
             for name, buffer in norms.items():  # estimating ranges in train mode changed them
                 swapped.norms[name].copy_(buffer)
             self._settle_norms(context)
