@@ -56,7 +56,7 @@ class Hooks:
         # and False comes first: private ones lead, the others keep their order.
         self.before_step.sort(key=lambda call: not techniques[call[0]].makes_gradients_private)
 
-    def leave_out(self, method: Callable[..., Any]) -> None:
+    def drop(self, method: Callable[..., Any]) -> None:
         """Stop calling a method in this run. A round in progress continues."""
         for name in _FREQUENT:
             # Bound methods compare by object and function.

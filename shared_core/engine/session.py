@@ -185,7 +185,7 @@ class Session:
         context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
         context.restructured = functools.partial(self.plain.read, model)
         context.note = self.note
-        context.drop = self.hooks.leave_out
+        context.drop = self.hooks.drop
         context.generator.manual_seed(self._seed)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         if self.techniques:

@@ -148,7 +148,7 @@ def test_hooks_are_bound_methods_of_what_has_its_own_private_gradients_first():
 
 def test_a_round_of_hooks_ends_as_it_began_and_is_shorter_the_next_time():
     hooks = Hooks({key: Steps(TechniqueConfig()) for key in "ab"})
-    context, called = Context(nn.Linear(1, 1), drop=hooks.leave_out), []
+    context, called = Context(nn.Linear(1, 1), drop=hooks.drop), []
     for key, hook in hooks.before_step:
         hook(context)
         called.append(key)
