@@ -20,14 +20,14 @@ class Touched:
         left_out: Name → why a tensor or module that the technique could handle stays as it is.
         what: What the names are. For "weights", "layers" and "factorized layers", reaching less than half of the
             model's multiplying weights is refused (`coverage`).
-        reached: Those in `left_out` that the technique handles in another way.
+        handled_otherwise: Those in `left_out` that the technique handles in another way, such as training them whole.
         asked: Those in `left_out` that the user's options name.
     """
 
     tensors: Mapping[str, int] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     what: str = "the run as a whole"
-    reached: Iterable[str] = ()
+    handled_otherwise: Iterable[str] = ()
     asked: Iterable[str] = ()
 
     @classmethod

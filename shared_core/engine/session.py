@@ -442,7 +442,7 @@ class Session:
             CheckpointError: If the state does not come from a session.
         """
         context = self.attached("load_state_dict")
-        context.reached = context.furthest
+        context.steps_before_load = context.furthest
         recipe = restore(self, state)
         self._restored = state["techniques"]
         if self.has_begun:

@@ -43,7 +43,7 @@ class Context:
     """Optimizer steps applied so far. Micro-batches and skipped steps don't count."""
     skipped: int = 0
     """Steps that were skipped or discarded."""
-    reached: tuple[int, int] = (0, 0)
+    steps_before_load: tuple[int, int] = (0, 0)
     """Steps applied and skipped before an earlier state was loaded."""
     total_steps: int | None = None
     steps_per_epoch: StepsPerEpoch | None = None
@@ -143,7 +143,7 @@ class Context:
     @property
     def furthest(self) -> tuple[int, int]:
         """Steps applied and skipped in this run. Loading an earlier state does not reduce them."""
-        return max(self.reached, (self.step, self.skipped))
+        return max(self.steps_before_load, (self.step, self.skipped))
 
     def ask_plans(self) -> dict[str, Plan]:
         """Ask every technique for its plan again.

@@ -219,7 +219,7 @@ def reach(
         places = [place for name in weight.names for place in (name, *_around(name))]
         # For a layer that was split (`low_rank`), look at what replaced it.
         apart = {_around(name)[0] for name in weight.names} if there.isdisjoint(weight.names) else set()
-        if apart & inside or not {*touched.tensors, *touched.reached}.isdisjoint(places):
+        if apart & inside or not {*touched.tensors, *touched.handled_otherwise}.isdisjoint(places):
             within += weight.numel
             continue
         if not apart_from.isdisjoint(places):
