@@ -199,7 +199,7 @@ class Session:
 
     def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Show the optimizers to the techniques before their saved state is loaded. Only a resume needs it."""
-        context = self.attached("prepare_optimizers")
+        context = self.context_for("prepare_optimizers")
         context.optimizers = tuple(optimizers)
         self._leave_unheld(context)
         for _, preparing in offering(self.techniques, PreparesOptimizer):
@@ -226,7 +226,7 @@ class Session:
         Raises:
             ConfigError: If a position does not fit the run.
         """
-        context = self.attached("begin")
+        context = self.context_for("begin")
         if self.is_finished:
             raise TrainingError("session", "begin was called after the session was detached", "call attach first")
         optimizers = model_guards.optimizers_of(optimizers, self.front_end)
@@ -257,7 +257,7 @@ class Session:
         Call it alone after loading a state during a run. Load the weights before, and the optimizers if more steps
         follow.
         """
-        context = self.attached("begin_again")
+        context = self.context_for("begin_again")
         for key, technique in self.techniques.items():
             state = self._restored.get(key)
             guard = contextlib.nullcontext() if state is None else reading(key)
@@ -307,7 +307,7 @@ class Session:
         if not self.hooks.loss or not self.is_live:
             self.steps.mark()
             return task_loss
-        context = self.attached("loss")
+        context = self.context_for("loss")
         self._means.open()
         context.normalize = normalize or self._means.normalize
         task_loss = self.hooks.mixed(task_loss, context)
@@ -316,7 +316,7 @@ class Session:
 
     def before_step(self) -> None:
         """Call when gradients are complete and unscaled, but not yet clipped."""
-        context = self.attached("before_step")
+        context = self.context_for("before_step")
         self.note(self._means.close())
         self.steps.before_step()
         context.takes_gradients_in_backward = bool(self.steps.inside_backward)
@@ -336,7 +336,7 @@ class Session:
         Raises:
             TrainingError: If another optimizer made the step.
         """
-        context = self.attached("after_step")
+        context = self.context_for("after_step")
         # For the trainer a discarded step did happen, without gradients.
         applied, context.discard_step = applied and not context.discard_step, False
         self.steps.after_step(skipped=not applied)
@@ -404,13 +404,13 @@ class Session:
 
     def settle_optimizers(self) -> None:
         """Make optimizers with an eval mode leave its weights in the model for good, because the run ends."""
-        context = self.attached("settle_optimizers")
+        context = self.context_for("settle_optimizers")
         if any(overrides(one.claims, Technique.claims) for one in self.techniques.values()):
             context.modes.settle()
 
     def join_buffers(self) -> None:
         """Copy the main process's buffers to all, since final weights may depend on them. Each process must call it."""
-        context, place = self.attached("join_buffers"), (self.step, self.skipped)
+        context, place = self.context_for("join_buffers"), (self.step, self.skipped)
         if self.techniques and not self._is_tensor_parallel and self._joined != place:
             self._joined = place
             join_buffers_(context.model)
@@ -441,7 +441,7 @@ class Session:
         Raises:
             CheckpointError: If the state does not come from a session.
         """
-        context = self.attached("load_state_dict")
+        context = self.context_for("load_state_dict")
         context.steps_before_load = context.furthest
         recipe = restore(self, state)
         self._restored = state["techniques"]
@@ -478,7 +478,7 @@ class Session:
         reshard_(context.model)
         context.project()
 
-    def attached(self, verb: str) -> Context:
+    def context_for(self, verb: str) -> Context:
         """Return the run.
 
         Raises:
@@ -491,6 +491,6 @@ class Session:
     def refuse_changed(self) -> None:
         """Refuse a model whose techniques' layers were replaced by other code. Walks through the model."""
         if self.is_live:
-            context = self.attached("refuse_changed")
+            context = self.context_for("refuse_changed")
             model_guards.refuse_changed(context.ask_plans(), context)
             self.note(joined_note(self.coverage.idle, context.optimizers))

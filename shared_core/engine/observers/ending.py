@@ -48,7 +48,7 @@ class Ending:
 
     def tell(self) -> None:
         """Note unreached targets before techniques finish, and keep them for the receipt."""
-        context, unreached = self._session.attached("finish"), self.keep()
+        context, unreached = self._session.context_for("finish"), self.keep()
         planned, (applied, skipped) = context.total_steps, context.furthest
         is_short = planned is not None and applied + skipped < planned
         ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")

@@ -30,7 +30,7 @@ class Pace:
             done: Share of the run's data seen so far. The trainer ends the run by it.
             stops_as_planned: True if the trainer also stops after the planned number of steps.
         """
-        context = self._session.attached("look_ahead")
+        context = self._session.context_for("look_ahead")
         total = context.total_steps or 0
         expected, applied = done * total, context.step
         if done < 0.25:

@@ -24,13 +24,13 @@ class Validation:
 
     def saw(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of a validation of the present weights. Those of one step (one per data set) add up."""
-        context = self._session.attached("evaluated")
+        context = self._session.context_for("evaluated")
         before = self._last[1] if self._last and self._last[0] == context.step else {}
         self._last, context.unvalidated = (context.step, before | numeric_metrics(metrics)), False
 
     def restored(self) -> None:
         """Record that a checkpoint was loaded: unless it is of the last validated step, its weights are unvalidated."""
-        context = self._session.attached("load_state_dict")
+        context = self._session.context_for("load_state_dict")
         context.unvalidated |= not (self._last and self._last[0] == context.step)
 
     @property

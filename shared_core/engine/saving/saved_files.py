@@ -33,7 +33,7 @@ class SavedFiles:
 
     def settle(self, claimed: Mapping[str, Mapping[str, Claim]]) -> None:
         """Keep what techniques claim of the final weights, and the trained part, when the run has ended."""
-        self.claims = Claims.settled(claimed, self._session.attached("settle").model)
+        self.claims = Claims.settled(claimed, self._session.context_for("settle").model)
         self._part = self._find_part()
 
     def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class SavedFiles:
 
     def load_part(self, folder: Path) -> bool:
         """Load what was trained from a folder that holds no other weights; return False if it is no such folder."""
-        context = self._session.attached("load_part")
+        context = self._session.context_for("load_part")
         return any(one.load_part(context, folder) for one in self._part_savers)
 
     def verify(

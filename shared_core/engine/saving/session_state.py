@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def state_of(session: Session) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
-    context, techniques = session.attached("state_dict"), session.techniques
+    context, techniques = session.context_for("state_dict"), session.techniques
     unbaked = [(key, None, "its values are written into the weights") for key, _ in offering(techniques, Bakes)]
     return {
         "step": context.step,
@@ -61,7 +61,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         CheckpointError: If it is not the state of a session.
     """
-    context = session.attached("load_state_dict")
+    context = session.context_for("load_state_dict")
     with reading("session"):
         saved, recipe = dict(state["techniques"].items()), dict(state["recipe"])  # dict("") would be a dict
         step, skipped = int(state["step"]), int(state["skipped"])
