@@ -179,7 +179,7 @@ class Saving:
             if self._trainer.args.should_save:
                 receipt = self.session.receipt()
                 receipt.write(self._services.run_folder)
-                self._services.say(receipt.told())
+                self._services.say(receipt.final_text())
 
     def _count_all(self) -> None:
         session = self.session

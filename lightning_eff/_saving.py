@@ -145,7 +145,7 @@ class Saving:
             return
         if not trainer.fast_dev_run and self._place is not None:
             receipt.leave(self._place)
-        self._services.say(receipt.told())
+        self._services.say(receipt.final_text())
 
 
 class BestCheckpoints:

@@ -76,7 +76,7 @@ class ReceiptPlace:
         return None if self.folder is None or self.is_in_checkpoints else self.folder / RECEIPT_FILE
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Where users find it."""
         if self.file is None:
             return "in each checkpoint, as of its step; as an HTML page: eff report CHECKPOINT.ckpt"
@@ -96,7 +96,7 @@ class Receipt:
         self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = (), run: object = None
     ) -> None:
         self.values, self._writers, self._run = dict(values), tuple(writers), run
-        self._told = ""
+        self._location = ""
 
     @classmethod
     def of(cls, session: Session) -> Receipt:
@@ -116,7 +116,7 @@ class Receipt:
             "final_evaluation": session.validation.finals(),
             "coverage": {key: reach.to_dict() for key, reach in session.coverage.items()},
             "experts_without_tokens": session.experts.without_tokens(),
-            **session.history.told(),
+            **session.history.to_dict(),
             "notes": list(session.notes),
         }
         writers: list[Callable[[Path], None]] = []
@@ -154,7 +154,7 @@ class Receipt:
             if place.folder is not None:
                 write(place.folder)
         before = f"; of the previous run in this process: {', '.join(kept)}" if kept else ""
-        self._told = place.told + before
+        self._location = place.description + before
 
     def _keep_other(self, file: Path) -> list[str]:
         """Rename a receipt of another run in this process with the same name. Return its new name, if any."""
@@ -207,10 +207,10 @@ class Receipt:
         parts = [f"{key}: {sentences(key, report)[0].rstrip('.')}" for key, report in self.values["techniques"].items()]
         if notes := len(self.values["notes"]):
             parts.append(counted(notes, "note"))
-        parts += [f"full receipt: {self._told}"] if self._told else []
+        parts += [f"full receipt: {self._location}"] if self._location else []
         return printable(f"efftrain: {'; '.join([_steps(self.values['steps']), *parts])}")
 
-    def told(self) -> str:
+    def final_text(self) -> str:
         """Return what a run prints at its end: `text`, or `line` if ``EFF_QUIET`` is set."""
         return self.line() if is_quiet() else self.text()
 
@@ -225,8 +225,8 @@ class Receipt:
         console.print(self.table())
         for note in self.values["notes"]:
             console.print(f"note: {note}", markup=False, highlight=False)
-        if self._told:
-            console.print(f"full receipt: {self._told}", markup=False, highlight=False, soft_wrap=True)
+        if self._location:
+            console.print(f"full receipt: {self._location}", markup=False, highlight=False, soft_wrap=True)
         return console
 
 

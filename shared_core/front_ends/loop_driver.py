@@ -453,7 +453,7 @@ class LoopDriver:
                 receipt = self.session.receipt()
                 if folder is not None:
                     receipt.write(folder)
-                self.services.say(receipt.told())
+                self.services.say(receipt.final_text())
             if folder is not None:
                 atexit.unregister(self.at_exit)
 

@@ -112,7 +112,7 @@ class History:
         """Add the metrics of a validation."""
         self._series["validation"].add(step, numeric_metrics(metrics))
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the points for the receipt, and under ``validation`` the latest value of each metric."""
         points = self._series["validation"].points
         latest = {name: value for point in points for name, value in point.items() if name != "step"}

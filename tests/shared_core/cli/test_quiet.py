@@ -88,12 +88,12 @@ def receipt():
 
 def test_a_quiet_run_tells_its_receipt_in_a_line(monkeypatch, tmp_path):
     made = receipt()
-    assert made.told() == made.text()
+    assert made.final_text() == made.text()
     made.write(tmp_path)
     monkeypatch.setenv(QUIET, "1")
-    assert re.match("efftrain: 1 step; prune: .*50.0 % of 64 weights", made.told())
-    assert made.told().endswith(f"receipt: {tmp_path}/eff_receipt.json; as an HTML page: eff report {tmp_path}")
-    assert "\n" not in made.told()
+    assert re.match("efftrain: 1 step; prune: .*50.0 % of 64 weights", made.final_text())
+    assert made.final_text().endswith(f"receipt: {tmp_path}/eff_receipt.json; as an HTML page: eff report {tmp_path}")
+    assert "\n" not in made.final_text()
 
 
 def test_averaging_counts_the_files_it_reads(tmp_path):

@@ -104,4 +104,4 @@ def test_on_cuda_the_memory_in_use_is_kept_too_and_the_logger_is_not_told(monkey
     technique = SimpleNamespace(config=PruneConfig(sparsity=0.5), figures=lambda: {"prune/sparsity": 0.5})
     assert history.logged(3, {"prune": technique}) == {"prune/sparsity": 0.5}
     point = {"step": 3, "prune/sparsity": 0.5, "memory/allocated": 10.0, "memory/largest": 30.0}
-    assert history.told()["history"]["figures"] == [point]
+    assert history.to_dict()["history"]["figures"] == [point]
