@@ -1,13 +1,16 @@
-"""Measure the precision of this machine's matrix multiplication, and ask for its capabilities."""
+"""Describe this machine: its libraries, its capabilities, and the precision of its matrix multiplication."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from eff_kernels.fp8 import multiplies_fp8
+
+from shared_core.libraries import installed_version
 
 _SIZE = 256
 _RENAMED = {"avx512f": "avx512_f", "asimd": "neon", "svebf16": "sve_bf16"}  # Linux's names: torch's
@@ -82,6 +85,13 @@ def float32_matmul_precision() -> str:
         return "mixed"
 
 
-def matmul_environment() -> dict[str, Any]:
-    """Return what a receipt tells of matrix products: torch's setting, and which formats the hardware multiplies."""
-    return {"float32_matmul_precision": float32_matmul_precision(), "multiplies": matmul_hardware()}
+def environment() -> dict[str, Any]:
+    """Return versions, the device, torch's setting for float32 products, and formats that the hardware multiplies."""
+    libraries = ("efftrain", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning")
+    return {
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "libraries": {name: found for name in libraries if (found := installed_version(name))},
+        "float32_matmul_precision": float32_matmul_precision(),
+        "multiplies": matmul_hardware(),
+    }

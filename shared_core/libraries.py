@@ -71,7 +71,7 @@ def libraries(requirements: list[str] | None = None) -> list[Library]:
     found: dict[str, Library] = {}
     for wanted, extra in sorted(asked, key=lambda one: (one[1] != "", size[one[1]])):
         if extra not in _BUNDLES and wanted.name not in found:
-            found[wanted.name] = Library(wanted.name, str(wanted.specifier), _version(wanted.name), extra)
+            found[wanted.name] = Library(wanted.name, str(wanted.specifier), installed_version(wanted.name), extra)
     return list(found.values())
 
 
@@ -88,7 +88,8 @@ def optional(module: str, extra: str, where: str) -> Any:
         raise MissingExtraError(where, module.partition(".")[0], extra) from error
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DataCollatorWithPadding
 
-from shared_core.engine.receipt import environment
 from shared_core.errors import TrainingError
+from shared_core.hardware import environment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "stories"))
 import less_memory_lm

@@ -6,20 +6,16 @@ import contextlib
 import io
 import itertools
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from shared_core.engine.protocols import TrainsPeers, offering
 from shared_core.engine.registry import REGISTRY
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.json_yaml import json_text, parse_json
-from shared_core.hardware import matmul_environment
+from shared_core.hardware import environment
 from shared_core.printing import counted, duration, is_quiet, printable, table, width_of_output
 
 if TYPE_CHECKING:
@@ -35,24 +31,6 @@ VARIABLE = "EFF_RECEIPT"
 """Environment variable that names a file to which every receipt is also written."""
 _WRITTEN: dict[Path, object] = {}
 """Run of this process whose receipt a file holds, by file."""
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def environment() -> dict[str, Any]:
-    """Return versions, the device and its matmul settings for the receipt."""
-    libraries = ("efftrain", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning")
-    return {
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "libraries": {name: found for name in libraries if (found := _version(name))},
-        **matmul_environment(),
-    }
 
 
 class ReceiptPlace:

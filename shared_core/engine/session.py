@@ -240,9 +240,8 @@ class Session:
         plans = context.ask_plans()
         compatibility.refuse_without_batches(context)
         self._leave_unheld(context)
-        acting = next((key for key, _ in self.hooks.before_step if plans[key].acts_on_gradients), "")
-        if context.adds_parameters:
-            acting = acting or "session"  # the optimizer's hooks miss parameters made after it
+        added = "session" if context.adds_parameters else ""  # the optimizer's hooks miss parameters made after it
+        acting = next((key for key, _ in self.hooks.before_step if plans[key].acts_on_gradients), added)
         self.steps.watch(context.model, context.optimizers, acting, is_bare=self.front_end == "bare")
         self.started = self.started if self.has_begun else time.perf_counter()
         context.default_device = torch.get_default_device()

@@ -204,8 +204,8 @@ class Technique:
     reaches_frozen: ClassVar[bool] = False
     """True if it also works on frozen weights. Frozen weights that it skips then count against its coverage."""
     replaces_weights: ClassVar[bool] = False
-    """True if `finish` puts other weights into the model. It then calls `context.tell_weights_replaced`, and finishes before
-    the techniques that follow weights (`finishes_before`)."""
+    """True if `finish` puts other weights into the model. It then calls `context.tell_weights_replaced`, and finishes
+    before the techniques that follow weights (`finishes_before`)."""
     makes_gradients_private: ClassVar[bool] = False
     """True if its `before_step` runs before that of every other technique."""
 

@@ -7,11 +7,16 @@ from torch.nn import functional as F
 
 from shared_core import hardware
 from shared_core.engine.checks.loss_dtype import LossDtype
-from shared_core.engine.receipt import environment
 from shared_core.engine.services import Services
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
-from shared_core.hardware import cpu_capabilities, float32_matmul_format, float32_matmul_precision, matmul_hardware
+from shared_core.hardware import (
+    cpu_capabilities,
+    environment,
+    float32_matmul_format,
+    float32_matmul_precision,
+    matmul_hardware,
+)
 from shared_core.matmul_precision import switches
 from shared_core.matmul_precision import technique as matmul_precision
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
