@@ -79,9 +79,7 @@ class Session:
         self._reset()
 
     def _reset(self) -> None:
-        self.techniques: dict[str, Technique] = {
-            key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()
-        }
+        self.techniques = {key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()}
         self.context: Context | None = None
         self.notes: list[str] = []
         self.coverage = coverage.Coverage()
