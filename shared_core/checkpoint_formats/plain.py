@@ -69,15 +69,18 @@ class PlainKeys:
 
 
 def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
-    """Write the result of `SavedFiles.deployment` next to the weights in `folder`, unless it is empty.
+    """Write the result of `SavedFiles.deployment` next to the weights in `folder`. An empty one removes an older file.
 
     Args:
         folder: Existing folder of the weights.
         values: Technique → plain JSON values.
     """
-    if values:
-        with atomic_write(Path(folder) / DEPLOYMENT_FILE) as temporary:
-            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    file = Path(folder) / DEPLOYMENT_FILE
+    if not values:
+        file.unlink(missing_ok=True)  # of other weights, which an earlier run saved here
+        return
+    with atomic_write(file) as temporary:
+        temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_deployment(path: Path | str) -> dict[str, Any]:

@@ -227,6 +227,15 @@ def test_the_card_tells_what_was_asked_and_what_happened(make, tmp_path):
     assert "Pruned 50.0 % of" in text
 
 
+def test_a_model_saved_over_one_of_another_technique_leaves_none_of_its_ranges(make, tmp_path):
+    for recipe in ({"qat": {"scheme": "int8"}}, {"prune": {"sparsity": 0.5, "end": 1.0}}):
+        trainer = make.trainer(tmp_path / "run", max_steps=2, callbacks=[EffCallback(recipe)])
+        trainer.train()
+        trainer.save_model()
+        assert (tmp_path / "run" / "eff_deployment.json").exists() == ("qat" in recipe)
+        assert ("eff_deployment.json" in (tmp_path / "run" / "README.md").read_text()) == ("qat" in recipe)
+
+
 def test_a_saved_model_has_a_card_that_says_how_it_is_loaded(make, tmp_path):
     trainer = make.trainer(tmp_path / "run", max_steps=2, callbacks=[EffCallback({"qat": {"scheme": "int8"}})])
     trainer.save_model(str(tmp_path / "before"))

@@ -336,7 +336,8 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
         check_finite("export_onnx", name, values)
         got = f"{scheme.weight} of {bits} bits {'with zero points ' if scheme.affine else ''}that are not"
         rule = f"{name} must have weights on a grid of int8 codes, got {got}"
-        raise CompatibilityError("export_onnx", rule, "export a model from after the end of training, or bake them")
+        remedy = "export the model that was saved after training; if an earlier run left eff_deployment.json, delete it"
+        raise CompatibilityError("export_onnx", rule, remedy)
     codes, scale = found
     if not block and bits < 7:
         # The same values on a finer grid, which the bias uses too; −2^(b−1) becomes −64: with 8-bit codes products
