@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import itertools
 import os
 import runpy
 import signal
@@ -24,7 +25,7 @@ from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_com
 from shared_core.cli.loading import check_path, is_module
 from shared_core.config.options import checked, option
 from shared_core.config.training_time import Position
-from shared_core.errors import ConfigError, EffError, require
+from shared_core.errors import CheckpointError, ConfigError, EffError, require
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import (
     STEPS_FLAG,
@@ -42,6 +43,21 @@ from shared_core.runs.child_processes import handed_on
 
 if TYPE_CHECKING:
     from shared_core.runs import ChainTable, LotterySearch, Stage, TicketCurve
+
+
+def _refuse_resume(arguments: list[str]) -> None:
+    """Refuse to resume a checkpoint of techniques without any: its weights may have other names and values."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, _, value = argument.partition("=")
+        if name.replace("-", "_") != "__resume_from_checkpoint":
+            continue
+        from shared_core.engine.saving.state_file import STATE_FILE, sessions_at  # which imports torch
+
+        folder = Path(value or following)
+        if (folder / STATE_FILE).is_file():  # else it may be any file of the script's
+            keys = sorted(key for state in sessions_at(folder, with_tensors=False) for key in state["recipe"])
+            told = f"{folder} must be resumed with the flags of its run, which used {', '.join(keys)}; got none"
+            require(not keys, "eff run", told, "repeat them, or train anew in another folder", CheckpointError)
 
 
 _Script = Annotated[
@@ -71,6 +87,7 @@ def run(context: typer.Context, script: _Script) -> None:
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
     if not recipe:
         check_spelling(context.args, script, "eff run")
+        _refuse_resume(rest)
     is_file = _check_script(script, "eff run")
     check_before_imports(recipe)
     installed = front_ends() if recipe else []

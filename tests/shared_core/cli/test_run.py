@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from commands import eff
 
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core import Recipe, Session
+from shared_core.engine.saving.state_file import save_state
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.front_ends.flags import check_spelling, take_flags
 
 HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
@@ -49,6 +52,20 @@ def run(tmp_path, monkeypatch):
         return eff("run", tmp_path / "train.py", *arguments), front_end
 
     return call
+
+
+@pytest.mark.parametrize("form", ["--resume_from_checkpoint {}", "--resume-from-checkpoint={}"])
+def test_a_checkpoint_of_techniques_is_not_resumed_without_them(run, tmp_path, form):
+    model = torch.nn.Linear(4, 2)
+    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "end": 1.0}}))
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters(), 0.1)], total_steps=4)
+    save_state(tmp_path, session.state_dict())
+    arguments = form.format(tmp_path).split()
+    with pytest.raises(CheckpointError, match="prune"):
+        run(TAKES_ALL, *arguments)
+    run(TAKES_ALL, *arguments, "--prune_sparsity", "0.5")
+    run(TAKES_ALL, "--resume_from_checkpoint", str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.parametrize("name", ["0.0", "no_such_module", "json.no_such_module", "no.such"])
