@@ -141,12 +141,14 @@ class Teachers:
                 raise
             values = (*forward.args, *forward.kwargs.values())
             shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+            remedy = "pass a teacher for these inputs, or set distill.student to the part of the model that has them"
+            if isinstance(error, NotImplementedError):
+                remedy = "pass the network inside it, such as module.net, or give it a forward"
             raise TrainingError(
                 "distill",
                 f"teacher must compute from the student's inputs, of shapes {shapes}, got {type(module).__name__}: "
                 f"{error}",
-                "pass a teacher for these inputs, or set distill.student to the part of the model that has the "
-                "teacher's",
+                remedy,
             ) from error
 
     def begin(self, student: nn.Module) -> None:
