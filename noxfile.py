@@ -79,3 +79,11 @@ def package(session: nox.Session) -> None:
     session.run("python", program, "trainers", env=ENV)
     for extra in nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]:
         session.install(*pinned, "--dry-run", f"{wheel}[{extra}]")
+
+
+@nox.session
+def changelog(session: nox.Session) -> None:
+    """Move what is in changes/ into CHANGELOG.md: ``nox -s changelog -- 0.2.0``; ``--draft`` only prints it."""
+    session.install("towncrier>=24.8")
+    version, *options = session.posargs
+    session.run("towncrier", "build", "--version", version, "--yes", *options)
