@@ -226,13 +226,13 @@ class SoupOptions(CommandOptions):
 
     def _check_average(self) -> None:
         for why, names in (
-            ("steer the greedy search", _SEARCH),
-            ("averages of adapters take", ("rank",) if self.kind in _MERGES else ()),
-            ("say how candidates are evaluated", (*_JUDGED, *_OF_TASK)),
+            ("only the greedy search needs them", _SEARCH),
+            ("only averages of adapters need it", ("rank",) if self.kind in _MERGES else ()),
+            ("it evaluates no candidates", (*_JUDGED, *_OF_TASK)),
         ):
             given = [self.named(name)[1] for name in names if self.is_given(name)]
-            told = f"--kind {self.kind} must stand without {' and '.join(given)}, which {why}"
-            self.require(not given, told, "leave one or the other out")
+            told = f"--kind {self.kind} must stand without {' and '.join(given)}: {why}"
+            self.require(not given, told, "leave these out, or choose another kind")
         told = "--weights must be given with --kind weighted"
         self.require(self.kind != "weighted" or self.weights, told, "tell how much each counts")
 
