@@ -335,6 +335,8 @@ class TechniqueConfig(Options):
     saved_structure: ClassVar[tuple[str, str] | None] = None
     """For a technique that changes the structure of saved weights: why they can only be loaded with it, and an
     alternative."""
+    libraries: ClassVar[Mapping[str, str]] = {}
+    """Optional libraries without which it cannot train, and the extra of efftrain that installs each."""
     own_checkpoints: ClassVar[tuple[str, str] | None] = None
     """Why a run with the technique cannot resume from a checkpoint of a run without it, and an alternative."""
     needs_values: ClassVar[bool] = False

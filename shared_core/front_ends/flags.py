@@ -7,10 +7,11 @@ import functools
 import os
 from collections.abc import Mapping
 from difflib import SequenceMatcher
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError, MissingExtraError, nearest
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
@@ -111,12 +112,16 @@ def check_before_imports(recipe: Recipe) -> None:
 
     Raises:
         CompatibilityError: If its techniques cannot be combined.
+        MissingExtraError: If a library that one needs is not installed.
         CheckpointError: If a folder or file that it names does not exist.
     """
     from shared_core.engine.checks.compatibility import check
 
     check(recipe)
-    for config in recipe.values():
+    for key, config in recipe.items():
+        for library, extra in config.libraries.items():
+            if find_spec(library) is None:
+                raise MissingExtraError(key, library, extra)
         config.check_files()
 
 

@@ -26,6 +26,7 @@ class LoraConfig(TechniqueConfig):
     about: ClassVar[str] = "Trains adapters on a frozen base model."
     key: ClassVar[str] = "lora"
     switch: ClassVar[str] = "rank"
+    libraries: ClassVar[Mapping[str, str]] = {"peft": "lora"}
 
     # adapters are merged while quantizers are live, so that the sum is what is baked
     finishes_after: ClassVar[tuple[str, ...]] = ("prune", "lottery", "cluster")

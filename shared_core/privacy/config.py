@@ -28,6 +28,7 @@ class PrivacyConfig(TechniqueConfig):
     key: ClassVar[str] = "dp"
     switch: ClassVar[str] = "noise_multiplier"
     other_switch: ClassVar[str] = "target_epsilon"
+    libraries: ClassVar[Mapping[str, str]] = {"opacus": "privacy"}
     without: ClassVar[Mapping[str, tuple[str, ...]]] = {"secure_mode": ("seed",)}
 
     own_checkpoints: ClassVar[tuple[str, str] | None] = (

@@ -9,8 +9,9 @@ import torch
 from commands import eff
 
 from shared_core import Recipe, Session
+from shared_core.engine.registry import REGISTRY
 from shared_core.engine.saving.state_file import save_state
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.front_ends.flags import check_spelling, take_flags
 
 HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
@@ -52,6 +53,15 @@ def run(tmp_path, monkeypatch):
         return eff("run", tmp_path / "train.py", *arguments), front_end
 
     return call
+
+
+@pytest.mark.parametrize(("flag", "key"), [("--lora_rank", "lora"), ("--dp_noise_multiplier", "dp")])
+def test_a_library_that_a_technique_needs_is_missed_before_the_script_runs(run, monkeypatch, flag, key):
+    config = REGISTRY[key].config_class
+    monkeypatch.setattr(config, "libraries", dict.fromkeys(["no_such_library"], *config.libraries.values()))
+    with pytest.raises(MissingExtraError, match="no_such_library") as missing:
+        run("raise AssertionError", flag, "1")
+    assert "efftrain[" in str(missing.value)
 
 
 @pytest.mark.parametrize("form", ["--resume_from_checkpoint {}", "--resume-from-checkpoint={}"])
