@@ -174,9 +174,14 @@ class Distillation(Technique):
 
     def _find_student(self, model: nn.Module) -> nn.Module:
         name = self.config.student
-        if name is None:
-            return model
         modules: dict[str, nn.Module] = dict(model.named_modules())
+        if name is None:
+            owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
+            if owner is nn.Module or owner.__name__ == "LightningModule":  # whose forward only raises
+                parts = [part for part, module in model.named_children() if any(True for _ in module.parameters())]
+                told = f"student must name the part that computes the logits, as {type(model).__name__} has no forward"
+                raise ConfigError("distill", told, f'pass student="{parts[0]}"' if parts else "give it a forward")
+            return model
         if name not in modules:
             rule = f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
             raise MatchError("distill", rule)

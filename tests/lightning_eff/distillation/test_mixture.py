@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation
-from shared_core.errors import TrainingError
+from shared_core.errors import ConfigError, TrainingError
 
 ALPHA, T, CLASSES = 0.3, 2.0, 5
 UNEQUAL, EQUAL = (6, 1, 3, 2, 5, 1, 4, 2), (3,) * 8
@@ -49,7 +49,7 @@ def reference(parts):
     return [value.grad.float() for value in student.parameters()]
 
 
-def lightning(folder, data, size, accumulate, **options):
+def lightning(folder, data, size, accumulate, own_forward=False, **options):
     import pytorch_lightning as pl
 
     class Module(pl.LightningModule):
@@ -66,6 +66,8 @@ def lightning(folder, data, size, accumulate, **options):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
+    if own_forward:
+        Module.forward = lambda self, **batch: self.net(**batch)
     options = {"student": "net", "temperature": T, "alpha": ALPHA, **options}
     module, callback = Module(), Distillation(teacher=Tagger(1), **options)
     trainer = make_trainer(folder, BOTH[0], callbacks=[callback], max_epochs=2, accumulate_grad_batches=accumulate)
@@ -106,5 +108,9 @@ def test_a_student_that_the_step_never_calls_is_refused_in_the_first_step_of_a_r
     calls, forward = [], Tagger.forward
     monkeypatch.setattr(Tagger, "forward", lambda self, *args, **batch: calls.append(0) or forward(self, **batch))
     with pytest.raises(TrainingError, match=r"the student's forward must run before the loss.*set distill.student"):
-        lightning(tmp_path, rows(EQUAL), 4, 1, student=None, begin=3)
+        lightning(tmp_path, rows(EQUAL), 4, 1, own_forward=True, student=None, begin=3)
+    assert len(calls) == 1
+    # a module without a forward cannot be the student, which shows before the first step
+    with pytest.raises(ConfigError, match='pass student="net"'):
+        lightning(tmp_path, rows(EQUAL), 4, 1, student=None)
     assert len(calls) == 1
