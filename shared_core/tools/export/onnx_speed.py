@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from shared_core.tools.export.onnx_files import constant, feeds, is_activation, session_of
+from shared_core.tools.export.onnx_layers import dequantize
 
 _LARGEST = 2**30  # bytes of the float file
 _SECONDS, _FEWEST = 0.2, 5
@@ -109,18 +111,15 @@ def _constant_of(value: Any) -> Any | None:
 
 
 def _values(node: Any, codes: Any) -> Any:
-    """Return ``s·(q − z)`` of a DequantizeLinear of constant codes."""
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
-    block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-    values = codes.astype(np.float32)
-    zero_point, scale = node.inputs[2] if len(node.inputs) > 2 else None, node.inputs[1]
-    for is_scale, part in ((False, zero_point), (True, scale)):
-        if part is None:
-            continue
-        spread = part.const_value.numpy().astype(np.float32)
-        if block:
-            spread = spread.repeat(block, axis)
-        elif spread.ndim == 1 and codes.ndim > 1:
-            spread = spread.reshape([-1 if place == axis % codes.ndim else 1 for place in range(codes.ndim)])
-        values = values * spread if is_scale else values - spread
-    return values
+    """Return the values of a DequantizeLinear of constant codes."""
+    attributes = {name: node.attributes[name].as_int() for name in ("axis", "block_size") if name in node.attributes}
+    scale, *zero_point = (torch.tensor(value.const_value.numpy()) for value in node.inputs[1:])
+    # as int32, which biases are: torch has none of numpy's 4-bit types
+    values = dequantize(
+        torch.from_numpy(codes.astype(np.int32)),
+        scale,
+        zero_point[0] if zero_point else None,
+        attributes.get("axis", 1) % codes.ndim,
+        attributes.get("block_size", 0),
+    )
+    return values.numpy()
