@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eff_kernels.quantization.integer_linear import integer_linear, pack
+from eff_kernels.quantization.integer_linear import fbgemm_engine, integer_linear, pack
 
 _Kernel = Literal["linear", "convolution", "matmul", "recurrent"]
 
@@ -31,7 +31,7 @@ def sums_exactly(kernel: _Kernel) -> bool:
 
     Args:
         kernel: ``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, ``torch._int_mm`` on a
-            CPU, or FBGEMM's product in ``torch.quantized_lstm``, which needs FBGEMM as the quantized engine.
+            CPU, or FBGEMM's product in ``torch.quantized_lstm``.
 
     Example:
         >>> sums_exactly("linear") in (True, False)
@@ -84,7 +84,8 @@ def _matmul() -> bool:
 def _recurrent() -> bool:
     scale, zeros = _ones().double(), torch.zeros(_OUTPUTS, dtype=torch.long, device="cpu")
     weight = torch._make_per_channel_quantized_tensor(_filled(127, _OUTPUTS, _INPUTS), scale, zeros, 0)
-    packed = torch.ops.quantized.linear_prepack(weight, None)
+    with fbgemm_engine():
+        packed = torch.ops.quantized.linear_prepack(weight, None)
     # values from 0 to 255 get a step of 1: code 255
     codes = (torch.full((rows, _INPUTS), 255.0, device="cpu") for rows in _ROWS)
     return all(bool((torch.ops.quantized.linear_dynamic(x, packed) == 255 * 127 * _INPUTS).all()) for x in codes)

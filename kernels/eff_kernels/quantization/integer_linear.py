@@ -1,9 +1,26 @@
-"""The product of int8 codes with a CPU's integer instructions, by oneDNN."""
+"""The product of int8 codes with a CPU's integer instructions: oneDNN's, and the engine of FBGEMM's."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+FBGEMM = "fbgemm"
+"""The name of FBGEMM among ``torch.backends.quantized.supported_engines``."""
+
+
+@contextlib.contextmanager
+def fbgemm_engine() -> Iterator[None]:
+    """Pack weights for FBGEMM inside. The process's engine stays what it was."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = FBGEMM
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from eff_kernels.quantization.exact_sums import sums_exactly
+from eff_kernels.quantization.integer_linear import FBGEMM, fbgemm_engine
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shared_core.quantization.integer.layers import PackedLayer, channel_codes
 from shared_core.quantization.schemes import LayerScheme
-
-_ENGINE = "fbgemm"
 
 
 class PackedRecurrent(PackedLayer):
@@ -66,7 +63,7 @@ class PackedRecurrent(PackedLayer):
             return f"torch's int8 kernel for {kind} quantizes inputs to 8 bits at run time: use int8_dynamic"
         if weight.device.type != "cpu" or weight.dtype == torch.float64:
             return f"torch has no int8 kernel for {kind} in {weight.dtype} on {weight.device.type}"
-        if _ENGINE not in torch.backends.quantized.supported_engines:
+        if FBGEMM not in torch.backends.quantized.supported_engines:
             return f"this torch was built without FBGEMM, whose int8 kernel runs {kind}"
         return f"torch's int8 kernel for {kind} has no proj_size" if stock.proj_size else ""
 
@@ -76,7 +73,8 @@ class PackedRecurrent(PackedLayer):
             return
         directions = ("", "_reverse") if self.options["bidirectional"] else ("",)
         layers = range(self.options["num_layers"])
-        with _fbgemm():
+        with fbgemm_engine(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.13 calls its quantized tensors deprecated, without a date
             self._packed = [self._cell(f"l{layer}{end}") for layer in layers for end in directions]
 
     def _cell(self, suffix: str) -> Any:
@@ -149,16 +147,3 @@ class PackedRecurrent(PackedLayer):
 
 def _in_order(state: Tensor, order: Tensor | None) -> Tensor:
     return state if order is None else state.index_select(1, order)
-
-
-@contextlib.contextmanager
-def _fbgemm() -> Iterator[None]:
-    """Pack for FBGEMM; the process's engine stays what it was."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = _ENGINE
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 calls its quantized tensors deprecated, without a date
-            yield
-    finally:
-        torch.backends.quantized.engine = before
