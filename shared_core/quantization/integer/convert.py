@@ -208,30 +208,28 @@ def to_torchao(model: nn.Module) -> nn.Module:
     """Move layers of a converted model to torchao's and oneDNN's kernels where these exist, in place; return it."""
     made: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
-        if isinstance(module, IntLinear | FakeQuantLinear):
-            fast, why = _fast_linear(module)
-            if fast is None:
-                module.stays_because = why  # type: ignore[assignment]
-            else:
-                made[module] = fast
-        elif isinstance(module, IntConv2d):
-            why = _why_no_convolution(module)
-            if why:
-                module.stays_because = why  # type: ignore[assignment]
-            else:
-                OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d"))
-        elif stock_kind(STOCK.get(type(module), nn.Module)) in (nn.LSTM, nn.GRU):
-            scheme = saved_scheme(layer_entry(module) or {}, WHERE)
-            if why := PackedRecurrent.why_not(module, scheme):  # type: ignore[arg-type]
-                module.stays_because = why  # type: ignore[assignment]
-            else:
-                made[module] = PackedRecurrent(module, scheme)  # type: ignore[arg-type]
+        fast, why = _fast(module)
+        if fast is not None:
+            made[module] = fast
+        elif why:
+            module.stays_because = why  # type: ignore[assignment]
     return replaced(model, made)
 
 
-def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None, str]:
-    """Return (the layer on a kernel, ""), or (None, why it has none)."""
-    return _fast_static(module) if isinstance(module, IntLinear) else _fast_weights(module)
+def _fast(module: Any) -> tuple[nn.Module | None, str]:
+    """Return (the layer on a kernel, ""), or (None, why it has none); the reason is empty for other modules."""
+    if isinstance(module, IntLinear):
+        return _fast_static(module)
+    if isinstance(module, FakeQuantLinear):
+        return _fast_weights(module)
+    if isinstance(module, IntConv2d):
+        why = _why_no_convolution(module)
+        return (None, why) if why else (OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d")), "")
+    if stock_kind(STOCK.get(type(module), nn.Module)) in (nn.LSTM, nn.GRU):
+        scheme = saved_scheme(layer_entry(module) or {}, WHERE)
+        why = PackedRecurrent.why_not(module, scheme)
+        return (None, why) if why else (PackedRecurrent(module, scheme), "")
+    return None, ""
 
 
 def _fast_static(module: IntLinear) -> tuple[nn.Module | None, str]:
