@@ -91,6 +91,12 @@ def unseen(missed: str) -> TrainingError:
     )
 
 
+def lacks_forward(module: nn.Module) -> bool:
+    """Return True if a module's class inherits a forward that only raises, as a LightningModule's does."""
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    return owner is nn.Module or owner.__name__ == "LightningModule"
+
+
 def trains(module: nn.Module) -> bool:
     """Return True if this is a training forward and not one that activation checkpointing repeats in backward."""
     # Forwards that checkpointing repeats run inside a backward (a graph task is active) and must not be kept twice.

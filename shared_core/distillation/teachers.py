@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shared_core.distillation.config import TeacherDtype
-from shared_core.distillation.forward_capture import Forward, ask_teacher, first_parameter
+from shared_core.distillation.forward_capture import Forward, ask_teacher, first_parameter, lacks_forward
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.checks.model_guards import refuse_scripted
@@ -142,7 +142,7 @@ class Teachers:
             values = (*forward.args, *forward.kwargs.values())
             shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
             remedy = "pass a teacher for these inputs, or set distill.student to the part of the model that has them"
-            if isinstance(error, NotImplementedError):
+            if lacks_forward(module):
                 remedy = "pass the network inside it, such as module.net, or give it a forward"
             raise TrainingError(
                 "distill",

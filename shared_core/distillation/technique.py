@@ -27,6 +27,7 @@ from shared_core.distillation.forward_capture import (
     ForwardHook,
     is_causal,
     labels_are_inputs,
+    lacks_forward,
     models_inside,
     named_inputs,
     unseen,
@@ -176,8 +177,7 @@ class Distillation(Technique):
         name = self.config.student
         modules: dict[str, nn.Module] = dict(model.named_modules())
         if name is None:
-            owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
-            if owner is nn.Module or owner.__name__ == "LightningModule":  # whose forward only raises
+            if lacks_forward(model):
                 parts = [part for part, module in model.named_children() if any(True for _ in module.parameters())]
                 told = f"student must name the part that computes the logits, as {type(model).__name__} has no forward"
                 raise ConfigError("distill", told, f'pass student="{parts[0]}"' if parts else "give it a forward")
