@@ -12,13 +12,14 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from shared_core.config.ability import Ability
 from shared_core.config.training_time import Position, parse_position
-from shared_core.errors import ConfigError, as_share, did_you_mean, nearest, require
+from shared_core.errors import ConfigError, MissingExtraError, as_share, did_you_mean, nearest, require
 
 if TYPE_CHECKING:
     import torch
@@ -348,7 +349,14 @@ class TechniqueConfig(Options):
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return how the technique runs on a device, regardless of its options."""
-        return Ability("native")
+        missing = cls.missing_library()
+        return Ability("refused", str(missing)) if missing else Ability("native")
+
+    @classmethod
+    def missing_library(cls) -> MissingExtraError | None:
+        """Return the error for the first of `libraries` that is not installed, None if all are."""
+        absent = ((name, extra) for name, extra in cls.libraries.items() if find_spec(name) is None)
+        return next((MissingExtraError(cls.key, *one) for one in absent), None)
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
         """Return True if these options allow an entry of `conflicts` after all. Its reason names the options."""

@@ -7,11 +7,10 @@ import functools
 import os
 from collections.abc import Mapping
 from difflib import SequenceMatcher
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import ConfigError, MissingExtraError, nearest
+from shared_core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
@@ -118,10 +117,9 @@ def check_before_imports(recipe: Recipe) -> None:
     from shared_core.engine.checks.compatibility import check
 
     check(recipe)
-    for key, config in recipe.items():
-        for library, extra in config.libraries.items():
-            if find_spec(library) is None:
-                raise MissingExtraError(key, library, extra)
+    for config in recipe.values():
+        if missing := config.missing_library():
+            raise missing
         config.check_files()
 
 

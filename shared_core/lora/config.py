@@ -92,8 +92,8 @@ class LoraConfig(TechniqueConfig):
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return refused without peft; tells what is left without bitsandbytes."""
-        codes = needs("bitsandbytes", "lora", "lora")
-        return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
+        codes, found = needs("bitsandbytes", "lora", "lora"), super().ability(device)
+        return dataclasses.replace(found, why=f"base none alone: {codes.why}") if codes and not found.why else found
 
     @property
     def scale(self) -> float:

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.config.ability import Ability, needs
 from shared_core.config.conflicts import DEEPSPEED, LBFGS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +102,6 @@ class PrivacyConfig(TechniqueConfig):
                 f"exactly one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
                 f"{self.target_epsilon}",
             )
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return "refused" if Opacus is not installed."""
-        return needs("opacus", "privacy", "dp") or super().ability(device)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
