@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -17,6 +18,12 @@ class Ability:
     why: str = ""
 
 
-def needs(library: str, extra: str, where: str) -> Ability | None:
-    """Return a refusal if a required library is not installed, else None."""
-    return None if find_spec(library) else Ability("refused", str(MissingExtraError(where, library, extra)))
+def missing(libraries: Mapping[str, str], where: str) -> MissingExtraError | None:
+    """Return the error for the first library that is not installed, None if all are.
+
+    Args:
+        libraries: Library → the extra of efftrain that installs it.
+        where: The start of the message.
+    """
+    absent = ((name, extra) for name, extra in libraries.items() if find_spec(name) is None)
+    return next((MissingExtraError(where, *one) for one in absent), None)

@@ -12,12 +12,11 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from shared_core.config.ability import Ability
+from shared_core.config.ability import Ability, missing
 from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, MissingExtraError, as_share, did_you_mean, nearest, require
 
@@ -349,14 +348,13 @@ class TechniqueConfig(Options):
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return how the technique runs on a device, regardless of its options."""
-        missing = cls.missing_library()
-        return Ability("refused", str(missing)) if missing else Ability("native")
+        error = cls.missing_library()
+        return Ability("refused", str(error)) if error else Ability("native")
 
     @classmethod
     def missing_library(cls) -> MissingExtraError | None:
         """Return the error for the first of `libraries` that is not installed, None if all are."""
-        absent = ((name, extra) for name, extra in cls.libraries.items() if find_spec(name) is None)
-        return next((MissingExtraError(cls.key, *one) for one in absent), None)
+        return missing(cls.libraries, cls.key)
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
         """Return True if these options allow an entry of `conflicts` after all. Its reason names the options."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.config.ability import Ability, needs
+from shared_core.config.ability import Ability, missing
 from shared_core.config.conflicts import AVERAGED_COPY, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS, ZERO3
 from shared_core.config.options import Figure, TechniqueConfig, option
 
@@ -92,8 +92,8 @@ class LoraConfig(TechniqueConfig):
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return refused without peft; tells what is left without bitsandbytes."""
-        codes, found = needs("bitsandbytes", "lora", "lora"), super().ability(device)
-        return dataclasses.replace(found, why=f"base none alone: {codes.why}") if codes and not found.why else found
+        codes, found = missing({"bitsandbytes": "lora"}, cls.key), super().ability(device)
+        return dataclasses.replace(found, why=f"base none alone: {codes}") if codes and not found.why else found
 
     @property
     def scale(self) -> float:
