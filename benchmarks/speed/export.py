@@ -247,7 +247,7 @@ def vision_nets() -> dict[str, nn.Module]:
 
 
 def vision(name: str, model: nn.Module, size: int, rounds: int) -> Row:
-    """Return a row of a net on integers, beside onnxruntime's own quantizer of the float file."""
+    """Compare a quantized net with its float file, and with that file quantized by onnxruntime."""
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -275,15 +275,15 @@ def vision(name: str, model: nn.Module, size: int, rounds: int) -> Row:
             k: f"{10 * np.log10((exact**2).mean() / ((calls[k]()[0] - exact) ** 2).mean()):.0f} dB" for k in calls
         }
         sizes = {kind: f"{file.stat().st_size / 1e6:.1f} MB" for kind, file in files.items()}
-    gain, beside = ratio(times, "int8", "float"), ratio(times, "int8", "static")
+    to_float, to_peer = ratio(times, "int8", "float"), ratio(times, "int8", "static")
     return Row(
         f"int8 {name}, {bits}-bit weights, one image of {size} pixels (float: {milliseconds(times, 'float')})",
         f"{milliseconds(times, 'int8')}, {quality['int8']}",
         f"onnxruntime's quantize_static {milliseconds(times, 'static')}, {quality['static']}",
-        f"{gain.text()} of float, {beside.text()} of quantize_static",
+        f"{to_float.text()} of float, {to_peer.text()} of quantize_static",
         f"{sizes['int8']}, quantize_static {sizes['static']}, float {sizes['float']}",
         "faster than float, at most 1.05 of quantize_static",
-        gain.median < 1 and beside.median <= 1.05,
+        to_float.median < 1 and to_peer.median <= 1.05,
     )
 
 

@@ -222,7 +222,7 @@ def of_one_row(width: int, rounds: int) -> list[Row]:
 
 
 def of_recurrent(width: int, rounds: int) -> list[Row]:
-    """Return a row for each recurrent layer beside float and torch.ao: one sequence of 50 steps."""
+    """Compare LSTM and GRU on one sequence of 50 steps with float and torch.ao."""
     rows, inputs = [], torch.randn(50, 1, width)
     for kind in (nn.LSTM, nn.GRU):
         torch.manual_seed(0)
@@ -238,16 +238,16 @@ def of_recurrent(width: int, rounds: int) -> list[Row]:
             {n: call()[0] for n, call in calls.items()},
         )
         error = {name: ((y - outputs["float"]).norm() / outputs["float"].norm()).item() for name, y in outputs.items()}
-        beside = ratio(times, "ours", "torch.ao")
+        to_peer = ratio(times, "ours", "torch.ao")
         rows.append(
             Row(
                 f"int8 dynamic inference of {kind.__name__}, {width} to {2 * width}, 50 steps of one sequence",
                 f"{milliseconds(times, 'ours')}, error {error['ours']:.4f}",
                 f"float {milliseconds(times, 'float')}, torch.ao {milliseconds(times, 'torch.ao')}, error "
                 f"{error['torch.ao']:.4f}",
-                f"{beside.text()} of torch.ao, {ratio(times, 'ours', 'float').text()} of float",
+                f"{to_peer.text()} of torch.ao, {ratio(times, 'ours', 'float').text()} of float",
                 target="<= 1.10 of torch.ao",
-                met=beside.median <= 1.1,
+                met=to_peer.median <= 1.1,
             )
         )
     return rows

@@ -56,8 +56,8 @@ def _refuse_resume(arguments: list[str]) -> None:
         folder = Path(value or following)
         if (folder / STATE_FILE).is_file():  # else it may be any file of the script's
             keys = sorted(key for state in sessions_at(folder, with_tensors=False) for key in state["recipe"])
-            told = f"{folder} must be resumed with the flags of its run, which used {', '.join(keys)}; got none"
-            require(not keys, "eff run", told, "repeat them, or train anew in another folder", CheckpointError)
+            told = f"{folder} must be resumed with the techniques it was trained with ({', '.join(keys)}), got none"
+            require(not keys, "eff run", told, "repeat their flags, or start a new run", CheckpointError)
 
 
 _Script = Annotated[
