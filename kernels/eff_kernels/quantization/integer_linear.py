@@ -14,7 +14,7 @@ FBGEMM = "fbgemm"
 
 @contextlib.contextmanager
 def fbgemm_engine() -> Iterator[None]:
-    """Pack weights for FBGEMM inside. The process's engine stays what it was."""
+    """Return a context in which weights are packed for FBGEMM. The process's engine stays what it was."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = FBGEMM
     try:
