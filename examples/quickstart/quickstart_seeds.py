@@ -29,13 +29,13 @@ HEAD = """\
 differ. {packages} packages, {train:,} training texts of which {labels} are labeled, {test:,} test texts. ± is one
 standard error over seeds. Latency is for 32 texts of 64 tokens, relative to the student.
 
-| run | added | accuracy % | seeds {each} | file kB | latency |
-|---|---|---|---|---|---|
+| run | added | accuracy % | file kB | latency |
+|---|---|---|---|---|
 """
 EFFECTS = """
 ### Effects
 
-| row | compared | effect | in standard errors |
+| row | accuracy minus that of | points | in standard errors |
 |---|---|---|---|
 """
 MEMORY = """
@@ -55,8 +55,8 @@ def mean(values):
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def told(values, digits=1, sign=""):
-    return "{:{s}.{d}f} ± {:.{d}f}".format(*mean(values), s=sign, d=digits)
+def told(values, sign=""):
+    return "{:{s}.1f} ± {:.1f}".format(*mean(values), s=sign)
 
 
 def errors(values):
@@ -66,25 +66,10 @@ def errors(values):
 
 
 def effects(runs):
-    """Return what each row changes, seed by seed: its name, of what, values, digits and the value of no effect."""
-
-    def difference(name, other):
-        return [100 * (run[name]["accuracy"] - run[other]["accuracy"]) for run in runs]
-
-    def share(name, other, key):
-        return [run[name][key] / run[other][key] for run in runs]
-
-    yield "distilled", "accuracy minus the student's, points", difference("distilled", "student"), 1, 0
-    yield "soup", "accuracy minus the best of the sweep's, points", difference("soup", "best of a sweep"), 1, 0
-    yield "soup", "accuracy minus the distilled student's, points", difference("soup", "distilled"), 1, 0
-    yield "pruned", "latency, share of the soup's", share("pruned", "soup", "latency_ms"), 2, 1
-    yield "pruned", "file, share of the soup's", share("pruned", "soup", "file_bytes"), 2, 1
-    yield "pruned", "accuracy minus the soup's, points", difference("pruned", "soup"), 1, 0
-    yield "int8", "latency, share of the pruned student's", share("int8", "pruned", "latency_ms"), 2, 1
-    yield "int8", "file, share of the pruned student's", share("int8", "pruned", "file_bytes"), 2, 1
-    yield "int8", "accuracy minus the pruned student's, points", difference("int8", "pruned"), 1, 0
-    yield "int8", "latency, share of the soup's", share("int8", "soup", "latency_ms"), 2, 1
-    yield "int8", "file, share of the soup's", share("int8", "soup", "file_bytes"), 2, 1
+    """Return what each row changes in accuracy: its name, the row it is compared with, and points seed by seed."""
+    pairs = [("distilled", "student"), ("soup", "best of a sweep"), ("soup", "distilled"), ("pruned", "soup")]
+    for name, other in [*pairs, ("int8", "pruned")]:
+        yield name, other, [100 * (run[name]["accuracy"] - run[other]["accuracy"]) for run in runs]
 
 
 def tables(first, runs):
@@ -95,7 +80,6 @@ def tables(first, runs):
         seeds=len(runs), date=datetime.date.today(), processor=processor(), labels=quickstart.LABELS,
         packages=len(texts.packages), train=len(texts.splits["train"]), runtime=onnxruntime.__version__,
         test=rows["student"]["test_examples"],
-        each=", ".join(map(str, SEEDS)),
     )]  # fmt: skip
     for name, row in rows.items():
         every = [row] if name == "teacher" else [run[name] for run in runs]
@@ -103,15 +87,13 @@ def tables(first, runs):
         latency = row["latency_ms"] / rows["student"]["latency_ms"]
         if name != "teacher":
             latency = statistics.fmean(run[name]["latency_ms"] / run["student"]["latency_ms"] for run in runs)
-        told_alone = ", ".join(f"{value:.1f}" for value in values) if len(values) > 1 else ""
         accuracy = told(values) if len(values) > 1 else f"{values[0]:.1f}"
         added = ", ".join(f"`{flag}`" for flag in row["added"].split(", ") if flag)
         size = f"{row['file_bytes'] / 1000:,.0f}"
-        lines.append(f"| {' | '.join([name, added, accuracy, told_alone, size, f'{latency:.2f}'])} |\n")
+        lines.append(f"| {' | '.join([name, added, accuracy, size, f'{latency:.2f}'])} |\n")
     lines.append(EFFECTS)
-    for name, what, values, digits, none in effects(runs):
-        effect = told(values, digits, "-" if none else "+")
-        lines.append(f"| {name} | {what} | {effect} | {errors([value - none for value in values])} |\n")
+    for name, other, values in effects(runs):
+        lines.append(f"| {name} | {other} | {told(values, sign='+')} | {errors(values)} |\n")
     lines.append(MEMORY)
     held = first["memory"]
     lines += [f"| `{row['flags']}` | {row['mib']:.1f} | {row['mib'] / held[0]['mib']:.2f} x |\n" for row in held]
