@@ -232,8 +232,11 @@ def figures_markdown() -> str:
         for name, figure in config.figures.items():
             only = f" ({figure.only})" if figure.only else ""
             rows.append(f"| `{key}/{name}` | {figure.text}{only} | {'yes' if figure.in_bar else ''} |")
-    silent = {key: config.logs_nothing for key, config in configs.items() if config.logs_nothing}
-    rows += [f"| `{key}` | nothing ({reason}); see the receipt | |" for key, reason in silent.items()]
+    silent: dict[str, list[str]] = {}
+    for key, config in configs.items():
+        if config.logs_nothing:
+            silent.setdefault(config.logs_nothing, []).append(f"`{key}`")
+    rows += [f"| {', '.join(keys)} | nothing ({reason}); see the receipt | |" for reason, keys in silent.items()]
     return "\n".join(rows) + "\n"
 
 
