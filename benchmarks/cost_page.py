@@ -25,9 +25,9 @@ exceeds `--memory`. [How it counts](#memory-of-a-planned-run).
 
 ![Measured growth of time and memory, relative to the smallest size](cost.svg)
 
-The table shows how the cost of a technique grows with one size n, while the others stay fixed. Use the fit for a larger
-run: n^1 doubles when n doubles, n^0.5 grows by 1.41, and a + b·n has a part that does not grow. Rows "for comparison"
-are what the technique replaces.
+The table shows how the cost of a technique grows with one size n, while the others stay fixed. The fit tells the cost
+of a larger run: n^1 doubles when n doubles, and a + b·n has a part that does not grow. Rows "for comparison" show what
+the technique replaces.
 
 {date}, {device}, one thread, {versions}, by `make cost`.
 Times are medians of CPU time. Memory is the peak of torch's CPU allocator, or all live tensors. The model is {layers}
@@ -54,11 +54,10 @@ PLAN = """\
   attention) adds 3·c·T·L·s·heads. That fits BERT, Llama, Gemma 2 and GPT-2, and is a third of what DeBERTa stores.
 - With FSDP2, the plan reduces gradients in every micro-batch. Trainers that wait for the last one send less and keep
   whole gradients.
-- Techniques that the strategy does not support stop with an error.
 
-We compared the plan with a decoder in two processes (within 1 %) and with activations of a Llama (within 10 %), by
-`python benchmarks/speed/scale.py`. FSDP2's gathered blocks, autocast's copies and FP8 casts need a GPU and were not
-measured. In Python, use `plan` of `shared_core.contrib.planning`, which may change in any version.
+The plan agrees with a decoder in two processes (within 1 %) and with activations of a Llama (within 10 %), by `python
+benchmarks/speed/scale.py`. FSDP2's gathered blocks, autocast's copies and FP8 casts need a GPU and were not measured.
+In Python, use `plan` of `shared_core.contrib.planning`, which may change in any version.
 """
 
 
