@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
 from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
-from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_scale
+from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_limits, fp8_scale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.schemes import LayerScheme, on_grid, quantize_input, quantize_weight
@@ -54,6 +54,8 @@ class LayerQuantizer:
             bank.move_(x.device)
         if self._observes(module) and x.numel():
             self.observe(self.index, x)
+        if self.bank.quantizing and self.has_range and module.training and self.bank.counts:
+            self.bank.count(self.index, x.detach(), self.limits(module, self.index))
         return self.in_range(module, self.index, x)
 
     def observe(self, index: int, x: Tensor) -> None:
@@ -78,6 +80,12 @@ class LayerQuantizer:
             return fp8_fake_quantize_in_range(x, bank.ranges[index].abs().amax())
         qmin, qmax = self.scheme.input_range
         return kernels.fake_quantize(x, bank.scale[index], bank.zero_point[index], qmin, qmax, bank.rounded_gate)
+
+    def limits(self, module: nn.Module, index: int) -> Tensor:
+        """Return the two values beyond which inputs are clipped."""
+        if self.scheme.input == "fp8_static":
+            return fp8_limits(self.bank.ranges[index].abs().amax())
+        return self.bank.limits(index)
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
         """Return one of the layer's weights, fake-quantized once that is switched on."""
@@ -157,6 +165,11 @@ class LearnedQuantizer(LayerQuantizer):
         if learned.learns and self.bank.quantizing and self.has_range:
             return learned.quantize(module, x)
         return stay_in_graph(super().in_range(module, index, x), *learned.parameters(module))
+
+    def limits(self, module: nn.Module, index: int) -> Tensor:
+        """Return the two values beyond which inputs are clipped."""
+        learned = self.learned_input
+        return super().limits(module, index) if learned is None or not learned.learns else learned.limits(module)
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
         """Return one of the layer's weights, fake-quantized once that is switched on."""

@@ -53,7 +53,7 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
 
 
 _HEIGHT = 128  # rows of a block
-_E4M3_MAX = 448.0
+_E4M3_MAX, _E4M3_STEP = 448.0, 32.0  # and the step below it
 
 
 def to_blocks(rows: Tensor, width: int) -> Tensor:
@@ -101,6 +101,17 @@ def fp8_scale(largest: Tensor) -> Tensor:
         tensor(2.)
     """
     return largest.float().clamp(min=2.0**-126 * _E4M3_MAX) / _E4M3_MAX
+
+
+def fp8_limits(largest: Tensor) -> Tensor:
+    """Return the two values between which the codes of a range round, beyond half a step of its largest value.
+
+    Example:
+        >>> fp8_limits(torch.tensor(448.0))
+        tensor([-464.,  464.])
+    """
+    limit = fp8_scale(largest) * (_E4M3_MAX + _E4M3_STEP / 2)
+    return torch.stack([-limit, limit])
 
 
 def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:

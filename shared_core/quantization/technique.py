@@ -40,6 +40,10 @@ from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
 from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
 from shared_core.quantization.selection import BASE, layer_schemes, select_layers
 
+_COUNT_EVERY = 10
+"""Clipped values are counted in one of these steps, and from the last planned one on."""
+_WORTH_TELLING = 0.001
+
 
 class QuantizationAwareTraining(Technique):
     """Train with fake-quantized weights and activations, so that the weights tolerate quantization.
@@ -65,6 +69,7 @@ class QuantizationAwareTraining(Technique):
         self._trains = trains
         self._begin = self._freeze = self._freeze_bn = 0
         self._began_at: int | None = None
+        self._total_steps: int | None = None
         self._final: list[dict[str, Any]] | None = None
         self.policy = ObservedRanges(config, {})
 
@@ -218,6 +223,7 @@ class QuantizationAwareTraining(Technique):
 
     def plan(self, context: Context) -> Plan:
         """Return when quantization starts and when ranges and batch norms freeze. The layers must stay in the model."""
+        self._total_steps = context.total_steps
         moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
         return Plan(
             moments_told(self.config, moments, context.total_steps),
@@ -246,7 +252,9 @@ class QuantizationAwareTraining(Technique):
         if quantizing and self._began_at is None:
             self.policy.start()
             self._began_at = step
-        self.policy.set_step(step, observing=step < self._freeze, quantizing=quantizing)
+        may_be_last = self._total_steps is not None and step + 1 >= self._total_steps
+        counting = may_be_last or step % _COUNT_EVERY == _COUNT_EVERY - 1
+        self.policy.set_step(step, observing=step < self._freeze, quantizing=quantizing, counting=counting)
 
     def before_step(self, context: Context) -> None:
         """Collect what this step observed."""
@@ -268,14 +276,16 @@ class QuantizationAwareTraining(Technique):
         if is_file:
             self.policy.gather()
         else:
-            self.bank.observing = False  # also in a validation that puts layers into training mode
+            # also in a validation that puts layers into training mode
+            self.bank.observing = self.bank.counts_clipped = False
         try:
             yield
         finally:
             if is_file:
                 self.policy.release()
             else:
-                self.bank.observing = bool(self.policy.static) and context.step < self._freeze
+                self.bank.counts_clipped = bool(self.policy.static)
+                self.bank.observing = self.bank.counts_clipped and context.step < self._freeze
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by parameter name. Learned scales are part of the technique's state."""
@@ -304,7 +314,7 @@ class QuantizationAwareTraining(Technique):
         # Ranges that were never frozen include all steps.
         if bank.observing:
             bank.refresh()
-        bank.observing = False
+        bank.observing = bank.counts_clipped = False
         bank.clear_window()
         self._freeze_norms(context)
         reshard_(context.model)
@@ -377,7 +387,7 @@ class QuantizationAwareTraining(Technique):
             "without_range": [
                 entry["name"] for entry in layers if entry["input"] in WITH_RANGE and entry["scale"] is None
             ],
-            "beyond_range": _beyond_range(layers),
+            "clipped": self._clipped(layers),
             "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers if "sqnr_db" in entry), default=None),
             "left_out": dict(self.left_out),
             "float_inputs": self.float_inputs,
@@ -394,10 +404,10 @@ class QuantizationAwareTraining(Technique):
         told = [f"Trained {layers} in {report['scheme']} since step {report['began_at_step']:,}."]
         if (worst := report["smallest_sqnr_db"]) is not None:
             told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
-        if (reached := report["beyond_range"]) is not None and reached["layers"]:
+        if (clipped := report["clipped"]) is not None and clipped["largest"] >= _WORTH_TELLING:
             told.append(
-                f"The latest inputs of {reached['layers']} of {counted(reached['of'], 'layer')} exceed the layer's "
-                f"range, by up to {100 * reached['largest']:.1f} % of its width. Values outside it are clipped."
+                f"In step {clipped['step']:,}, {100 * clipped['share']:.1f} % of the layers' input values lay outside "
+                f"their ranges and were clipped, up to {100 * clipped['largest']:.1f} % in {clipped['layer']}."
             )
         if report["left_out"]:
             told.append(f"Left in float: {listed(report['left_out'], 3)}.")
@@ -406,6 +416,16 @@ class QuantizationAwareTraining(Technique):
         if windows := report["non_finite_windows"]:
             told.append(f"Inputs were not finite in {counted(windows, 'range update')}.")
         return told
+
+    def _clipped(self, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return the share of clipped input values in the last counted step, and the layer with the largest share."""
+        counts = {entry["name"]: (entry["clipped"], entry["values"]) for entry in layers if entry.get("values")}
+        if not counts:
+            return None
+        layer = max(counts, key=lambda name: counts[name][0] / counts[name][1])
+        clipped, values = (sum(column) for column in zip(*counts.values(), strict=True))
+        largest = counts[layer][0] / counts[layer][1]
+        return {"step": self.bank.counted_step, "share": clipped / values, "largest": largest, "layer": layer}
 
     def _layer_reports(self, *, gather: bool = False) -> list[dict[str, Any]]:
         reports = []
@@ -424,12 +444,6 @@ class QuantizationAwareTraining(Technique):
             report |= self.policy.report(name)
             reports.append({**report, **weight_report(module, gather=gather)})
         return reports
-
-
-def _beyond_range(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return how many ranges the inputs observed last exceeded, of how many, and the largest excess."""
-    found = [entry["beyond"] for entry in layers if entry.get("beyond") is not None]
-    return {"layers": sum(map(bool, found)), "of": len(found), "largest": max(found)} if found else None
 
 
 def _refuse_shards(name: str, folded: nn.Module) -> None:

@@ -39,6 +39,12 @@ CASES = [
 STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 
 
+def clipped(run):
+    """Return what the run counted of its layers' inputs."""
+    layers = run.receipt["techniques"].get("qat", {}).get("per_layer", ())
+    return [(entry.get("clipped"), entry.get("values")) for entry in layers]
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -56,6 +62,7 @@ def test_parity_of_loops_lightning_and_hf(keys, tmp_path):
         other = run(recipe_of(*keys), tmp_path / name, **({"seed": 0} if name == "hf" else {}))
         assert difference(bare.weights, other.weights) is None, name
         assert other.receipt["steps"]["applied"] == bare.receipt["steps"]["applied"] == NUM_STEPS
+        assert clipped(other) == clipped(bare), name
 
 
 # What goes on to the end of the run, whenever that comes.

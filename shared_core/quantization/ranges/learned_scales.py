@@ -432,19 +432,28 @@ class InputRange:
         return learned.lsq_fake_quantize(x, scale.to(dtype), zero_point, qmin, qmax, factor, self.rounded_gate)
 
     @torch.no_grad()
-    def entry(self, module: nn.Module) -> dict[str, Any]:
-        """Return scale, zero point and range in signed codes, as plain values."""
-        low, high = self.signed_codes
+    def _final_grid(self, module: nn.Module) -> tuple[Tensor, Tensor | int]:
+        """Return scale and zero point in signed codes."""
         qmin, qmax = self.codes
         point = None
         if self.kind == "pact":
             scale = learned_value(module, "input_clip").reshape(()).clamp_min(qmax * learned.SMALLEST_SCALE) / qmax
         else:
             scale, point = self._grid(module)
-        zero_point = low - qmin  # shift unsigned codes down
-        if point is not None:
-            zero_point = int(point.round().clamp(qmin, qmax))
-        step = scale.item()
+        # shift unsigned codes down
+        return scale, self.signed_codes[0] - qmin if point is None else point.round().clamp(qmin, qmax)
+
+    def limits(self, module: nn.Module) -> Tensor:
+        """Return the two values between which inputs are rounded to the nearest code, not clipped."""
+        scale, zero_point = self._final_grid(module)
+        low, high = self.signed_codes
+        return torch.stack([scale * (low - 0.5 - zero_point), scale * (high + 0.5 - zero_point)])
+
+    def entry(self, module: nn.Module) -> dict[str, Any]:
+        """Return scale, zero point and range in signed codes, as plain values."""
+        low, high = self.signed_codes
+        scale, point = self._final_grid(module)
+        step, zero_point = scale.item(), int(point)
         bounds = {"min": step * (low - zero_point), "max": step * (high - zero_point)}
         return {**bounds, "scale": step, "zero_point": zero_point}
 

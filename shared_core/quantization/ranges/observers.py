@@ -45,6 +45,11 @@ def _(like: Tensor, seed: int, step: Tensor, number: int) -> Tensor:
     return like.new_empty(like.shape, dtype=torch.float32)
 
 
+def _is_first_forward() -> bool:
+    """Return False in a recomputation, which is the only forward inside a backward pass."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
 class RangeBank:
     """The ranges of all observed layers of a model, one row per layer. A step costs one collective and a few ops.
 
@@ -99,8 +104,12 @@ class RangeBank:
         self.known = torch.zeros(num_layers, dtype=torch.bool)
         self.averaged = torch.zeros(num_layers, dtype=torch.int64)
         """Windows in each layer's average."""
-        self.latest = torch.zeros(num_layers, 2)
-        """(min, max) of the last committed window, NaN or infinite for layers that saw no finite input in it."""
+        self.counts_clipped = self.counts_this_step = False
+        self.count_window = torch.zeros(num_layers, 2, dtype=torch.int64)
+        self.clipped = torch.zeros(num_layers, 2, dtype=torch.int64)
+        """(clipped values, all values) of each layer's input in the last counted step that was applied."""
+        self.counted_step = 0
+        """Number of that step, counted from 1."""
         self.non_finite = torch.zeros(num_layers, dtype=torch.int64)
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
@@ -126,10 +135,40 @@ class RangeBank:
         window.copy_(torch.minimum(window, torch.stack([low, -high]).to(window.dtype)))
         if not mean or self.totals is None:
             return
-        # A recomputation would change a sum, unlike extrema. It is the only forward inside a backward pass.
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        if _is_first_forward():  # a recomputation would change a sum, unlike extrema
             self.totals[index, 0] += x.detach().abs().sum(dtype=torch.float64)
             self.totals[index, 1] += x.numel()
+
+    @property
+    def counts(self) -> bool:
+        """True if a forward in training must count clipped values."""
+        # A compiled graph counts in every step, fused with other passes: a switch would compile a second graph.
+        if not self.counts_clipped or not (torch.compiler.is_compiling() or self.counts_this_step):
+            return False
+        return _is_first_forward()
+
+    def limits(self, index: int) -> Tensor:
+        """Return the two values of a layer between which inputs are rounded to the nearest code, not clipped."""
+        half = torch.tensor([-0.5, 0.5], dtype=torch.float64, device=self.device)
+        return ((self.codes[index] + half - self.zero_point[index]) * self.scale[index]).to(self.scale.dtype)
+
+    def count(self, index: int, x: Tensor, limits: Tensor) -> None:
+        """Count the values of an input, and those outside its limits."""
+        low, high = limits[:1], limits[1:]  # of one axis: numbers would be rounded to the type of x
+        self.count_window[index, 0] += ((x < low) | (x > high)).sum()
+        self.count_window[index, 1] += x.numel()
+
+    def take_counts(self) -> Tensor | None:
+        """Return the counts of all ranks if this step is counted, and start new ones; every rank must call it."""
+        if not self.counts_clipped:
+            return None
+        counts = all_reduce_(self.count_window.clone(), "sum") if self.counts_this_step else None
+        self.count_window.zero_()
+        return counts
+
+    def commit_counts(self, counts: Tensor) -> None:
+        """Keep the counts of an applied step."""
+        self.clipped, self.counted_step = counts, int(self.step) + 1
 
     def noise(self, weight: Tensor, number: int) -> Tensor | None:
         """Return uniform noise for the weight of layer `number`, or None to round to nearest.
@@ -180,7 +219,6 @@ class RangeBank:
         moved = torch.where(self.known[:, None], moved, new)
         self.set_ranges(torch.where(finite[:, None], moved, self.ranges), self.known | finite)
         self.averaged += finite
-        self.latest = new
         self.mean = torch.where(finite, self.taken_mean, self.mean)
         self.non_finite += seen & ~finite
         self.num_updates += 1
@@ -202,17 +240,18 @@ class RangeBank:
         """Start over without known ranges."""
         self.known.zero_()
         self.averaged.zero_()
+        self.clipped.zero_()
         self.clear_window()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later ranges depend on."""
         rows = {name: getattr(self, name).clone() for name in self._saved}
-        return {**rows, "num_updates": self.num_updates}
+        return {**rows, "num_updates": self.num_updates, "counted_step": self.counted_step}
 
     @property
     def _saved(self) -> tuple[str, ...]:
         means = ("totals", "mean") if self.totals is not None else ()
-        return ("ranges", "known", "averaged", "latest", "window", "non_finite", *means)
+        return ("ranges", "known", "averaged", "window", "count_window", "clipped", "non_finite", *means)
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Tensor) -> None:
         """Restore a saved state; `rows` says which saved row is that of each layer."""
@@ -220,7 +259,7 @@ class RangeBank:
         self.set_ranges(saved.pop("ranges"), saved.pop("known"))
         for name, value in saved.items():
             getattr(self, name).copy_(value)
-        self.num_updates = int(state["num_updates"])
+        self.num_updates, self.counted_step = int(state["num_updates"]), int(state["counted_step"])
 
 
 class EstimatorBank(RangeBank):
@@ -282,8 +321,7 @@ class EstimatorBank(RangeBank):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(self, index: int, x: Tensor, *, mean: bool = True) -> None:
         """Count the values of `x` in a layer's window. There are no means."""
-        # A recomputation would change counts, unlike extrema. It is the only forward inside a backward pass.
-        if torch._C._current_graph_task_id() == -1:
+        if _is_first_forward():  # a recomputation would change counts, unlike extrema
             # A layer counts directly into its row of the bank.
             Histogram.of(self.window[index : index + 1]).update(x.reshape(1, -1))
 
@@ -302,7 +340,6 @@ class EstimatorBank(RangeBank):
         """Add one window to the history, and derive the ranges if due."""
         added = Histogram.of(window)
         Histogram.of(self.history).merge(added)
-        self.latest = torch.stack([added.extrema[:, 0], -added.extrema[:, 1]], 1).to(self.ranges.dtype)
         self.non_finite += added.non_finite > 0
         self.num_updates += 1
         self.num_commits += 1

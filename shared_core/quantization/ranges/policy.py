@@ -7,7 +7,6 @@ LSQ, LSQ+ and PACT, each with a variant that clips the outputs of GELU.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, cast
@@ -58,6 +57,7 @@ class ObservedRanges:
         }
         self._number_outputs()
         self._pending: Tensor | None = None
+        self._counts: Tensor | None = None
         self._window_restored = False
 
     def _number_outputs(self) -> None:
@@ -109,23 +109,26 @@ class ObservedRanges:
         if self.config.rounding == "stochastic":
             self.bank.noise_seed = seed
         self.bank.quantizing = False  # the best checkpoint may be from before quantization started
+        self.bank.counts_clipped = bool(self.static)
 
     def start(self) -> None:
         """Called when fake quantization starts."""
 
-    def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
+    def set_step(self, step: int, *, observing: bool, quantizing: bool, counting: bool) -> None:
         """Set the switches for the next step. Ranges that freeze are derived from all observations."""
         bank = self.bank
         if bank.observing and not observing:
             bank.refresh()
         bank.observing = observing and bool(self.static)
         bank.step.fill_(step)
+        bank.counts_this_step = counting
         bank.quantizing = bank.quantizing or quantizing
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the window of this step. A window still pending belongs to a skipped step and is dropped."""
         # Taken before the step and committed after it, so that a skipped step (overflow) has no effect.
         self._pending = self.bank.take_window() if self.bank.observing else None
+        self._counts = self.bank.take_counts()
 
     def after_step(self) -> None:
         """Update the ranges with the pending window after an applied step."""
@@ -133,6 +136,9 @@ class ObservedRanges:
             self.bank.commit(self._pending)
             self._pending = None
             self.read_known()
+        if self._counts is not None:
+            self.bank.commit_counts(self._counts)
+            self._counts = None
 
     def read_known(self) -> None:
         """Mark the layers that now have a range."""
@@ -197,29 +203,18 @@ class ObservedRanges:
             return {}
         bank, row = self.bank, self.static.index(name)
         if not bool(bank.known[row]):
-            return dict.fromkeys(("min", "max", "scale", "zero_point", "beyond"))
+            return dict.fromkeys(("min", "max", "scale", "zero_point"))
         minimum, maximum = bank.ranges[row].tolist()
         found = {
             "min": minimum,
             "max": maximum,
             "scale": bank.scale[row].item(),
             "zero_point": int(bank.zero_point[row]),
-            "beyond": self._beyond(name, row),
+            **dict(zip(("clipped", "values"), bank.clipped[row].tolist(), strict=True)),
         }
         if (output := self.quantizers[name].output_index) is not None:
             found["output_min"], found["output_max"] = bank.ranges[output].tolist()
         return found
-
-    def _beyond(self, name: str, row: int) -> float | None:
-        """Return how far the inputs observed last reach beyond the range, as a share of its width; None if unknown."""
-        (low, high), (least, most) = self.bank.ranges[row].tolist(), self.bank.latest[row].tolist()
-        if not (math.isfinite(least) and math.isfinite(most)):
-            return None
-        # as the codes cover it
-        low, high = (-max(-low, high), max(-low, high)) if self.schemes[name].input == "fp8_static" else (low, high)
-        low, high = min(low, 0.0), max(high, 0.0)
-        reach = max(low - least, most - high, 0.0)
-        return reach / (high - low) if high > low else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the current window and learned state."""
@@ -408,8 +403,8 @@ class _LearnedRanges(ObservedRanges):
                 if quantizer.weight_scale is not None:
                     quantizer.weight_scale.start(layer)
 
-    def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
-        super().set_step(step, observing=observing, quantizing=quantizing)
+    def set_step(self, step: int, *, observing: bool, quantizing: bool, counting: bool) -> None:
+        super().set_step(step, observing=observing, quantizing=quantizing, counting=counting)
         self._start_inputs()
 
     def _start_inputs(self) -> None:

@@ -28,7 +28,8 @@ def run(model, wrapped, batches):
         optimizer.step()
         context.step += 1
         technique.after_step(context, True)
-    return technique.ranges(), [parameter.detach().clone() for parameter in model.parameters()]
+    counts = [(entry["clipped"], entry["values"]) for entry in technique.report()["per_layer"]]
+    return technique.ranges(), counts, [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def make():
@@ -72,9 +73,10 @@ def worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     shards = [batch.chunk(2)[rank] for batch in data()]
-    ranges, parameters = run(make(), DistributedDataParallel, shards)
+    ranges, counts, parameters = run(make(), DistributedDataParallel, shards)
     branches = clipped_branches(rank)
-    torch.save({"ranges": ranges, "parameters": parameters, "branches": branches}, f"{folder}/{rank}.pt")
+    found = {"ranges": ranges, "counts": counts, "parameters": parameters, "branches": branches}
+    torch.save(found, f"{folder}/{rank}.pt")
     leave()
 
 
@@ -86,9 +88,11 @@ def ranks(tmp_path_factory):
 
 def test_two_processes_have_the_ranges_of_one(ranks):
     first, second = ranks
-    ranges, parameters = run(make(), lambda model: model, data())
+    ranges, counts, parameters = run(make(), lambda model: model, data())
     assert first["ranges"] == second["ranges"]
     assert first["ranges"]["0"] == ranges["0"]
+    assert first["counts"][0] == second["counts"][0] == counts[0]
+    assert counts[0][0] > 0
     assert abs(first["ranges"]["2"]["max"] - ranges["2"]["max"]) < 1e-5
     for a, b, c in zip(first["parameters"], second["parameters"], parameters, strict=True):
         assert torch.equal(a, b)

@@ -39,35 +39,66 @@ def test_ranges_of_a_short_run_follow_inputs_wider_than_its_first_batches():
     assert run.range_of("0") == pytest.approx((batch.min().item(), batch.max().item()), rel=1e-3)
 
 
-@pytest.mark.parametrize("range", ["ema", "minmax", "percentile", "pact"])
-def test_the_receipt_says_how_far_the_last_inputs_exceed_their_range(range):
-    run = Run(small_net(), range=range, begin=6)
-    data = batches(5)
-    data[-1] *= 3
+def clipped_of(run, name="0"):
+    entry = next(entry for entry in run.technique.report()["per_layer"] if entry["name"] == name)
+    return entry["clipped"], entry["values"]
+
+
+def outside(entry, inputs):
+    """Return how many values are more than half a step beyond the grid of a layer's input, and of how many."""
+    bits = entry["activation_bits"]
+    scale = entry.get("scale") or max((entry["max"] - entry["min"]) / (2**bits - 1), 2.0**-126)
+    zero = entry.get("zero_point", round(-(2 ** (bits - 1)) - entry["min"] / scale))
+    codes = np.concatenate([batch.numpy().astype(np.float64).ravel() for batch in inputs]) / scale + zero
+    beyond = (codes < -(2 ** (bits - 1)) - 0.5) | (codes > 2 ** (bits - 1) - 0.5)
+    return int(beyond.sum()), codes.size
+
+
+@pytest.mark.parametrize("bits", [8, 3])
+@pytest.mark.parametrize("range", ["ema", "minmax", "percentile", "mse", "lsq", "lsq_plus", "pact"])
+def test_the_receipt_counts_the_values_clipped_in_the_last_step(range, bits):
+    run = Run(small_net(), total_steps=5, range=range, activation_bits=bits, freeze_observers=3)
+    *data, last = [(batch.abs() if range == "pact" else batch) for batch in batches(5, (40, 6))]
     for batch in data:
         run.step(batch)
-    run.technique.before_step(run.context)  # a step without input, which commits an empty window
-    report = run.technique.report()
-    low, high = run.range_of("0")
-    excess = max(low - data[-1].min().item(), data[-1].max().item() - high, 0.0) / (high - low)
-    assert report["per_layer"][0]["beyond"] == pytest.approx(excess, rel=1e-5)
-    assert (excess == 0) == (range == "minmax")
-    found = [entry["beyond"] for entry in report["per_layer"]]
-    assert report["beyond_range"] == {"layers": sum(map(bool, found)), "of": 2, "largest": max(found)}
-    told = " ".join(run.technique.summary({**report, "began_at_step": 0}))
-    assert (f"{100 * max(found):.1f} %" in told) == (max(found) > 0)
-    run.technique.after_step(run.context, True)
-    assert run.technique.report()["beyond_range"] is None
+    assert run.technique.report()["clipped"] is None
+    expected = outside(run.technique.ranges()["0"], [2 * last, last])
+    run.step(last * 50, skip=True)
+    run.step(*(2 * last).chunk(3), last)
+    assert clipped_of(run) == expected
+    assert expected[0] > 0
+    told, layers = run.technique.report()["clipped"], run.technique.report()["per_layer"]
+    clipped, values = (sum(entry[key] for entry in layers) for key in ("clipped", "values"))
+    assert (told["step"], told["share"]) == (5, clipped / values)
+    assert told["largest"] == max(entry["clipped"] / entry["values"] for entry in layers)
+    assert f"{100 * told['share']:.1f} %" in " ".join(run.technique.summary(run.technique.report()))
+    run.model.eval()(last * 50)
+    with run.technique.swapped(run.context, "evaluate"):
+        run.model.train()(last * 50)
+    expected = outside(run.technique.ranges()["0"], [last / 100])
+    run.step(last / 100)  # one step more than planned
+    assert clipped_of(run) == expected
 
 
-def test_the_last_inputs_are_compared_with_what_codes_of_fp8_cover():
-    run = Run(small_net(), scheme="fp8_static", ema_constant=1e-9)
-    (batch,) = batches(1)
-    run.step(batch.abs() + 1)
-    run.step(-batch.abs() - 1)
-    (low, high), most = run.range_of("0"), (batch.abs() + 1).max().item()
-    bound = max(-low, high)
-    assert run.technique.report()["per_layer"][0]["beyond"] == pytest.approx((most - bound) / (2 * bound), rel=1e-5)
+def test_values_beyond_the_codes_of_fp8_are_counted_as_clipped():
+    run = Run(small_net(), total_steps=2, scheme="fp8_static")
+    run.step(torch.full((1, 6), 448.0))
+    run.step(torch.tensor([[-448.0, 463.0, 465.0, -463.0, -465.0, 0.0]]))
+    assert clipped_of(run) == (2, 6)
+
+
+def test_a_run_of_unknown_length_counts_clipped_values_now_and_then():
+    run = Run(small_net(), total_steps=None)
+    for number, batch in enumerate(batches(24)):
+        if number == 19:
+            expected = outside(run.technique.ranges()["0"], [batch])
+        run.step(batch)
+    assert (run.technique.report()["clipped"]["step"], clipped_of(run)) == (20, expected)
+    assert "clipped" in " ".join(run.technique.summary(run.technique.report()))
+    for _ in range(10):
+        run.step(batch / 10)
+    assert clipped_of(run) == (0, batch.numel())
+    assert "clipped" not in " ".join(run.technique.summary(run.technique.report()))
 
 
 def test_first_step_has_float_activations_and_quantized_weights():
@@ -113,11 +144,13 @@ def test_recomputation_does_not_count_twice():
             return checkpoint(self.net, x, use_reentrant=False)
 
     (batch,) = batches(1)
-    plain, again = Run(small_net()), Run(Recomputed())
-    for _ in range(3):
-        plain.step(batch)
-        again.step(batch)
+    plain, again = Run(small_net(), total_steps=3), Run(Recomputed(), total_steps=3)
+    for factor in range(1, 4):
+        plain.step(batch * factor)
+        again.step(batch * factor)
     assert plain.range_of("2") == again.range_of("net.2")
+    assert clipped_of(plain, "2") == clipped_of(again, "net.2")
+    assert clipped_of(plain, "2")[1] == 12 * 8
 
 
 def test_a_skipped_step_leaves_no_trace():
@@ -195,14 +228,21 @@ def test_positions_that_cannot_be():
 
 
 def test_resume_inside_a_window():
-    a, b = batches(2)
-    whole, first = Run(small_net()), Run(small_net())
-    whole.step(a, b)
-    first.model.train()
-    (first.model(a).square().mean() / 2).backward()
-    second = Run(small_net(), state=first.technique.state_dict())
-    second.step(b)
+    a, b, c = batches(3)
+    whole, first = Run(small_net(), total_steps=2), Run(small_net(), total_steps=2)
+    for run in (whole, first):
+        run.step(a)
+    whole.step(b, c)
+    (first.model(b).square().mean() / 2).backward()
+    net = small_net()
+    net.load_state_dict(first.model.state_dict())
+    second = Run(net, total_steps=2, state=first.technique.state_dict(), step=1)
+    second.step(c)
     assert second.range_of("0") == whole.range_of("0")
+    assert clipped_of(second) == clipped_of(whole)
+    assert 0 < clipped_of(second)[0] < clipped_of(second)[1] == 2 * b.numel()
+    third = Run(small_net(), total_steps=2, state=second.technique.state_dict(), step=2)
+    assert third.technique.report()["clipped"] == second.technique.report()["clipped"]
 
 
 @pytest.mark.parametrize("range", ["ema", "kl"])
@@ -548,7 +588,7 @@ def test_compiled_training_equals_eager_without_recompiling_each_step(name, begi
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    eager, compiled = (Run(small_net(), begin=begin, range=name) for _ in range(2))
+    eager, compiled = (Run(small_net(), total_steps=7, begin=begin, range=name) for _ in range(2))
     counter = CompileCounterWithBackend("eager")
     compiled.model.compile(backend=counter, fullgraph=True)
     for batch in batches(7):
@@ -557,5 +597,6 @@ def test_compiled_training_equals_eager_without_recompiling_each_step(name, begi
     # dynamo steps into Sequential, so a graph for each of two layers, before and after begin
     assert counter.frame_count <= 4
     assert name != "ema" or eager.technique.ranges() == compiled.technique.ranges()
+    assert name != "ema" or clipped_of(eager) == clipped_of(compiled)
     for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if name == "ema" else {}))
