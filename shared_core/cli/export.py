@@ -122,9 +122,11 @@ def export(asked: ExportOptions) -> None:
         with bar("calibration of the cache") as advance:
             cache = calibrate_kv_cache(network, batches or (), asked.kv_cache, progress=advance)
     report: Any
+    times: tuple[float, float] | None = None
     with bar("exporting"):
         if kind == "onnx":
             from shared_core.tools.export.onnx import export_onnx
+            from shared_core.tools.export.onnx_speed import milliseconds
 
             report = export_onnx(
                 network, example, target,
@@ -132,6 +134,8 @@ def export(asked: ExportOptions) -> None:
                 calibration=saved_codes(model, weights) if batches is None else batches,
                 weight_codes=asked.weight_codes,  # type: ignore[arg-type]
             )  # fmt: skip
+            # Of the example inputs, in integers and in float.
+            times = milliseconds(target, example) if verify and report.integer_nodes else None
         elif kind == "executorch":
             from shared_core.tools.export.executorch import export_executorch
 
@@ -148,7 +152,7 @@ def export(asked: ExportOptions) -> None:
             report = write(network, target, example_inputs=example, verify=verify, **extra)
             if folder.is_dir() and target.is_dir():
                 copy_beside(folder, target)
-    values = dataclasses.asdict(report)
+    values = dataclasses.asdict(report) | ({"milliseconds": times} if kind == "onnx" else {})
     if asked.kv_cache is not None:
         values["calibrated_kv_cache"] = dataclasses.asdict(cache)
     keep_report(target if _SUFFIX[kind] else target / "model.safetensors", values)
@@ -156,7 +160,7 @@ def export(asked: ExportOptions) -> None:
         echo(json_text(values))
         return
     of_cache = [] if asked.kv_cache is None else [cache_line(values["calibrated_kv_cache"])]
-    print_report(values, [*_lines(kind, report), *of_cache], as_json=False)
+    print_report(values, [*_lines(kind, report), *_times(times), *of_cache], as_json=False)
 
 
 def _check_out(asked: ExportOptions) -> None:
@@ -316,16 +320,20 @@ def _onnx(report: Any) -> Iterator[str]:
         )
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     yield f"Integer kernels that onnxruntime uses here: {nodes or 'none'}."
-    if report.milliseconds is not None:
-        integers, floats = report.milliseconds
-        yield f"The example inputs take {integers:.3g} ms on this machine, and {floats:.3g} ms in float."
-        if integers > 1.05 * floats:  # less is noise
-            yield "So the float model is faster here."
     if report.unsigned_weights and nodes:
         yield (
             "Weights are unsigned integers, which every processor multiplies exactly. Signed ones are faster: use "
             "--weight-codes signed for processors with VNNI, or train with --qat_weight_bits 7 for all."
         )
+
+
+def _times(milliseconds: tuple[float, float] | None) -> Iterator[str]:
+    if milliseconds is None:
+        return
+    integers, floats = milliseconds
+    yield f"The example inputs take {integers:.3g} ms on this machine, and {floats:.3g} ms in float."
+    if integers > 1.05 * floats:  # less is noise
+        yield "So the float model is faster here."
 
 
 def _program(report: Any) -> Iterator[str]:

@@ -54,7 +54,6 @@ from shared_core.tools.export.onnx_layers import (
     translations,
 )
 from shared_core.tools.export.onnx_padding import fold_padding_
-from shared_core.tools.export.onnx_speed import milliseconds
 from shared_core.tools.export.source import (
     arguments,
     baked_copy,
@@ -147,8 +146,6 @@ class ExportReport:
         inputs: Name → shape of the file's inputs; a dynamic axis has a name.
         unsigned_weights: True if weights were written as unsigned codes.
         cache_scales_left_out: Attention layers with cache scales (`calibrate_kv_cache`), which the file lacks.
-        milliseconds: Time of the file and of the same graph in float, for the example inputs in onnxruntime on this
-            machine: medians of alternating runs. None if nothing runs on integers, or the float graph is above 1 GiB.
     """
 
     path: Path
@@ -164,7 +161,6 @@ class ExportReport:
     inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
     unsigned_weights: bool = False
     cache_scales_left_out: tuple[str, ...] = ()
-    milliseconds: tuple[float, float] | None = None
 
 
 def export_onnx(
@@ -282,14 +278,13 @@ def export_onnx(
             change = relative_change(file, exact, example_inputs) if runs else None
         # From the final file: the integer nodes depend on onnxruntime's fusions here.
         nodes = integer_nodes(written or file) if runs else {}
-        times = milliseconds(file, folder, example_inputs) if nodes else None
         with atomic_write(path) as temporary:
             shutil.move(file, temporary)
     path = Path(path)
     size = path.stat().st_size
     return ExportReport(
         path, size, names, left, nodes, difference, moved, activations, waiting, change, shapes, unsigned,
-        tuple(cache_scales(reference)), times,
+        tuple(cache_scales(reference)),
     )  # fmt: skip
 
 

@@ -131,8 +131,14 @@ def _mapping(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def session_of(file: Path | str | Opened, optimize: bool, save: Path | None = None, further: bytes = b"") -> Any:
-    """Return an onnxruntime session on the CPU."""
+def session_of(
+    file: Path | str | bytes | Opened,
+    optimize: bool,
+    save: Path | None = None,
+    further: bytes = b"",
+    fold_weights: bool = False,
+) -> Any:
+    """Return an onnxruntime session on the CPU, with `fold_weights` one that dequantizes weights before it runs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -140,6 +146,8 @@ def session_of(file: Path | str | Opened, optimize: bool, save: Path | None = No
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     options.log_severity_level = 4  # errors are raised anyway
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # don't busy-wait for a single run
+    if fold_weights:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     if save is not None:
         options.optimized_model_filepath = str(save)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "constants")
@@ -149,7 +157,7 @@ def session_of(file: Path | str | Opened, optimize: bool, save: Path | None = No
         # concatenated protobuf messages merge, with their lists joined
         model: Any = file.graph.SerializeToString() + further
     else:
-        model = str(file)
+        model = file if isinstance(file, bytes) else str(file)
     session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     session.opened = file  # keeps those constants alive: the session reads their memory
     return session

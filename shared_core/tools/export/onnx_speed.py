@@ -8,24 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from shared_core.tools.export.onnx_files import constant, feeds, is_activation, session_of
-from shared_core.tools.export.onnx_layers import dequantize
 
-_LARGEST = 2**30  # bytes of the float file
+_LARGEST = 2**30  # bytes of the float weights
 _SECONDS, _FEWEST = 0.2, 5
 
 
-def milliseconds(file: Path, folder: Path, inputs: Any) -> tuple[float, float] | None:
+def milliseconds(file: Path, inputs: Any) -> tuple[float, float] | None:
     """Return the time of a file and of its graph in float, medians of alternating runs in onnxruntime.
 
-    None if the float graph would be larger than 1 GiB. It is written into the folder.
+    None if the weights in float are larger than 1 GiB.
     """
-    in_float = folder / "float.onnx"
-    if not write_in_float(file, in_float):
+    in_float = graph_in_float(file)
+    if in_float is None:
         return None
-    sessions = [session_of(path, optimize=True) for path in (file, in_float)]
+    sessions = [session_of(file, optimize=True), session_of(in_float, optimize=True, fold_weights=True)]
     given = feeds(sessions[0], inputs)
     times: list[list[float]] = [[], []]
     for session in sessions:
@@ -40,10 +38,11 @@ def milliseconds(file: Path, folder: Path, inputs: Any) -> tuple[float, float] |
     return integers, floats
 
 
-def write_in_float(file: Path, target: Path) -> bool:
-    """Write the graph of a file without quantizers, with float weights of the same values; False if it is too large.
+def graph_in_float(file: Path) -> bytes | None:
+    """Return the graph of a file without quantizers of activations; None if its weights are too large in float.
 
-    Embeddings stay as they are: rows of codes are gathered, not multiplied.
+    Weights are still codes, which a session with `fold_weights` dequantizes before its first run. Embeddings stay as
+    they are: rows of codes are gathered, not multiplied.
     """
     import onnx_ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -57,9 +56,7 @@ def write_in_float(file: Path, target: Path) -> bool:
             maker = maker.inputs[0].producer() if maker.op_type == "Clip" else maker
             _read_instead(graph, node.outputs[0], maker.inputs[0])
         elif node.op_type == "DequantizeLinear" and (codes := _constant_of(node.inputs[0])) is not None:
-            values = _values(node, codes)
-            size += values.nbytes
-            _read_instead(graph, node.outputs[0], constant(graph, f"{node.outputs[0].name}_float", values))
+            size += 4 * codes.size
         elif node.op_type == "Round":  # tokens of other layers: s · round(x / s)
             quotient, product = node.inputs[0].producer(), node.outputs[0].consumers()
             if quotient is not None and quotient.op_type == "Div" and [one.op_type for one in product] == ["Mul"]:
@@ -67,14 +64,14 @@ def write_in_float(file: Path, target: Path) -> bool:
         elif node.op_type == "MatMulInteger":
             size += _multiply_in_float(graph, node)
         if size > _LARGEST:
-            return False
+            return None
     RemoveUnusedNodesPass()(model)
-    onnx_ir.save(model, target)
-    return True
+    whole: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return whole
 
 
 def _multiply_in_float(graph: Any, node: Any) -> int:
-    """Replace a layer's product of token codes by one of its input and float weight; return the weight's bytes."""
+    """Replace a layer's product of token codes by one of its input and weight; return the weight's bytes in float."""
     import onnx_ir
 
     # The input is Quantize(x / s_x), the output Cast(sum) · (one number · s_w) · ratios.
@@ -87,11 +84,16 @@ def _multiply_in_float(graph: Any, node: Any) -> int:
         scale = next((one for one in found if one is not None), None) if scale is None else scale
         end = reader.outputs[0]
     codes: Any = _constant_of(node.inputs[1])
-    values = (codes.astype(np.float32) - (128 if len(node.inputs) > 3 else 0)) * scale
-    product = onnx_ir.node("MatMul", [rows, constant(graph, f"{node.outputs[0].name}_float", values)])
-    graph.insert_before(node, product)
+    name, width = node.outputs[0].name, codes.shape[1]
+    scales = np.broadcast_to(scale.reshape(-1), (width,))
+    zeros = np.full(width, 128 if len(node.inputs) > 3 else 0, codes.dtype)
+    parts = [node.inputs[1], constant(graph, f"{name}_scale", scales), constant(graph, f"{name}_zero", zeros)]
+    weight = onnx_ir.node("DequantizeLinear", parts, {"axis": 1})
+    product = onnx_ir.node("MatMul", [rows, weight.outputs[0]])
+    for one in (weight, product):
+        graph.insert_before(node, one)
     _read_instead(graph, end, product.outputs[0])
-    return int(values.nbytes)
+    return 4 * int(codes.size)
 
 
 def _read_instead(graph: Any, value: Any, other: Any) -> None:
@@ -108,18 +110,3 @@ def _constant_of(value: Any) -> Any | None:
         codes = _constant_of(maker.inputs[0])
         return None if codes is None else codes.T
     return None if value.const_value is None else value.const_value.numpy()
-
-
-def _values(node: Any, codes: Any) -> Any:
-    """Return the values of a DequantizeLinear of constant codes."""
-    attributes = {name: node.attributes[name].as_int() for name in ("axis", "block_size") if name in node.attributes}
-    scale, *zero_point = (torch.tensor(value.const_value.numpy()) for value in node.inputs[1:])
-    # as int32, which biases are: torch has none of numpy's 4-bit types
-    values = dequantize(
-        torch.from_numpy(codes.astype(np.int32)),
-        scale,
-        zero_point[0] if zero_point else None,
-        attributes.get("axis", 1) % codes.ndim,
-        attributes.get("block_size", 0),
-    )
-    return values.numpy()

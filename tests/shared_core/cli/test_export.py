@@ -73,10 +73,13 @@ def test_the_command_exports_what_either_trainer_saved(room):
         result = eff("export_task:build", "--weights", weights, "--out", "model.onnx", "--format", "onnx")
         assert "3 layers quantized" in result.output
         assert "3 QGemm" in result.output
+        assert "ms in float" in result.output
         assert np.allclose(run("model.onnx", x), reference, atol=1e-5)
     report = json.loads(eff("export_task:build", "--weights", "run", "--out", "model.onnx", "--json").output)
     assert report["integer_nodes"] == {"QGemm": 3}
     assert report["largest_difference"] <= 1e-5
+    assert all(time > 0 for time in report["milliseconds"])
+    assert len(report["milliseconds"]) == 2
     assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
 
 

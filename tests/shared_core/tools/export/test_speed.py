@@ -1,4 +1,4 @@
-"""The graph in float that `export_onnx` times beside the integers: the same network, without quantizers."""
+"""The graph in float that `eff export` times beside the integers: the same network, without quantizers."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from torch import nn
 from shared_core.quantization import quantize
 from shared_core.tools.export import export_onnx
 from shared_core.tools.export.onnx_files import feeds, session_of
-from shared_core.tools.export.onnx_speed import milliseconds, write_in_float
+from shared_core.tools.export.onnx_speed import graph_in_float, milliseconds
 
 SCHEMES = ("int8", "int8_dynamic", "int8_weight")
 INTEGER = {"QuantizeLinear", "DequantizeLinear", "MatMulInteger"}
@@ -69,21 +69,15 @@ def test_the_float_graph_is_the_quantized_weights_without_any_rounding_of_activa
     options = {"scheme": scheme, **({"group_size": 8} if scheme == "int4_weight" else {})}
     quantized = quantize(build().eval(), options, [inputs])
     export_onnx(quantized, inputs, tmp_path / "model.onnx", weight_codes="unsigned")
-    assert write_in_float(tmp_path / "model.onnx", tmp_path / "float.onnx")
-    left = {node.op_type for node in onnx.load(tmp_path / "float.onnx").graph.node} & INTEGER
+    graph = graph_in_float(tmp_path / "model.onnx")
+    folded = session_of(graph, optimize=True, save=tmp_path / "float.onnx", fold_weights=True)
+    left = {node.op_type for node in onnx.load(tmp_path / "float.onnx", load_external_data=False).graph.node} & INTEGER
     assert left <= ({"DequantizeLinear"} if net == "encoder" else set())  # rows of the embedding
     for module in quantized.modules():
         if hasattr(module, "quantizer"):
             vars(module.quantizer)["input"] = lambda layer, x: x
-    session = session_of(tmp_path / "float.onnx", optimize=False)
     with torch.no_grad():
         expected = quantized(inputs).numpy()
-    np.testing.assert_allclose(session.run(None, feeds(session, inputs))[0], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_report_has_both_times_where_something_runs_on_integers(tmp_path):
-    inputs = torch.randn(4, 64)
-    for scheme in ("int8", "int8_weight"):
-        report = export_onnx(quantize(mlp().eval(), scheme, [inputs]), inputs, tmp_path / "model.onnx")
-        assert bool(report.integer_nodes) == (report.milliseconds is not None)
-    assert all(0 < time < 1e4 for time in milliseconds(tmp_path / "model.onnx", tmp_path, inputs))
+    for session in (folded, session_of(graph, optimize=False)):
+        np.testing.assert_allclose(session.run(None, feeds(session, inputs))[0], expected, rtol=1e-4, atol=1e-5)
+    assert all(0 < time < 1e4 for time in milliseconds(tmp_path / "model.onnx", inputs))
