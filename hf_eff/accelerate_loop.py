@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from hf_eff._saving import leave_section
 from hf_eff._watched_steps import GradientScale
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.saving.session_state import loading
 from shared_core.engine.saving.state_file import load_state, save_state
@@ -36,8 +36,6 @@ from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
-
-_LOOPS: weakref.WeakKeyDictionary[Accelerator, AcceleratedLoop] = weakref.WeakKeyDictionary()
 
 
 def prepare(
@@ -67,24 +65,9 @@ def prepare(
     wanted = as_recipe(recipe)
     if not wanted:
         return accelerator.prepare(*objects, **options)
-    earlier = _LOOPS.get(accelerator)
-    if earlier is not None and not earlier.session.is_finished:
-        raise ConfigError(
-            "accelerate",
-            "an accelerator must train one model with techniques at a time, got a second one",
-            "call accelerator.end_training() for the first, or make another Accelerator",
-        )
-    if earlier is not None:
-        earlier.release()
+    AcceleratedLoop.leave_earlier(accelerator, objects)
     loop = AcceleratedLoop(accelerator, objects, wanted, total_steps)
-    prepared = loop.set_up(lambda: accelerator.prepare(*objects, **options))
-    _LOOPS[accelerator] = loop
-    return prepared
-
-
-def loop_of(accelerator: Accelerator) -> AcceleratedLoop:
-    """Return the latest loop that `prepare` made for an accelerator."""
-    return _LOOPS[accelerator]
+    return loop.set_up(lambda: accelerator.prepare(*objects, **options))
 
 
 def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | None:
@@ -136,8 +119,8 @@ class AcceleratedLoop(LoopDriver):
     def __init__(
         self, accelerator: Accelerator, objects: tuple[Any, ...], recipe: Recipe, total_steps: int | None
     ) -> None:
-        self.accelerator: Any = accelerator
-        found, optimizer = _trained(objects)
+        self.library = self.accelerator = accelerator
+        found, optimizer = _trained(accelerator, objects)
         _check_kind(accelerator)
         loaders = [one for one in objects if isinstance(one, DataLoader)]
         steps = _checked_steps(planned_steps(accelerator, objects) if total_steps is None else total_steps)
@@ -211,6 +194,7 @@ class AcceleratedLoop(LoopDriver):
             save_state=self._save_state,
             load_state=self._load_state,
             log=self.on_log,
+            prepare=self.on_prepare,
         )
         self.until_end(self._scale.watch().undo)
         self.until_end(accelerator.register_save_state_pre_hook(self._save_own).remove)
@@ -362,15 +346,18 @@ class AcceleratedLoop(LoopDriver):
                 self.session.receipt().write(self.folder)
                 leave_section(self.folder, self.session.receipt())
 
-    def release(self) -> None:
-        """Finish the model, write the receipt, and restore the accelerator's own methods."""
-        self.finish()
+    def leave(self) -> None:
+        """End the run, write its receipt, and restore the accelerator's own methods."""
+        self._finish_if_done()
         for wrapped in self._after_training:
             wrapped.undo()
-        self.leave_receipt(self.start, gather=True)
+        if self.session.is_finished:
+            self.leave_receipt(self.start, gather=True)
+        super().leave()
 
     def _end_training(self, method: Callable[..., Any]) -> Any:
-        self.release()
+        self.finish()
+        self.leave()
         return method()
 
 
@@ -386,7 +373,7 @@ def _checked_steps(total_steps: int | None) -> int:
     )
 
 
-def _trained(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(accelerator: Accelerator, objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the one model that is trained, and its optimizer."""
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     held = {id(weight) for one in optimizers for group in one.param_groups for weight in group["params"]}
@@ -398,11 +385,14 @@ def _trained(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer
             f"models and {len(optimizers)} optimizers",
             "prepare them together, and all others with accelerator.prepare",
         )
-    if any(getattr(one, "_is_accelerate_prepared", False) for one in (models[0], optimizers[0])):
+    # A model of an earlier run stays marked, but Accelerate leaves it as it is on one process.
+    inner: Any = accelerator.unwrap_model(models[0], keep_torch_compile=False)
+    is_wrapped = inner is not models[0] or any(map(is_sharded, inner.parameters()))
+    if any(getattr(one, "_is_accelerate_prepared", False) for one in (optimizers[0], *models[: int(is_wrapped)])):
         raise ConfigError(
             "accelerate",
             "model and optimizer must not be prepared yet, got prepared ones",
-            "pass the originals to efftrain.hf.prepare",
+            "pass accelerator.unwrap_model(model) and a new optimizer of its parameters",
         )
     return models[0], optimizers[0]
 

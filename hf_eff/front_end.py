@@ -135,7 +135,7 @@ class HuggingFace:
             trains = any(isinstance(one, Optimizer) for one in objects)
             if not self._recipe or self._passes_by or not trains:
                 return stock(accelerator, *objects, **options)
-            from hf_eff.accelerate_loop import loop_of, planned_steps
+            from hf_eff.accelerate_loop import planned_steps
             from hf_eff.accelerate_loop import prepare as prepare_loop
 
             run = self._short_run
@@ -147,7 +147,7 @@ class HuggingFace:
             if run is not None:
                 from hf_eff._short_run import conclude_loop
 
-                conclude_loop(loop_of(accelerator))
+                conclude_loop(next(one.eff_loop for one in prepared if hasattr(one, "eff_loop")))
             return prepared
 
         prepare.eff_stock = stock  # type: ignore[attr-defined]

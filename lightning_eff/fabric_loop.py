@@ -73,6 +73,7 @@ def setup(
         if not isinstance(value, int) or value < 1:
             raise ConfigError("fabric", f"{name} must be a whole number of at least 1, got {value!r}")
     plan = LoopPlan(total_steps=total_steps, steps_per_epoch=steps_per_epoch, accumulate=accumulate)
+    FabricLoop.leave_earlier(fabric, [model])
     loop = FabricLoop(fabric, model, optimizer, wanted, plan, calibration)
     return loop.set_up(lambda: fabric.setup(model, optimizer, **options))
 
@@ -100,7 +101,8 @@ class FabricLoop(LoopDriver):
     ) -> None:  # fmt: skip
         inner = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         super().__init__(recipe, inner, optimizer, plan)
-        self.fabric, self.batches, self._precision = fabric, calibration, fabric.strategy.precision
+        self.library, self.batches = fabric, calibration
+        self.fabric, self._precision = fabric, fabric.strategy.precision
         self.autocast, self.to_device = fabric.autocast, fabric.to_device
         environment = _environment(fabric, inner, optimizer)
         self._shards = "fsdp2" in environment
@@ -129,9 +131,11 @@ class FabricLoop(LoopDriver):
         self.wrapped, self.wrappers = next(self.model.children()), [wrapper]
         self.watch_forward(self.model)
         self.watch_steps()
-        self.wrap(self.fabric, backward=self.on_backward, clip_gradients=self._clip, log_dict=self.on_log)
+        self.wrap(self.fabric, setup=self.on_prepare, log_dict=self.on_log)
+        self.wrap(self.fabric, backward=self.on_backward, clip_gradients=self._clip)
         self.wrap(self._precision, unscale_gradients=self._unscale)
-        self.wrap(wrapper, step=self.on_step, zero_grad=self.on_zero_grad)
+        self.wrap(wrapper, zero_grad=self.on_zero_grad)
+        Wrapped(wrapper, "step", self.on_step)  # also after the end, when it raises
         if self.draws_batches:
             self.wrap(self.fabric, setup_dataloaders=self._set_up_loaders)
         if self._scaler is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,15 @@ from shared_core.engine.saving.session_state import fits, load_window_state, win
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.engine.technique import Purpose
-from shared_core.errors import CheckpointError, EffError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.modules.run_hooks import RunHook
 
 T = TypeVar("T")
+_LOOPS: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
+"""Loops that were set up. A loop lives as long as the script's objects, whose methods call it."""
+_TRAINED = nn.Module, torch.optim.Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class LoopDriver:
         seed: Seed for the random numbers of techniques.
     """
 
+    library: Any = None
+    """The library's object, which trains one model with techniques at a time; None for plain loops."""
     name: ClassVar[str]
     """Name of the front end, also in errors."""
     owner: ClassVar[str]
@@ -165,7 +171,41 @@ class LoopDriver:
             self.cut_short()
             raise
         atexit.register(self.at_exit)
+        _LOOPS.add(self)
         return watched
+
+    @staticmethod
+    def leave_earlier(library: Any, objects: Iterable[Any]) -> None:
+        """Leave the loops that trained with this object or one of these models. A script may have stopped within them.
+
+        Raises:
+            ConfigError: If one has not begun, because then the script is about to train both.
+        """
+        models = {id(part) for one in objects if isinstance(one, nn.Module) for part in one.modules()}
+        for loop in [*_LOOPS]:
+            if loop.library is not library and id(loop.inner) not in models:
+                continue
+            if not (loop.session.has_begun or loop.session.is_finished):
+                raise ConfigError(
+                    loop.name,
+                    f"{type(library).__name__} must train one model with techniques at a time, got a second one before "
+                    "the first was trained",
+                    f"train the first to its end, or make another {type(library).__name__} and another model",
+                )
+            loop.leave()
+
+    def leave(self) -> None:
+        """Restore the user's model, and write the receipt of a run that the script has not finished."""
+        _LOOPS.discard(self)
+        if not self.session.is_finished:
+            self.at_exit()
+            self.cut_short()
+
+    def on_prepare(self, method: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+        """Prepare other objects. A model with its optimizer begins another run, without techniques."""
+        if self.session.has_begun and all(any(isinstance(one, kind) for one in objects) for kind in _TRAINED):
+            self.leave()
+        return method(*objects, **options)
 
     def _check_positions(self) -> None:
         """Refuse positions that do not fit the run, before it begins with the first micro-batch."""
@@ -297,8 +337,9 @@ class LoopDriver:
         if self.session.is_finished:
             raise TrainingError(
                 self.name,
-                f"the optimizer stepped after the model was finished; total_steps is {self.plan.total_steps}",
-                "pass the true total_steps, and finish the model only after the last step",
+                f"the optimizer stepped after the end of its run, at step {self.session.step} of "
+                f"{self.plan.total_steps}",
+                "pass the true total_steps, and prepare another model or finish this one only after the last step",
             )
         if closure is not None or not self.micro_batches:
             raise TrainingError(
@@ -458,12 +499,12 @@ class LoopDriver:
                 atexit.unregister(self.at_exit)
 
     def at_exit(self) -> None:
-        """Note if the model was not finished, and write a receipt."""
+        """Note if the model was not finished, and write a receipt. Called when the script ends or starts anew."""
         if not self.session.has_begun:
             self.session.finish()  # notes that training never began
         elif not self.session.is_finished:
             self.session.note(
-                f"the model was not finished: the script ended after {self.session.step} of {self.plan.total_steps} "
+                f"the model was not finished: the loop ended after {self.session.step} of {self.plan.total_steps} "
                 f"steps{self.ends_by}; files that it saved hold training weights"
             )
         with contextlib.suppress(EffError):  # printed, and in the receipt

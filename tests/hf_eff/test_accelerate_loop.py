@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, default_data_collator, get_scheduler
 
 from hf_eff import prepare
-from hf_eff.accelerate_loop import _LOOPS, AcceleratedLoop
+from hf_eff.accelerate_loop import AcceleratedLoop
 from hf_eff.front_end import FRONT_END
 from shared_core import Recipe, Session
 from shared_core.engine.receipt import Receipt
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import STEPS_VARIABLE
+from shared_core.front_ends.loop_driver import _LOOPS
 
 pytestmark = pytest.mark.matrix
 
@@ -40,7 +41,7 @@ def fresh(tmp_path, monkeypatch):
     GradientState._reset_state()
     yield
     FRONT_END.install(Recipe({}))
-    for loop in _LOOPS.values():
+    for loop in _LOOPS:
         atexit.unregister(loop.at_exit)  # it would write a receipt where the tests were started
     _LOOPS.clear()
     AcceleratorState._reset_state(reset_partial_state=False)
@@ -131,7 +132,7 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
     assert Receipt.read(tmp_path / "end")["finished"]
     loop.accelerator.end_training()
     assert {type(module) for module in loop.model.modules()} == {type(module) for module in make.classifier().modules()}
-    with pytest.raises(TrainingError, match=r"stepped after the model was finished.* 4"):
+    with pytest.raises(TrainingError, match=r"stepped after the end of its run.* 4"):
         loop.steps(1)
 
 
@@ -194,6 +195,40 @@ def test_an_accelerator_may_train_another_model_behind_the_first(make, tmp_path)
     assert optimizer.eff_loop.session.step == 2
     assert zeros(other.state_dict()) > 0.45
     assert Receipt.read(tmp_path / "first")["steps"]["applied"] == STEPS
+
+
+@pytest.mark.parametrize("again", ["the same model", "another model", "without techniques", "a plain prepare"])
+def test_a_loop_that_was_left_by_an_error_leaves_nothing_to_the_next(make, tmp_path, again):
+    loop, batch = Loop(make, PRUNE).steps(2), next(iter(DataLoader(make.examples(), batch_size=8)))
+    left, old = loop.optimizer.eff_loop, loop.optimizer
+    loop.accelerator.backward(loop.model(**batch).loss)
+    loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)  # Ctrl-C here
+    model = loop.model if again == "the same model" else make.classifier(seed=7)
+    optimizer, recipe = torch.optim.SGD(model.parameters(), lr=0.1), {} if again == "without techniques" else PRUNE
+    if again == "a plain prepare":
+        model, optimizer = loop.accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = prepare(loop.accelerator, model, optimizer, recipe=recipe, total_steps=2)
+    model.train()
+    for _ in range(2):
+        loop.accelerator.backward(model(**batch).loss)
+        loop.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(TrainingError, match="after the end of its run, at step 2 of 4"):
+        old.step()
+    loop.accelerator.end_training()
+    assert left.session.is_finished
+    assert left.session.step == 2
+    assert (zeros(model.state_dict()) > 0.45) == (again in ("the same model", "another model"))
+    receipt = Receipt.read(tmp_path)
+    assert receipt["finished"] == hasattr(optimizer, "eff_loop")
+
+
+def test_a_second_model_is_refused_before_the_first_was_trained(make):
+    loop, other = Loop(make, PRUNE), make.classifier()
+    with pytest.raises(ConfigError, match="must train one model with techniques at a time"):
+        prepare(loop.accelerator, other, torch.optim.SGD(other.parameters(), lr=0.1), recipe=PRUNE, total_steps=1)
 
 
 def refused(make, **given):
@@ -283,9 +318,6 @@ def test_what_would_train_without_techniques_is_refused(make):
     loop.model.eval()
     with pytest.raises(TrainingError, match="must be in training mode in backward"):
         loop.accelerator.backward(loop.model(**batch).loss)
-    other = make.classifier()
-    with pytest.raises(ConfigError, match="must train one model with techniques at a time"):
-        prepare(loop.accelerator, other, torch.optim.SGD(other.parameters(), lr=0.1), recipe=PRUNE, total_steps=1)
 
 
 def test_a_checkpoint_without_the_techniques_is_refused(make, tmp_path):
@@ -310,7 +342,7 @@ loader = DataLoader(data, batch_size=4, collate_fn=default_data_collator, shuffl
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=8)
 if "apart" in sys.argv:
-    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
 if "plain" not in sys.argv:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(2):
@@ -353,7 +385,7 @@ def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
     ("arguments", "error", "told"),
     [
         ((), ConfigError, "got none.*.*--eff_total_steps"),
-        (("apart",), ConfigError, "model and optimizer must not be prepared yet, got prepared ones"),
+        (("apart",), ConfigError, "got 0 such models and 1 optimizers"),
         (("plain",), CompatibilityError, "an optimizer stepped before any of them"),
         (
             ("--eff_total_steps", "many"),
@@ -371,7 +403,7 @@ def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arg
 def test_a_loop_that_ends_without_a_word_is_told_at_exit(make, tmp_path, capsys):
     loop = Loop(make, PRUNE).steps(2)
     loop.optimizer.eff_loop.at_exit()
-    assert "not finished: the script ended after 2 of 4 steps" in capsys.readouterr().out.replace("\n", " ")
+    assert "not finished: the loop ended after 2 of 4 steps" in capsys.readouterr().out.replace("\n", " ")
     receipt = Receipt.read(tmp_path)
     assert not receipt["finished"]
     assert isinstance(loop.optimizer.eff_loop, AcceleratedLoop)

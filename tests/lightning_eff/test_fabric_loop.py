@@ -155,6 +155,33 @@ def test_a_loop_that_would_train_otherwise_than_told_is_stopped(train, message):
         train(loop)
 
 
+@pytest.mark.parametrize("again", ["the same model", "another model", "without techniques", "a plain setup"])
+def test_a_loop_that_was_left_by_an_error_leaves_nothing_to_the_next(again, tmp_path):
+    loop = Loop(PRUNE).steps(1).gradients()
+    loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=1.0)  # Ctrl-C here
+    model = loop.plain if again == "the same model" else net()
+    optimizer, recipe = torch.optim.SGD(model.parameters(), lr=0.1), {} if again == "without techniques" else PRUNE
+    fabric = Fabric(accelerator="cpu", devices=1) if again == "the same model" else loop.fabric
+    old = loop.optimizer
+    if again == "a plain setup":
+        loop.model, loop.optimizer = fabric.setup(model, optimizer)
+    else:
+        loop.model, loop.optimizer = setup(fabric, model, optimizer, recipe=recipe, total_steps=3)
+    loop.fabric = fabric
+    loop.steps(3)
+    for stepping in (old, *([loop.optimizer] if recipe and "plain" not in again else [])):
+        with pytest.raises(TrainingError, match="after the end of its run"):
+            stepping.step()
+    assert ((model[0].weight == 0).float().mean() > 0.4) == (again in ("the same model", "another model"))
+    assert Receipt.read(tmp_path)["steps"]["applied"] == 1  # the later run has saved nothing yet
+
+
+def test_a_second_model_is_refused_before_the_first_was_trained():
+    loop, other = Loop(PRUNE), net()
+    with pytest.raises(ConfigError, match="must train one model with techniques at a time"):
+        setup(loop.fabric, other, torch.optim.SGD(other.parameters(), lr=0.1), recipe=PRUNE, total_steps=1)
+
+
 def test_gradients_that_are_dropped_after_clipping_are_a_skipped_step():
     loop = Loop(PRUNE).gradients()
     loop.fabric.clip_gradients(loop.model, loop.optimizer, clip_val=1.0)
