@@ -130,14 +130,6 @@ class Saving:
         fit_to(self._session, checkpoint.get(_STATE_KEY, {}), run_environment(self._trainer, module))
         restore_raw(module, checkpoint)
 
-    def bake_loaded(self, module: Any) -> None:
-        """Bake a module that was loaded with latent weights and never trained, via a copy."""
-        # As for a file: later techniques bake by the average that earlier ones swap in.
-        with self._session.swapped("export"):
-            baked = {key: value.clone() for key, value in self._session.files.bake(module.state_dict()).items()}
-        self._session.detach()
-        module.load_state_dict(baked)
-
     def leave_receipt(self) -> None:
         """Write the receipt to its place, and print its line."""
         trainer, receipt = self._trainer, self._session.receipt()

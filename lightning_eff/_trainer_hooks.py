@@ -389,7 +389,7 @@ class EffCallback(Callback):
         self._undo()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Bake a run that was resumed at its very end: latent weights were loaded, but no training followed."""
+        """End a run that was resumed at its very end: its weights in training were loaded, but no step followed."""
         session = self.session
         if session is None or not session.is_attached or session.has_begun:
             return
@@ -399,8 +399,7 @@ class EffCallback(Callback):
             self._saving.leave_receipt()
         else:
             self._begin(trainer, pl_module)
-            self._saving.bake_loaded(pl_module)
-            self._resume.use_up()
+            self.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the methods of module and Trainer, also after a tuner's trials, which never call `on_fit_end`."""

@@ -15,7 +15,7 @@ from lightning_world import (
     saver,
 )
 from promise_drivers import run_lightning
-from promise_table import NUM_STEPS, recipe_of
+from promise_table import FEW_RUNS, NUM_STEPS, recipe_of
 from pytorch_lightning.callbacks import (
     BaseFinetuning,
     EarlyStopping,
@@ -26,6 +26,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback
+from shared_core.engine.receipt import Receipt
 
 RECIPE = {
     "prune": {"sparsity": 0.5, "begin": 0.1, "end": 0.6, "every": 2},
@@ -136,14 +137,20 @@ def test_a_run_goes_on_exactly(options, points, tmp_path):
         assert difference(whole, resumed) == [], point
 
 
-def test_a_quantized_average_and_its_receipt_resume_after_the_last_step(tmp_path):
-    recipe = recipe_of("prune", "qat", "average")
+@pytest.mark.parametrize(
+    "keys", [FEW_RUNS[0], *(pytest.param(keys, marks=pytest.mark.slow) for keys in FEW_RUNS[1:])], ids="+".join
+)
+def test_a_run_resumed_after_its_last_step_ends_as_the_whole_one(keys, tmp_path):
+    # a soup needs the checkpoints in the folder of the whole run
+    recipe = recipe_of(*(key for key in keys if key != "soup"))
     whole = run_lightning(recipe, tmp_path / "whole", save_at_batches=(NUM_STEPS,))
-    ours = EffCallback(recipe)
     point = whole.checkpoints[NUM_STEPS]
-    resumed = run_lightning(recipe, tmp_path / "again", resume=point, plugin=False, callbacks=[ours])
+    resumed = run_lightning(recipe, tmp_path / "again", resume=point)
     assert promise_drivers.difference(whole.weights, resumed.weights) is None
-    assert ours.receipt["unreached"] == {}
+    receipt = Receipt.read(tmp_path / "again")
+    assert receipt["finished"]
+    assert receipt["unreached"] == {}
+    assert receipt["steps"]["applied"] == whole.receipt["steps"]["applied"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
