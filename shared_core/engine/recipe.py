@@ -134,7 +134,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
             elif _text(saved[key]) != _text(mine[key]):
                 then = saved[key]
                 changed = (
-                    f"{name} is {value}, was {then.get(name)}"
+                    f"{name} is {value} from now on, was {then.get(name)}"
                     for name, value in mine[key].items()
                     if _text(then.get(name)) != _text(value)
                 )
