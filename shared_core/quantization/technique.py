@@ -14,9 +14,10 @@ from shared_core.config.training_time import parse_position
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim
 from shared_core.engine.checks.optimizer_parameters import layers_of_copies, named_parts
+from shared_core.engine.observers.ending import not_finite_note
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CompatibilityError, ConfigError, MatchError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import UNHELD, own_class, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
@@ -294,8 +295,13 @@ class QuantizationAwareTraining(Technique):
     def weights_replaced(self, context: Context) -> None:
         """Re-estimate the ranges from training batches, because they belong to the old weights."""
         self._freeze_norms(context)
-        if self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches)):
-            context.unvalidated = True
+        try:
+            changed = self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches))
+        except TrainingError as error:
+            if not (told := not_finite_note(context.model)):
+                raise
+            raise TrainingError("qat", told, "lower the learning rate, or clip the gradients") from error
+        context.unvalidated |= changed
 
     def _freeze_norms(self, context: Context) -> None:
         """Use running statistics after the planned steps, because batches run now are not training."""

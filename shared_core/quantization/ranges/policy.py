@@ -165,11 +165,12 @@ class ObservedRanges:
             calibrate()
             bank.commit(bank.take_window())
             # Batches that miss a layer would leave it without its range, so this is undone and raises an error.
-            if not bool(bank.known[before["known"]].all()):
+            lost = (before["known"].cpu() & ~bank.known.cpu()).tolist()
+            if names := [name for name, is_lost in zip(self.rows, lost, strict=True) if is_lost]:
                 raise TrainingError(
                     "qat",
-                    "calibration batches brought no finite input to some quantized layers",
-                    "raise qat.calibration_batches, or check for NaN",
+                    f"calibration batches brought no finite input to {', '.join(names[:5])}",
+                    "raise qat.calibration_batches, or check the batches for NaN",
                 )
             bank.refresh()
         except BaseException:
