@@ -104,7 +104,7 @@ class FabricLoop(LoopDriver):
         self.library, self.batches = fabric, calibration
         self.fabric, self._precision = fabric, fabric.strategy.precision
         self.autocast, self.to_device = fabric.autocast, fabric.to_device
-        environment = _environment(fabric, inner, optimizer)
+        environment = _environment(fabric, inner)
         self._shards = "fsdp2" in environment
         self._precision.convert_module(inner)  # now: techniques must see the dtype that is trained
         self._scaler: Any = self.make_scaler(fabric.device.type)
@@ -272,7 +272,7 @@ class FabricLoop(LoopDriver):
         ) from error
 
 
-def _environment(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+def _environment(fabric: Any, model: nn.Module) -> set[str]:
     """Return the run environment of a Fabric."""
     strategy, precision = type(fabric.strategy).__name__, type(fabric.strategy.precision).__name__
     if strategy not in _STRATEGIES:
@@ -296,4 +296,4 @@ def _environment(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer
         )
     else:
         kind |= {"fsdp2", *(["tensor_parallel"] if fabric.strategy.device_mesh["tensor_parallel"].size() > 1 else ())}
-    return {"own_loop", *kind, *({"lbfgs"} if isinstance(optimizer, torch.optim.LBFGS) else ())}
+    return {"own_loop", *kind}

@@ -228,9 +228,9 @@ class Session:
         if self.is_finished:
             raise TrainingError("session", "begin was called after the session was detached", "call attach first")
         optimizers = model_guards.optimizers_of(optimizers, self.front_end)
-        environment = _layers_in_parts(context.model)  # may have changed since `attach`
-        compatibility.check(self.recipe, environment)
-        self._is_tensor_parallel = bool(environment)
+        in_parts = _layers_in_parts(context.model)  # may have changed since `attach`
+        compatibility.check(self.recipe, in_parts | model_guards.kinds_of(optimizers))
+        self._is_tensor_parallel = bool(in_parts)
         context.optimizers, context.clips_gradients = optimizers, clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         context.modes.watch(context.optimizers, wrappers)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import Services
+from shared_core.errors import TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
 
@@ -79,6 +80,12 @@ class BareLoop(LoopDriver):
         (loss if self._scaler is None else self._scaler.scale(loss)).backward(**options)
 
     def _step(self) -> Any:
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise TrainingError(
+                self.name,
+                "LBFGS needs a closure that evaluates the loss",
+                "call the closure, then loop.step(lambda: optimizer.step(closure)); write loop.backward(loss) in it",
+            )
         if self._scaler is None:
             return self.optimizer.step()
         result = self._scaler.step(self.optimizer)

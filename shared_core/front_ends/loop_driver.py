@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
+from shared_core.engine.checks.model_guards import kinds_of
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
 from shared_core.engine.saving import rank_states
@@ -23,7 +24,7 @@ from shared_core.engine.saving.session_state import fits, load_window_state, win
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.engine.technique import Purpose
-from shared_core.errors import CheckpointError, ConfigError, EffError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.modules.run_hooks import RunHook
@@ -142,6 +143,10 @@ class LoopDriver:
 
     def attach(self, environment: Iterable[str]) -> None:
         """Attach the techniques to the model, and add their parameters to the optimizer."""
+        if self.library is not None and "lbfgs" in kinds_of([self.optimizer]):
+            raise CompatibilityError(
+                self.name, "LBFGS is not supported, because it evaluates the loss in its step", "use AdamW"
+            )
         self._parameters = attach_with(self.session, self.inner, [self.optimizer], environment)
 
     def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
@@ -346,7 +351,7 @@ class LoopDriver:
                 self.name,
                 f"optimizer.step must follow {self.owner}.backward(loss), got "
                 + ("a closure" if closure is not None else "a step without it"),
-                f"call {self.owner}.backward instead of loss.backward",
+                f"call {self.owner}.backward instead of loss.backward, then step without a closure",
             )
         self.complete()
         self._has_stepped = False  # torch may have stepped it to save an optimizer without state

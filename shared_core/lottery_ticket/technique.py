@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import from_main, is_main
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim, Where, Zeros
-from shared_core.engine.checks.model_guards import refuse_lbfgs
 from shared_core.engine.observers.history import numeric_metrics
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
@@ -136,7 +135,6 @@ class LotteryTicket(Technique):
         self.plan(context)
         reshard_(context.model)  # a validation may have run before
         self._weights = self._masks.weights = self._targets.weights()
-        refuse_lbfgs(context.optimizers, "lottery", "whose line search changes pruned weights within a step")
         if self._ticket is not None:
             self._ticket = renamed(self._ticket, self._weights, str(config.ticket))
             self._check_ticket(self._ticket, context)

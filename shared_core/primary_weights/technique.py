@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
-from shared_core.engine.checks.model_guards import refuse_lbfgs
 from shared_core.engine.observers.optimizer_modes import has_modes
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Purpose, Technique
@@ -152,8 +151,6 @@ class PrimaryWeights(Technique):
         # A second `begin` (after a resume) must not exchange again.
         self._put_back()
         self._optimizers = context.optimizers
-        why = "which runs the model again within a step, before its weights are rounded"
-        refuse_lbfgs(self._optimizers, "primary_weights", why)
         check_match(parameters_of(self._optimizers))
         if moving := next((type(one).__name__ for one in self._optimizers if has_modes(one)), None):
             rule = f"{moving} changes the weights in its train() and eval(), in 16 bits, which is not supported"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.checks.claims import Claim, Where, Zeros
-from shared_core.engine.checks.model_guards import refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError
@@ -140,8 +139,6 @@ class Pruning(Technique):
         if state is not None:
             self._restore(state)
         self.plan(context)
-        # LBFGS evaluates several points within one step, and no mask is applied between them.
-        refuse_lbfgs(context.optimizers, "prune", "whose line search changes pruned weights within a step")
         policy = self._policy
         policy.begin(context.model, self._schedule)
         refuse_sharded(self.config, policy.weights)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.checks.claims import Claim, FewValues, Where
-from shared_core.engine.checks.model_guards import is_element_wise, refuse_lbfgs
+from shared_core.engine.checks.model_guards import is_element_wise
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, MatchError, by_reason, require
@@ -181,7 +181,6 @@ class WeightClustering(Technique):
         if state is not None:
             self._restore(state)
         self.plan(context)
-        refuse_lbfgs(context.optimizers, "cluster", "which moves members of a cluster apart within a step")
         self._weights = self._targets.weights()
         for optimizer in context.optimizers:
             if not is_element_wise(optimizer):

@@ -255,6 +255,14 @@ def refused(make, **given):
             "training DataLoader",
         ),
         (
+            {
+                "recipe": {"average": {"kind": "ema"}},
+                "objects": lambda model: (model, torch.optim.LBFGS(model.parameters())),
+            },
+            CompatibilityError,
+            "LBFGS",
+        ),
+        (
             {"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}},
             ConfigError,
             "must be within the 3 steps",

@@ -219,6 +219,12 @@ def test_a_private_loop_trains_on_drawn_batches_and_says_what_was_not_checked():
         Loop(recipe).gradients()
 
 
+def test_lbfgs_is_refused_before_training():
+    model, fabric = net(), Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(CompatibilityError, match="LBFGS"):
+        setup(fabric, model, torch.optim.LBFGS(model.parameters()), recipe={"average": {"kind": "ema"}}, total_steps=2)
+
+
 def test_what_cannot_run_is_refused_and_leaves_the_model_alone(monkeypatch):
     bf16 = [MixedPrecision("bf16-mixed", "cpu")]
     for recipe, error, message in (

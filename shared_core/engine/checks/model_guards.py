@@ -189,15 +189,15 @@ def optimizers_of(given: Any, where: str) -> tuple[torch.optim.Optimizer, ...]:
     return found
 
 
-def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
-    """Refuse LBFGS, also inside a wrapper: it moves weights many times within one step.
+def kinds_of(optimizers: Iterable[Any]) -> set[str]:
+    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that apply to optimizers or those they wrap.
 
-    Raises:
-        CompatibilityError: If an optimizer is LBFGS.
+    Example:
+        >>> kinds_of([torch.optim.LBFGS([torch.ones(2)])])
+        {'lbfgs'}
     """
-    for optimizer in optimizers:
-        if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-            raise CompatibilityError(where, f"optimizer must not be LBFGS, {why}", "use SGD or AdamW")
+    lbfgs = torch.optim.LBFGS
+    return {"lbfgs"} if any(isinstance(getattr(one, "optimizer", one), lbfgs) for one in optimizers) else set()
 
 
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:

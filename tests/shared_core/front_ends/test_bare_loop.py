@@ -90,6 +90,18 @@ def test_batches_for_ranges_are_given_or_asked_for():
     assert loop.session.receipt()["finished"]
 
 
+def test_weights_that_diverged_are_named_rather_than_the_batches():
+    recipe = {"qat": {"scheme": "int8"}, "average": {"kind": "ema"}}
+    with (
+        pytest.raises(TrainingError, match=r"weights contain NaN or infinity, such as 0\.weight"),
+        begun(recipe, calibration=[[EXAMPLES]]) as loop,
+    ):
+        for factor in (1.0, float("nan")):
+            gradients(loop, factor)
+            loop.step()
+            loop.zero_grad()
+
+
 def test_a_step_that_torch_makes_to_save_an_optimizer_hides_no_skipped_one():
     with begun({**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}}) as loop:
         loop.optimizer.step()
@@ -116,6 +128,19 @@ def test_an_optimizer_may_evaluate_the_loss_several_times_in_a_step():
         losses.append(float(model(EXAMPLES).square().mean()))
         assert (loop.session.step, loop.session.skipped) == (2, 0)
     assert losses[1] < losses[0]
+
+
+def test_lbfgs_is_refused_without_a_closure_and_by_techniques_that_it_passes_by():
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with training({"average": {"kind": "ema"}}, model, optimizer, total_steps=2) as loop:
+        gradients(loop)
+        with pytest.raises(TrainingError, match=r"loop\.step\(lambda: optimizer\.step\(closure\)\)"):
+            loop.step()
+    distill = {"distill": {"teacher": net()}}
+    with pytest.raises(CompatibilityError, match="LBFGS"), training(distill, model, optimizer, total_steps=2):
+        pass
+    assert not model._forward_hooks
 
 
 def test_a_seed_draws_other_masks():

@@ -414,7 +414,7 @@ def test_bad_surroundings_are_refused():
         make_session(make_net(), begin=30, end=20)
     with pytest.raises(ConfigError, match="within the 40 steps"):
         make_session(make_net(), schedule="one_shot", begin=41)
-    with pytest.raises(CompatibilityError, match="must not be LBFGS"):
+    with pytest.raises(CompatibilityError, match="prune cannot be combined with an LBFGS"):
         make_session(make_net(), torch.optim.LBFGS)
     with pytest.raises(MatchError, match="has no Linear"):
         make_session(nn.Sequential(nn.Embedding(3, 3)))

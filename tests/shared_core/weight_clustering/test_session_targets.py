@@ -71,7 +71,7 @@ def test_lbfgs_is_refused():
     model = make_net()
     session = Session({"cluster": {"bits": 3, "begin": 0, "min_size": 100}})
     session.attach(model)
-    with pytest.raises(CompatibilityError, match="cluster: optimizer must not be LBFGS"):
+    with pytest.raises(CompatibilityError, match="cluster cannot be combined with an LBFGS"):
         session.begin([torch.optim.LBFGS(model.parameters())], total_steps=5)
 
 
