@@ -99,6 +99,15 @@ class LoopDriver:
         self._surroundings: list[contextlib.AbstractContextManager[Any]] = []
         self._hooks = contextlib.ExitStack()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch drops the hooks of a copied optimizer, so its steps would go unseen.
+        raise TrainingError(
+            self.name,
+            "a loop cannot be copied or pickled",
+            "copy the model, optimizer.state_dict() and loop.session.state_dict(), and pass the last as resumed= to "
+            "another training",
+        )
+
     # --- overridden by adapters
 
     @property

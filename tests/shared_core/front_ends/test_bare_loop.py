@@ -1,5 +1,8 @@
 """A plain loop: what its steps mean for the techniques; `test_training_block.py` has what surrounds it."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -141,6 +144,14 @@ def test_lbfgs_is_refused_without_a_closure_and_by_techniques_that_it_passes_by(
     with pytest.raises(CompatibilityError, match="LBFGS"), training(distill, model, optimizer, total_steps=2):
         pass
     assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copied_loop_would_not_see_its_steps_and_is_refused(how):
+    with begun(PRUNE) as loop:
+        with pytest.raises(TrainingError, match="cannot be copied"):
+            how(loop)
+        how(loop.inner)
 
 
 def test_a_seed_draws_other_masks():
