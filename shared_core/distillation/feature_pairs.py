@@ -21,6 +21,7 @@ from shared_core.distillation.losses.features import RELATIONS, attention_kl, hi
 from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.modules.run_hooks import RunHook
 
 Normalize = Callable[[Tensor, Tensor | int], Tensor]
 
@@ -35,9 +36,10 @@ class WatchedPairs:
         self._option = option
         self._hooks = [(ForwardHook(), _TeacherHook()) for _ in self.pairs]
         self._handles: list[RemovableHandle] = []
-        for (ours, theirs), (student_hook, teacher_hook) in zip(self.pairs, self._hooks, strict=True):
-            self._handles.append(student.get_submodule(ours).register_forward_hook(student_hook, with_kwargs=True))
-            self._handles.append(teacher.get_submodule(theirs).register_forward_hook(teacher_hook, with_kwargs=True))
+        for names, hooks in zip(self.pairs, self._hooks, strict=True):
+            for model, name, hook in zip((student, teacher), names, hooks, strict=True):
+                handle = model.get_submodule(name).register_forward_hook(RunHook(hook), with_kwargs=True)
+                self._handles.append(handle)
 
     def activate(self, active: bool) -> None:
         """Start or stop recording outputs."""

@@ -38,7 +38,7 @@ class Forward:
 
 
 class ForwardHook:
-    """Forward hook that records the latest training forward. Copies and pickles are empty and off."""
+    """Forward hook that records the latest training forward. Register it inside a `RunHook`."""
 
     def __init__(self) -> None:
         self.active = False
@@ -64,10 +64,6 @@ class ForwardHook:
         """Return the latest forward and forget it."""
         latest, self.latest, self.missed = self.latest, None, ""
         return latest
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph cannot be copied, and a copy (an average, a saved model) is not distilled.
-        return {"active": False, "latest": None, "missed": ""}
 
 
 def unseen(missed: str) -> TrainingError:

@@ -37,6 +37,7 @@ from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.files.atomic import atomic_write
 from shared_core.modules.calls import cache_configs, without_cache
+from shared_core.modules.run_hooks import RunHook
 
 PEER_FILE = "eff_peer_{}.safetensors"
 """File name of a peer's weights in the run's folder; peers count from 1."""
@@ -62,7 +63,7 @@ class Peers(Teachers):
         self._optimizer_of: dict[nn.Parameter, Optimizer] = {}
         for hook, module in zip(self._hooks, self.students, strict=True):
             hook.active = True
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(RunHook(hook), with_kwargs=True))
 
     def join_optimizers(self, context: Context) -> None:
         """Add the peers to the optimizers, after their own saved state was loaded. A second call does nothing."""

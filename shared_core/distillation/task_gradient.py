@@ -22,6 +22,7 @@ from shared_core.distillation.chunked_autograd import check_first_backward, grap
 from shared_core.distillation.forward_capture import FOR_THE_LOSS, Forward, named_inputs, trains
 from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
 from shared_core.distillation.losses.softened_pair import check_fraction, check_mask, check_temperature, counted_rows
+from shared_core.modules.run_hooks import RunHook
 
 _SAME_ROWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0")
 _MEAN, _SUM = 1, 2
@@ -127,7 +128,7 @@ class FusedHead:
 
     The trainer computes its loss from a leaf with the same values. `take` computes the gradient for this leaf. Then
     either the soft term's backward sends it through the head with its own gradient, or `Task.rejoined` sends it as
-    usual. Copies and pickles are off.
+    usual.
     """
 
     def __init__(self, student: nn.Module) -> None:
@@ -137,12 +138,9 @@ class FusedHead:
         self._cuts: list[tuple[Tensor, Tensor]] = []
         backbone = cast(nn.Module, self._model.base_model)
         self._handles = [
-            backbone.register_forward_hook(self._keep, prepend=True),
-            student.register_forward_hook(self._cut),
+            backbone.register_forward_hook(RunHook(self._keep), prepend=True),
+            student.register_forward_hook(RunHook(self._cut)),
         ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"active": False, "_kept": None, "_cuts": []}
 
     def _keep(self, backbone: nn.Module, args: Any, output: Any) -> None:
         if self.active and trains(backbone):

@@ -42,6 +42,7 @@ from shared_core.engine.observers.micro_batches import StepMeans
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
+from shared_core.modules.run_hooks import RunHook
 from shared_core.printing import amount, counted
 
 # Students with copied teacher layers, and what was copied. When training continues, they are not copied again.
@@ -121,7 +122,7 @@ class Distillation(Technique):
         for name, pairs in self._pairs.items():
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
         self._fused = FusedHead(student) if self.fuses_head else None  # hooks run in this order
-        self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
+        self._handle = student.register_forward_hook(RunHook(self._hook), with_kwargs=True)
         return touched
 
     def _detach(self) -> None:
