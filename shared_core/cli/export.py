@@ -112,7 +112,7 @@ def export(asked: ExportOptions) -> None:
     dynamic_length = asked.dynamic_length
     if kind == "onnx" and Path(model).is_dir():
         reads_tokens = "input_ids" in example
-        told = f"--dynamic-length must come with a model that reads tokens, got {model}"
+        told = f"--dynamic-length needs a model that reads tokens, got {model}"
         asked.require(reads_tokens or not dynamic_length, told)
         dynamic_length = dynamic_length or (reads_tokens and asked.length is None)
     batches = None if asked.calibration is None else list(user_batches(asked.calibration, "eff export: --calibration"))
@@ -186,7 +186,7 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     from shared_core.quantization import apply_ranges
 
     length, is_folder = asked.length, Path(asked.model).is_dir()
-    told = f"--length must come with a folder, got {asked.model}"
+    told = f"--length needs a folder, got {asked.model}"
     asked.require(is_folder or length is None, told, "its function returns the inputs")
     _check_final(Path(asked.model) if is_folder else asked.weights)
     has_ranges = asked.weights is not None and _has_ranges(asked.weights)
@@ -208,7 +208,7 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     inputs = _inputs(network, default_length if length is None else length)
     told = f"got {type(network).__name__}, which reads {', '.join(inputs)}"
     reads_tokens = {"input_ids", "decoder_input_ids"} & inputs.keys()
-    told = f"--length must come with a model that reads tokens, {told}"
+    told = f"--length needs a model that reads tokens, {told}"
     asked.require(reads_tokens or length is None, told, "leave it out")
     return network, inputs
 

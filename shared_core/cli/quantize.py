@@ -71,7 +71,7 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         """Check combinations that the table of option pairs does not cover."""
         super().validate()
         is_judged = self.qat is None or self.evaluate or self.attack
-        self.require(is_judged, "--qat must come with --eval or --attack", "add what is missing")
+        self.require(is_judged, "--qat needs --eval or --attack", "add what is missing")
         told = f"--method must be gptq, got {self.method!r}"
         self.require(self.method in (None, "gptq"), told, "use llm-compressor for AWQ and SmoothQuant")
 

@@ -63,7 +63,7 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
 
     check_new(asked.out, asked.key)
     config = as_config(technique)
-    told = f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+    told = f"--shrink needs --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
     asked.require(config.granularity in _SHRINKABLE or not asked.shrink, told)
     is_enough = asked.calibration is not None or config.criterion not in GATHERED
     told = f"--calibration must be given with {config.needs_batches}, got none"
@@ -289,7 +289,7 @@ class ShrinkOptions(LossOptions):
 
     def validate(self) -> None:
         """Raise an error for batches that nothing uses."""
-        told = "--calibration must come with sizes, as --layers 8, got none"
+        told = "--calibration needs sizes, as --layers 8, got none"
         self.require(self.calibration is None or self.sizes(), told)
 
 

@@ -231,7 +231,7 @@ class SoupOptions(CommandOptions):
             ("it evaluates no candidates", (*_JUDGED, *_OF_TASK)),
         ):
             given = [self.named(name)[1] for name in names if self.is_given(name)]
-            told = f"--kind {self.kind} must stand without {' and '.join(given)}: {why}"
+            told = f"--kind {self.kind} cannot be combined with {' and '.join(given)}: {why}"
             self.require(not given, told, "leave these out, or choose another kind")
         told = "--weights must be given with --kind weighted"
         self.require(self.kind != "weighted" or self.weights, told, "tell how much each counts")
@@ -242,7 +242,7 @@ class SoupOptions(CommandOptions):
         self.require((self.evaluate is None) != (self.task is None), told, "or average all with --kind uniform")
         other, odd = ("--task", _OF_TASK) if self.task is None else ("--eval", ("mode", "model"))
         for name in odd:
-            told = f"{self.named(name)[1]} must come with {other}, got none"
+            told = f"{self.named(name)[1]} needs {other}, got none"
             self.require(not self.is_given(name), told, "leave it out")
 
     def judge(self, first: Any) -> Judge:

@@ -466,7 +466,7 @@ def report(
 
     The page is a single file without external resources. Plots need matplotlib.
     """
-    require(not (watch and as_json), "eff report", "--watch must come without --json, got both", "leave one out")
+    require(not (watch and as_json), "eff report", "--watch cannot be combined with --json, got both", "leave one out")
     for run in runs if not watch else ():
         check_path(run, "eff report", "RUNS")
     from shared_core.engine.receipt import Receipt

@@ -77,7 +77,7 @@ class Options:
         >>> Baking(glaze=True)
         Traceback (most recent call last):
             ...
-        shared_core.errors.ConfigError: bake: glaze must come with minutes; add what is missing
+        shared_core.errors.ConfigError: bake: glaze needs minutes; add what is missing
     """
 
     key: ClassVar[str] = ""
@@ -132,7 +132,7 @@ class Options:
             if self._excluded(other, only_with[other]):
                 self.require(False, f"{subject} cannot be combined with {self.condition(other, (found,))}", remedy)
             got = "" if found is False else f", got {self.condition(other, (found,))}"
-            self.require(False, f"{subject} must come with {self.condition(other, only_with[other])}{got}", remedy)
+            self.require(False, f"{subject} needs {self.condition(other, only_with[other])}{got}", remedy)
 
     def _check_order(self, name: str, rules: Mapping[str, Any]) -> None:
         value = getattr(self, name)
@@ -143,11 +143,11 @@ class Options:
     def _check_company(self, name: str) -> None:
         """Refuse an option without others that it needs, or with others that make it pointless."""
         for others in self._company("needs", name):
-            told = f"{self.named(name)[1]} must come with {' and '.join(self.named(other)[1] for other in others)}"
+            told = f"{self.named(name)[1]} needs {' and '.join(self.named(other)[1] for other in others)}"
             self.require(all(map(self.is_given, others)), told, "add what is missing")
         for others in self._company("without", name):
             beside = [self.named(other)[1] for other in others if self.is_given(other)]
-            told = f"{self.named(name)[1]} must stand without {', '.join(beside)}"
+            told = f"{self.named(name)[1]} cannot be combined with {', '.join(beside)}"
             self.require(not beside, told, "leave one or the other out")
 
     def validate(self) -> None:

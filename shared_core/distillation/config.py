@@ -19,14 +19,14 @@ MUTUAL = "mutual"
 """Value of `teacher` for students that teach each other."""
 CACHE = "cache:"
 """Prefix of a cached teacher's folder."""
-Teaching = Literal["one model", "several models", "ema", "cache", "mutual"]
+Teaching = Literal["NAME", "NAME,NAME", "ema", "cache:FOLDER", "mutual"]
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
-_ONE: dict[str, Any] = {"teaching": ("one model",)}
-_NOT_CACHED: dict[str, Any] = {"teaching": ("one model", "several models", "ema", "mutual")}
-_OF_TEACHER: dict[str, Any] = {"teaching": ("one model", "several models", "ema", "cache")}
+_ONE: dict[str, Any] = {"teaching": ("NAME",)}
+_NOT_CACHED: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "ema", "mutual")}
+_OF_TEACHER: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "ema", "cache:FOLDER")}
 _CHUNKED: dict[str, Any] = {
-    "teaching": ("one model", "ema"),
+    "teaching": ("NAME", "ema"),
     "divergence": ("forward_kl", "reverse_kl", "jsd"),  # the kernels in eff_kernels
     "confidence": (0.0,),
 }
@@ -102,7 +102,7 @@ class DistillConfig(TechniqueConfig):
         "as_saved",
         help="format of the teacher's weights; int8 needs torchao, nf4 bitsandbytes. A module passed in Python is "
         "changed in place",
-        only_with={"teaching": ("one model", "several models", "cache")},
+        only_with={"teaching": ("NAME", "NAME,NAME", "cache:FOLDER")},
     )
     trust_remote_code: bool = option(
         False, help="run code from a teacher's folder or Hub repository (auto_map in its config.json)"
@@ -139,7 +139,7 @@ class DistillConfig(TechniqueConfig):
         low=0,
         below=1,
         help="use only positions where the teacher's largest probability is at least this; others add 0 to the mean",
-        only_with={"of_classes": (True,), "teaching": ("one model", "several models", "ema")},
+        only_with={"of_classes": (True,), "teaching": ("NAME", "NAME,NAME", "ema")},
     )
     unlabeled_field: str | None = option(
         None,
@@ -215,7 +215,7 @@ class DistillConfig(TechniqueConfig):
         """Raise `CheckpointError` if a teacher, a cache or another student does not exist."""
         for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
             for name in models:
-                if isinstance(name, str) and _kind(name) == "one model":
+                if isinstance(name, str) and _kind(name) == "NAME":
                     check_named(name, self.key, option_name)
         is_there = self.cache is None or Path(self.cache).is_dir()
         told = f"teacher must be an existing cache, got {self.teacher!r}"
@@ -224,7 +224,7 @@ class DistillConfig(TechniqueConfig):
     def _broken_rules(self) -> Iterator[tuple[str, str]]:
         if not self.teachers or not all(map(_is_model, self.teachers)):
             yield "teacher", "must be a folder, a Hub name, a module, or several of them"
-        if self.teaching == "several models" and any(_kind(teacher) != "one model" for teacher in self.teachers):
+        if self.teaching == "NAME,NAME" and any(_kind(teacher) != "NAME" for teacher in self.teachers):
             yield "teacher", f"must be only models if there are several: {EMA}, {MUTUAL} and {CACHE}FOLDER stand alone"
         if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
             yield "teacher_weights", f"must be one number for each of the {len(self.teachers)} teachers"
@@ -241,7 +241,7 @@ class DistillConfig(TechniqueConfig):
     @property
     def teaching(self) -> Teaching:
         """The kind of teacher."""
-        return _kind(self.teachers[0]) if len(self.teachers) == 1 else "several models"
+        return _kind(self.teachers[0]) if len(self.teachers) == 1 else "NAME,NAME"
 
     @property
     def mutual(self) -> bool:
@@ -270,7 +270,7 @@ class DistillConfig(TechniqueConfig):
     @property
     def cache(self) -> str | None:
         """Folder of the cached teacher, or None."""
-        return self.teachers[0].removeprefix(CACHE) if self.teaching == "cache" else None
+        return self.teachers[0].removeprefix(CACHE) if self.teaching == "cache:FOLDER" else None
 
     @property
     def teachers(self) -> tuple[Any, ...]:
@@ -340,8 +340,8 @@ class DistillConfig(TechniqueConfig):
 
 def _kind(teacher: Any) -> Teaching:
     if isinstance(teacher, str) and teacher.startswith(CACHE):
-        return "cache"
-    return "ema" if teacher == EMA else "mutual" if teacher == MUTUAL else "one model"
+        return "cache:FOLDER"
+    return "ema" if teacher == EMA else "mutual" if teacher == MUTUAL else "NAME"
 
 
 def _is_model(given: Any) -> bool:

@@ -147,7 +147,7 @@ class LowRankConfig(TechniqueConfig):
     def validate(self) -> None:
         """Refuse an invalid rank, and force together with a rank that is chosen by its savings."""
         if self.rule.kind in ("budget", "sensitivity") and self.force:
-            rule = f"must come with a number, a share or energy, got rank {self.rank!r}, chosen by what it saves"
+            rule = f"needs a number, a share or energy, got rank {self.rank!r}, chosen by what it saves"
             raise ConfigError("low_rank", f"force {rule}", "leave force out")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:

@@ -170,7 +170,7 @@ class DifferentialPrivacy(Technique):
             rule = f"delta must be below 1 / {batches.num_examples} (the number of examples), got {config.delta}"
             remedy = "with a larger delta, even publishing a few whole examples would count as private"
         elif config.target_epsilon is not None and left is None:
-            rule, remedy = "target_epsilon must come with a known number of steps, got none", "set max_steps"
+            rule, remedy = "target_epsilon needs a known number of steps, got none", "set max_steps"
         if rule:
             raise ConfigError("dp", rule, remedy)
         if config.target_epsilon is not None and left is not None:

@@ -76,7 +76,7 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
         True
     """
     checked(name, Literal["local", "submitit", "ray"], where, "--executor")
-    told = f"--executor-set must come with submitit or ray, got {' '.join(options)} with local"
+    told = f"--executor-set needs submitit or ray, got {' '.join(options)} with local"
     require(name != "local" or not options, where, told)
     values: dict[str, Any] = {}
     for option in options:

@@ -110,7 +110,7 @@ class QuantizationStudy:
         config = self.config
         if self.options.largest_loss is not None and (not config.scheme.startswith("int") or config.overrides):
             got = f"scheme={config.scheme} and overrides={list(config.overrides)}"
-            rule = "largest_loss must come with an int scheme without overrides, whose layers share one width, got"
+            rule = "largest_loss needs an int scheme without overrides, whose layers share one width, got"
             raise ConfigError("quantize", f"{rule} {got}")
 
     def share(self) -> None:
@@ -228,7 +228,7 @@ class QuantizationStudy:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
         judge, largest_loss, config = self.judge, self.options.largest_loss, self.config
         if self.data is None or judge is None or largest_loss is None:
-            raise ConfigError("quantize", "largest_loss must come with judge and data, got it without", "add them")
+            raise ConfigError("quantize", "largest_loss needs judge and data, got it without", "add them")
         kept = {} if self.options.all_layers else keep_high(self.network, self.data[0])
         keep = {name: why for name, why in kept.items() if name in costs}
         if costs.keys() <= keep.keys():

@@ -113,7 +113,7 @@ def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
     generates = getattr(model, "can_generate", lambda: True)()  # transformers' encoders accept a cache, unused
     if not generates or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise CompatibilityError(
-            where, f"kv_cache must come with a decoder that generates text, got {type(model).__name__}", "drop it"
+            where, f"kv_cache needs a decoder that generates text, got {type(model).__name__}", "drop it"
         )
     _check_attention(_attention_layers(model), where)
 
@@ -121,7 +121,7 @@ def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
 def _check_attention(layers: Mapping[str, Any], where: str) -> None:
     if not layers:
         raise CompatibilityError(
-            where, f"kv_cache must come with attention layers that fill a cache ({_CACHE}), got none", "drop it"
+            where, f"kv_cache needs attention layers that fill a cache ({_CACHE}), got none", "drop it"
         )
 
 

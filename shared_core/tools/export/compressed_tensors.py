@@ -155,7 +155,7 @@ def export_compressed_tensors(
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got only embeddings", "quantize")
     fp4 = tuple(name for name in coded if schemes[name].weight == "nvfp4")
     if calibration is not None and not (fp4 or served.cache):
-        raise ConfigError(_WHERE, "calibration must come with layers in NVFP4, got none", "leave it out")
+        raise ConfigError(_WHERE, "calibration needs layers in NVFP4, got none", "leave it out")
     inputs = {} if calibration is None else _input_scales(reference, fp4, calibration)
     for name in fp4 if calibration is None else ():
         reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]

@@ -304,7 +304,7 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_
     check_inputs(example_inputs, "export_onnx")
     shape = tuple(next(leaf for leaf in tree_leaves(plain(example_inputs)) if isinstance(leaf, Tensor)).shape)
     if dynamic_length and (len(shape) < 2 or shape[1] < _SHORTEST):
-        rule = f"dynamic_length must come with example_inputs of (batch, length, ...), {_SHORTEST} long at least"
+        rule = f"dynamic_length needs example_inputs of (batch, length, ...), {_SHORTEST} long at least"
         raise ConfigError("export_onnx", f"{rule}, got {shape}", "use longer ones or leave it out")
 
 

@@ -278,10 +278,10 @@ def test_the_command_searches_by_a_task(room, tmp_path):
 def test_the_command_refuses_what_does_not_go_together(room):
     cases = [
         (["--task", "bleu", "--data", room / "data.csv"], "must be one of accuracy, f1, loss, perplexity"),
-        (["--task", "loss"], "--task must come with --data"),
+        (["--task", "loss"], "--task .*--data"),
         (["--task", "loss", "--eval", "a:b", "--data", "x"], "got both"),
-        (["--task", "loss", "--data", "x", "--mode", "max"], "--mode must come with --eval"),
-        (["--eval", "a:b", "--data", "x"], "--data must come with --task"),
+        (["--task", "loss", "--data", "x", "--mode", "max"], "--mode .*--eval"),
+        (["--eval", "a:b", "--data", "x"], "--data .*--task"),
         (["--task", "loss", "--data", room / "data.csv", "--device", "abacus"], "--device must be one of this machine"),
     ]
     for arguments, match in cases:

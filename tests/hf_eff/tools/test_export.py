@@ -124,7 +124,7 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
     )
     images.save_pretrained(tmp_path / "images")
     refused = ["export", str(tmp_path / "images"), "--out", str(tmp_path / "images.onnx"), "--length", "8"]
-    with pytest.raises(ConfigError, match=r"--length must come with a model that reads tokens, got ViT.*pixel_values"):
+    with pytest.raises(ConfigError, match=r"--length .*a model that reads tokens, got ViT.*pixel_values"):
         eff(*refused)
     half = make.classifier().eval().bfloat16()
     with pytest.raises(CompatibilityError, match=r"model must be float32, got torch.bfloat16 for bert.*; call model"):

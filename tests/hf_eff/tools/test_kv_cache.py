@@ -179,10 +179,10 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
     report = json.loads(eff("export", "run", "--kv-cache", "fp8", *calibration, "--json", *export, "other").stdout)
     assert len(report["kv_cache"]) == len(report["calibrated_kv_cache"]["scales"]) == 2
     for arguments, rule in (
-        (["export", "run", "--kv-cache", "fp8", *export, "x"], "--kv-cache must come with --calibration"),
-        (["export", "run", *calibration, *export, "x"], "calibration must come with layers in NVFP4"),
-        (["export", "run", "--kv-cache", "fp8", "--format", "gguf", "--out", "x.gguf"], "must come with --format com"),
-        (["quantize", "float", "--kv-cache", "fp8", "--scheme", "int8_weight", "--out", "x"], "must come with --calib"),
+        (["export", "run", "--kv-cache", "fp8", *export, "x"], "--kv-cache .*--calibration"),
+        (["export", "run", *calibration, *export, "x"], "calibration .*layers in NVFP4"),
+        (["export", "run", "--kv-cache", "fp8", "--format", "gguf", "--out", "x.gguf"], "--format com"),
+        (["quantize", "float", "--kv-cache", "fp8", "--scheme", "int8_weight", "--out", "x"], "--calib"),
         (
             ["quantize", "float", "--kv-cache", "int8", *calibration, "--out", "x"],
             "-kv-cache must be one of fp8, got 'int8'",
@@ -201,9 +201,9 @@ def test_refusals(make, tmp_path):
     )
     both = T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=32))
     for other in (encoder, both):
-        with pytest.raises(CompatibilityError, match="must come with a decoder that generates text, got"):
+        with pytest.raises(CompatibilityError, match="a decoder that generates text, got"):
             quantize_with_report(other, "int8_weight", batches(), kv_cache="fp8")
-    with pytest.raises(CompatibilityError, match="must come with attention layers that fill a cache"):
+    with pytest.raises(CompatibilityError, match="attention layers that fill a cache"):
         calibrate_kv_cache(torch.nn.Sequential(torch.nn.Linear(2, 2)), [torch.ones(1, 2)])
     scales = calibrate_kv_cache(model, batches()).scales
     for name, entry, error, rule in (

@@ -165,8 +165,8 @@ def test_a_plan_of_a_folder_by_quality(run, tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ([], "--calibration must be given with int8, whose inputs have ranges .*--scheme int8_weight or int8_dynamic"),
-    (["--scheme", "int8_weight", "--correct-bias"], "--correct-bias must come with --calibration"),
-    (["--method", "gptq"], "--method must come with --calibration"),
+    (["--scheme", "int8_weight", "--correct-bias"], "--correct-bias .*--calibration"),
+    (["--method", "gptq"], "--method .*--calibration"),
     (["--weights", "bert"], "--weights must be left out for a folder"),
 ])  # fmt: skip
 def test_what_is_refused_names_its_option(run, tmp_path, monkeypatch, options, message):

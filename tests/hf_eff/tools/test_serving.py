@@ -152,7 +152,7 @@ def test_nvfp4_on_no_common_grid_and_needless_calibration_are_refused(folder, tm
     with pytest.raises(CompatibilityError, match="k_proj must have weights on the grid of its codes, got nvfp4"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out")
     model, ranges = folder("int8_weight")
-    with pytest.raises(ConfigError, match="calibration must come with layers in NVFP4, got none"):
+    with pytest.raises(ConfigError, match=r"calibration .*layers in NVFP4, got none"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", calibration=[INPUTS])
 
 
@@ -278,7 +278,7 @@ def test_what_a_format_or_its_engine_has_no_place_for_is_refused(place, options,
 
 def test_other_refusals(folder, tmp_path, monkeypatch, make):
     model, ranges = folder()
-    with pytest.raises(ConfigError, match="--opset must come with --format onnx, got --format compressed-tensors"):
+    with pytest.raises(ConfigError, match=r"--opset .*--format onnx, got --format compressed-tensors"):
         eff(tmp_path, "--opset", "22")
     assert "not compared with the model" in eff(tmp_path, "--no-verify").stdout
     with pytest.raises(CheckpointError, match="--out must be a new or empty folder"):

@@ -329,9 +329,9 @@ def test_the_command_cuts_a_folder_and_reports(tmp_path, monkeypatch):
     assert (tmp_path / "small" / "tokenizer.json").exists()
 
     for wrong, message in (
-        (given[2:-1], "--layers must come with --calibration"),
-        ([*given[:2], "--out"], "--calibration must come with sizes"),
-        (["--multiple-of", "8", *given[:-1]], "--multiple-of must stand without --layers"),
+        (given[2:-1], "--layers .*--calibration"),
+        ([*given[:2], "--out"], "--calibration .*sizes"),
+        (["--multiple-of", "8", *given[:-1]], "--multiple-of .*--layers"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(*wrong, "other")

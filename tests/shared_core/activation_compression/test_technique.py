@@ -99,9 +99,9 @@ def test_a_forward_outside_the_session_is_an_error():
 
 
 def test_options_that_do_nothing_are_refused():
-    with pytest.raises(ConfigError, match="pack=none must come with offload"):
+    with pytest.raises(ConfigError, match=r"pack=none .*offload"):
         ActivationsConfig(pack="none")
-    with pytest.raises(ConfigError, match="must come with pack=int8"):
+    with pytest.raises(ConfigError, match="pack=int8"):
         ActivationsConfig(pack="bf16", group_size=64)
 
 

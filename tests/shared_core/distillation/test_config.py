@@ -35,16 +35,16 @@ REFUSED = [
     ({"hidden": ["2"]}, "student=teacher pairs"),
     ({"unlabeled_field": "labels"}, "unlabeled_field must be .*, got 'labels'"),
     *(({"init_layers": value}, "init_layers") for value in ("odd", "", "1;2", "1.5")),
-    ({"chunked": True, "divergence": "hard_label"}, "with divergence={}, {} or {}, got".format(*DIVERGENCES)),
-    *(({"chunked": True, "teacher": teacher}, "chunked must come with teacher=one model or ema")
+    ({"chunked": True, "divergence": "hard_label"}, "divergence={}, {} or {}, got".format(*DIVERGENCES)),
+    *(({"chunked": True, "teacher": teacher}, "chunked .*teacher=NAME or ema")
       for teacher in ("a, b", "cache:x")),
-    ({"chunked": True, "confidence": 0.5}, "chunked must come with confidence=0.0, got confidence=0.5"),
-    ({"budget_mib": 1.0}, "budget_mib must come with chunked"),
-    ({"divergence": "logit_mse", "confidence": 0.5}, "confidence must come with a divergence over classes"),
+    ({"chunked": True, "confidence": 0.5}, "chunked .*confidence=0.0, got confidence=0.5"),
+    ({"budget_mib": 1.0}, "budget_mib .*chunked"),
+    ({"divergence": "logit_mse", "confidence": 0.5}, "confidence .*a divergence over classes"),
     *(({"teacher": "mutual", "peers": count}, "peers must be .*at least 2")
       for count in (1, "1", [], 2.5, True)),
-    ({"peers": 3}, "peers must come with teacher=mutual, got teacher=one model"),
-    ({"teacher": "mutual", "hidden": ["a=a"]}, "hidden must come with teacher=one model, got teacher=mutual"),
+    ({"peers": 3}, "peers .*teacher=mutual, got teacher=NAME"),
+    ({"teacher": "mutual", "hidden": ["a=a"]}, "hidden .*teacher=NAME, got teacher=mutual"),
     ({"teacher": "mutual", "confidence": 0.5}, f"confidence {WITHOUT}mutual"),
     ({"teacher": "mutual", "teacher_weights": [1.0]}, f"teacher_weights {WITHOUT}mutual"),
     *(({"teacher": "mutual", "begin": at}, f"begin {WITHOUT}mutual") for at in (3, 0)),

@@ -266,7 +266,7 @@ def test_options_go_with_their_recipes(option, recipe):
     if recipe not in NOT_IN[option]:
         Fp8Config(recipe=recipe, **{name: value})
         return
-    with pytest.raises(ConfigError, match=f"{option} must come with .*, got recipe={recipe}"):
+    with pytest.raises(ConfigError, match=f"{option} .*, got recipe={recipe}"):
         Fp8Config(recipe=recipe, **{name: value})
 
 

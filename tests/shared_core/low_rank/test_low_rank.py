@@ -296,7 +296,7 @@ LITTLE = {"rank": 2, "min_size": 0}
         (lambda net: net[0].weight.data.fill_(float("nan")), {}, TrainingError, "must be finite"),
         (lambda net: net.to("meta"), {}, CompatibilityError, "without values"),
         (lambda net: factorize(net, LITTLE), {}, CompatibilityError, "factorized already"),
-        (lambda net: None, {"rank": "budget:0.5", "force": True}, ConfigError, "force must come with"),
+        (lambda net: None, {"rank": "budget:0.5", "force": True}, ConfigError, "force "),
         (lambda net: None, {"decomposition": "whitened"}, ConfigError, "batches must be given with whitened"),
         (lambda net: None, {"merge": True}, ConfigError, "merge must be left out"),
         (lambda net: None, {"rank": "/nowhere/none.json"}, ConfigError, "report of eff low-rank"),

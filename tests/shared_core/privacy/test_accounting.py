@@ -154,7 +154,7 @@ def test_loaders_that_cannot_be_sampled_are_refused():
         ({"noise_multiplier": -1.0}, "noise_multiplier must be in"),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be in"),
         ({"noise_multiplier": 1.0, "max_grad_norm": 0}, "max_grad_norm must be in"),
-        ({"noise_multiplier": 1.0, "secure_mode": True, "seed": 5}, "secure_mode must stand without seed"),
+        ({"noise_multiplier": 1.0, "secure_mode": True, "seed": 5}, "secure_mode .*seed"),
     ],
 )
 def test_options_are_checked(options, says):
@@ -165,7 +165,7 @@ def test_options_are_checked(options, says):
 def test_delta_must_fit_the_data_and_a_target_the_length_of_the_run():
     with pytest.raises(ConfigError, match=r"delta must be below .* 40"):
         Run(nn.Linear(3, 2), noise_multiplier=1.0, delta=0.1)
-    with pytest.raises(ConfigError, match="target_epsilon must come with a known number of steps"):
+    with pytest.raises(ConfigError, match=r"target_epsilon .*a known number of steps"):
         Run(nn.Linear(3, 2), target_epsilon=2.0, steps=None)
 
 

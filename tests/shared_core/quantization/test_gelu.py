@@ -256,9 +256,7 @@ def test_refusals():
         {"scheme": "int8", "range": "lsq"},
         {"scheme": "int8", "range": "lsq_plus"},
     ):
-        with pytest.raises(
-            ConfigError, match=r"qat: clip_gelu (must come with a scheme |cannot be combined with range=lsq)"
-        ):
+        with pytest.raises(ConfigError, match=r"qat: clip_gelu .*(scheme|range=lsq)"):
             QatConfig(**options, clip_gelu=10)
     for value in (0, -1, float("nan"), "inf"):
         with pytest.raises(ConfigError, match=r"qat\.clip_gelu"):

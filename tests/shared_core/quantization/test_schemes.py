@@ -292,10 +292,10 @@ def test_overrides_reach_their_layers_alone():
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"scheme": "int8_weight", "range": "kl"}, ConfigError, "range must come with a scheme that observes activations"),
-    ({"scheme": "fp8", "weight_bits": 4}, ConfigError, "weight_bits must come with scheme=int8, int8_weight"),
-    ({"scheme": "int8_weight", "activation_bits": 8}, ConfigError, "must come with scheme=int8, int8_dynamic"),
-    ({"scheme": "int8", "group_size": 32}, ConfigError, "group_size must come with"),
+    ({"scheme": "int8_weight", "range": "kl"}, ConfigError, "range .*a scheme that observes activations"),
+    ({"scheme": "fp8", "weight_bits": 4}, ConfigError, "weight_bits .*scheme=int8, int8_weight"),
+    ({"scheme": "int8_weight", "activation_bits": 8}, ConfigError, "scheme=int8, int8_dynamic"),
+    ({"scheme": "int8", "group_size": 32}, ConfigError, "group_size"),
     ({"scheme": "int8", "rounding": "stochastic", "range": "lsq"}, ConfigError, "cannot be combined with range=lsq"),
     ({"scheme": "int8", "overrides": ["head"]}, ConfigError, "overrides must be PATTERN:OPTION=VALUE"),
     ({"scheme": "int8", "overrides": {"head": {"begin": 3}}}, ConfigError, "overrides must be PATTERN:OPTION=VALUE"),
@@ -373,5 +373,5 @@ def test_a_range_of_fp8_saturates_and_stops_gradients_outside():
     assert wide.grad.tolist() == [[0.0, 1.0, 1.0, 1.0]]
     again = apply_ranges(nn.Sequential(nn.Linear(4, 2, bias=False)), {"0": layer.quantizer.entry(layer)})
     assert torch.equal(again[0].quantizer.input(again[0], wide), seen)
-    with pytest.raises(ConfigError, match="scheme=fp8_static must come with range=ema, minmax or percentile"):
+    with pytest.raises(ConfigError, match=r"scheme=fp8_static .*range=ema, minmax or percentile"):
         QatConfig(scheme="fp8_static", range="kl")

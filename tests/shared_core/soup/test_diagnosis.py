@@ -150,9 +150,9 @@ def test_the_command_tells_a_diagnosis(room):
     assert "niform soup of 4" in table
     assert len((room / "processes").read_text().split()) == 4 * 4 - 2
     for more, match in (
-        (["--out", "a.pt"], "--diagnose must stand without --out"),
+        (["--out", "a.pt"], "--diagnose .*--out"),
         (["--strict"], "stand without --strict"),
-        (["--kind", "uniform"], "--diagnose must stand without --kind"),
+        (["--kind", "uniform"], "--diagnose .*--kind"),
     ):
         with pytest.raises(ConfigError, match=match):
             eff(*arguments, *more)
@@ -280,6 +280,6 @@ def test_the_command_ranks_by_what_was_logged(run, monkeypatch):
                                  ("eval_fid:low", ConfigError, "metric:min")):  # fmt: skip
         with pytest.raises(kind, match=match):
             commands.eff(*arguments, rank_by, "--out", "two")
-    with pytest.raises(ConfigError, match="--rank-by must stand without --order"):
+    with pytest.raises(ConfigError, match=r"--rank-by .*--order"):
         commands.eff(*arguments, "a", "--order", "given", "--out", "two")
     sys.modules.pop("ranked_task")
