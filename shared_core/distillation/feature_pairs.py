@@ -37,9 +37,8 @@ class WatchedPairs:
         self._hooks = [(ForwardHook(), _TeacherHook()) for _ in self.pairs]
         self._handles: list[RemovableHandle] = []
         for names, hooks in zip(self.pairs, self._hooks, strict=True):
-            for model, name, hook in zip((student, teacher), names, hooks, strict=True):
-                handle = model.get_submodule(name).register_forward_hook(RunHook(hook), with_kwargs=True)
-                self._handles.append(handle)
+            for model, name, hook in zip((student, teacher), names, map(RunHook, hooks), strict=True):
+                self._handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
 
     def activate(self, active: bool) -> None:
         """Start or stop recording outputs."""
