@@ -151,7 +151,7 @@ def test_the_command_tells_a_diagnosis(room):
     assert len((room / "processes").read_text().split()) == 4 * 4 - 2
     for more, match in (
         (["--out", "a.pt"], "--diagnose .*--out"),
-        (["--strict"], "stand without --strict"),
+        (["--strict"], r"--diagnose .*--strict"),
         (["--kind", "uniform"], "--diagnose .*--kind"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -178,7 +178,7 @@ def test_processes_give_the_same_soup(room):
 def test_what_processes_cannot_do_is_refused(room):
     with pytest.raises(ConfigError, match="another process can import"):
         greedy_soup(["1.pt", "2.pt"], lambda weights: 0.0, jobs=2)
-    with pytest.raises(ConfigError, match="--jobs must stand without"):
+    with pytest.raises(ConfigError, match="--jobs "):
         eff(*SCORED, "--out", "soup.pt", "--jobs", "2", "--order", "given")
 
 
