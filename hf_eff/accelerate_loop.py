@@ -246,6 +246,9 @@ class AcceleratedLoop(LoopDriver):
         return self.on_backward(method, loss, **kwargs)
 
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        if not self.trains(parameters):
+            return method(parameters, *args, **kwargs)
         self.complete()
         result = method(parameters, *args, **kwargs)
         for peer in self.session.peers:  # each by its own norm

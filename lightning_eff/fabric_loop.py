@@ -168,11 +168,13 @@ class FabricLoop(LoopDriver):
         return result
 
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.complete()
         names = ("module", "optimizer", "clip_val", "max_norm", "norm_type", "error_if_nonfinite")
         # an overflow is not an error with a scaler, which skips the step
         usual = {"norm_type": 2.0, "error_if_nonfinite": self._scaler is None}
         asked = {**usual, **dict(zip(names, args, strict=False)), **kwargs}
+        if not self.trains(asked["module"].parameters()):
+            return method(*args, **kwargs)
+        self.complete()
         if not self.session.peers:
             return method(**asked)
         # Each by its own norm: Fabric clips all parameters of the optimizer together.

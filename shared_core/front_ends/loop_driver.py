@@ -337,6 +337,11 @@ class LoopDriver:
                 self.accumulates,
             )
 
+    def trains(self, parameters: Iterable[Tensor]) -> bool:
+        """Return True if some of these are this loop's. A script may clip another model's gradients, too."""
+        held = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return not {*map(id, held), *map(id, self.inner.parameters())}.isdisjoint(map(id, parameters))
+
     def complete(self) -> None:
         """Unscale the complete, unclipped gradients and pass them to the techniques, once per step."""
         if self.micro_batches and self.is_last_micro_batch and not self.is_complete:

@@ -225,6 +225,19 @@ def test_a_loop_that_was_left_by_an_error_leaves_nothing_to_the_next(make, tmp_p
     assert receipt["finished"] == hasattr(optimizer, "eff_loop")
 
 
+def test_clipping_another_model_neither_ends_nor_skips_a_step(make):
+    loop, critic = Loop(make, PRUNE), make.classifier(seed=7)
+    batch = next(iter(loop.loader))
+    other, optimizer = loop.accelerator.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    for _ in range(3):
+        loop.accelerator.backward(other(**batch).loss)
+        loop.accelerator.clip_grad_norm_(other.parameters(), 1.0)
+        optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.steps(1)
+    assert (loop.session.step, loop.session.skipped) == (3, 0)
+
+
 def test_a_second_model_is_refused_before_the_first_was_trained(make):
     loop, other = Loop(make, PRUNE), make.classifier()
     with pytest.raises(ConfigError, match="must train one model with techniques at a time"):

@@ -176,6 +176,22 @@ def test_a_loop_that_was_left_by_an_error_leaves_nothing_to_the_next(again, tmp_
     assert Receipt.read(tmp_path)["steps"]["applied"] == 1  # the later run has saved nothing yet
 
 
+@pytest.mark.parametrize("clip", [{"max_norm": 1.0}, {"clip_val": 0.1}])
+def test_clipping_another_model_neither_ends_nor_skips_a_step(clip):
+    loop = Loop(PRUNE)
+    other, optimizer = loop.fabric.setup(critic := net(), torch.optim.SGD(critic.parameters(), lr=0.1))
+    for _ in range(STEPS):
+        loop.fabric.backward(other(torch.ones(2, 16)).square().mean())
+        loop.fabric.clip_gradients(other, optimizer, **clip)
+        optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.steps(1)
+    loop.save()
+    receipt = Receipt.read(Path.cwd())
+    assert receipt["steps"] == {"applied": STEPS, "skipped": 0, "planned": STEPS}
+    assert receipt["finished"]
+
+
 def test_a_second_model_is_refused_before_the_first_was_trained():
     loop, other = Loop(PRUNE), net()
     with pytest.raises(ConfigError, match="must train one model with techniques at a time"):
