@@ -36,9 +36,10 @@ class WatchedPairs:
         self._option = option
         self._hooks = [(ForwardHook(), _TeacherHook()) for _ in self.pairs]
         self._handles: list[RemovableHandle] = []
-        for names, hooks in zip(self.pairs, self._hooks, strict=True):
-            for model, name, hook in zip((student, teacher), names, map(RunHook, hooks), strict=True):
-                self._handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        for (ours, theirs), (student_hook, teacher_hook) in zip(self.pairs, self._hooks, strict=True):
+            modules = student.get_submodule(ours), teacher.get_submodule(theirs)
+            for module, hook in zip(modules, (RunHook(student_hook), RunHook(teacher_hook)), strict=True):
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def activate(self, active: bool) -> None:
         """Start or stop recording outputs."""
