@@ -1,8 +1,8 @@
-"""Which tests `make test` runs: one case of each family, two of one in tests/promises, nothing slow.
+"""Which tests `make test` runs: one case of each family, nothing slow.
 
-Tests of several processes take long, so it runs only those in tests/promises, one of a family. A family is the cases
-of one test function; which of them run depends on its name and their number alone. What is asked of every page of the
-documents runs in full, and so do refusals but in tests/promises. `make test-all` runs the others. A test that is named,
+A family is the cases of one test function; which of them runs depends on its name and their number alone. What is asked
+of every page of the documents runs in full, and so do refusals but in tests/promises. Tests of several processes take
+long, so it runs only those in tests/promises. `make test-all` runs the others. A test that is named,
 ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 ``--technique prune`` takes of that what is about pruning: the tests of its package, and its promises.
 ``--share 1/3`` takes a third of what was chosen.
@@ -24,7 +24,6 @@ from shared_core.engine.registry import REGISTRY
 DEVICES = "not gpu and not gpu_lane"
 QUICK = f"{DEVICES} and not slow and not further"
 IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
-IN_PROMISES = 2
 PROMISES = "tests/promises/test_promises.py"
 OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_notebooks.py", "test_site.py")
 STARTERS = {
@@ -65,9 +64,10 @@ def pytest_collection_modifyitems(config, items):
         elif selected(item, IN_QUICK) and not in_full(item):
             families[item.nodeid.partition("[")[0]].append(item)
     for family, cases in families.items():
-        count = IN_PROMISES if of_promises(family) and not starts_processes(cases[0]) else 1
-        for case in further(family, cases, count):
-            case.add_marker("further")
+        kept = random.Random(family.rpartition("/")[2]).choice(cases)
+        for case in cases:
+            if case is not kept:
+                case.add_marker("further")
     if config.option.share:
         part, parts = config.option.share
         together = {item.path for item in items if starts_processes(item)}  # whose tests share what the processes did
@@ -111,11 +111,6 @@ def of_promises(nodeid):
 def refuses(item):
     test = getattr(item, "function", None)  # a doctest has none
     return test is not None and "raises" in inspect.unwrap(test).__code__.co_names
-
-
-def further(family, cases, count):
-    kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
-    return [case for case in cases if case not in kept]
 
 
 def tell(config, count):
