@@ -298,6 +298,7 @@ def _lines(kind: str, report: Any) -> Iterator[str]:
     }[kind](report)
 
 
+_MUCH = 0.25
 _NOT_COMPARED = "The file was not compared with the model."
 
 
@@ -309,7 +310,9 @@ def _onnx(report: Any) -> Iterator[str]:
     else:
         yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}."
     if report.relative_change is not None:
-        yield f"Keeping the values between layers as integers changes the outputs by {report.relative_change:.2%}."
+        yield f"On integers the outputs differ from the model's by {report.relative_change:.2%} of the largest."
+        if report.relative_change > _MUCH:
+            yield "That is much. Compare the file's accuracy with the model's before you deploy it."
     if report.float_activations:
         yield (
             f"{counted(len(report.float_activations), 'tensor')} between convolutions stay in float, and so do the "

@@ -38,11 +38,11 @@ from shared_core.tools.export.onnx_files import (
     Codes,
     WeightCodes,
     checking,
-    integer_nodes,
     make_unsigned_,
     opened,
     quantize_activations,
     relative_change,
+    run_optimized,
     wants_unsigned,
 )
 from shared_core.tools.export.onnx_layers import (
@@ -53,7 +53,7 @@ from shared_core.tools.export.onnx_layers import (
     to_export_recurrent,
     translations,
 )
-from shared_core.tools.export.onnx_padding import fold_padding_
+from shared_core.tools.export.onnx_padding import average_within_, fold_padding_
 from shared_core.tools.export.source import (
     arguments,
     baked_copy,
@@ -141,8 +141,9 @@ class ExportReport:
         quantized_activations: Tensors between layers with codes from `calibration` or from what training observed, and
             these codes.
         float_activations: Such tensors without codes: the operator before one computes in float.
-        relative_change: Change of the outputs by those codes, and by biases on the grid of the sums, for the example
-            inputs, relative to the largest output; None if there are none.
+        relative_change: Largest difference of the file's outputs from the model's, in optimized onnxruntime on this
+            machine and relative to the largest output, for the example inputs: by codes between layers, by biases on
+            the grid of the sums, and by kernels. None without integer nodes.
         inputs: Name → shape of the file's inputs; a dynamic axis has a name.
         unsigned_weights: True if weights were written as unsigned codes.
         cache_scales_left_out: Attention layers with cache scales (`calibrate_kv_cache`), which the file lacks.
@@ -238,7 +239,6 @@ def export_onnx(
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: Codes = {}
     waiting: tuple[str, ...] = ()
-    change: float | None = None
     difference = moved = written = None
     with scratch_folder() as folder:
         file = folder / "model.onnx"
@@ -251,6 +251,7 @@ def export_onnx(
             groups = repeated_blocks(exported, plain(example_inputs)) if once else []
             program, shapes = _export(exported, example_inputs, opset, dynamic_batch, dynamic_length, groups)
             fold_padding_(program.model)
+            average_within_(program.model)
             # The second round runs only if the first found something to change.
             unsigned = unsigned and make_unsigned_(program.model)
             program.save(file)
@@ -274,10 +275,10 @@ def export_onnx(
         if asked:
             found, waiting = quantize_activations(file, folder / "integer.onnx", calibration, outputs)
         if found is not None:
-            exact, file, activations, written = file, folder / "integer.onnx", found, None
-            change = relative_change(file, exact, example_inputs) if runs else None
-        # From the final file: the integer nodes depend on onnxruntime's fusions here.
-        nodes = integer_nodes(written or file) if runs else {}
+            file, activations, written = folder / "integer.onnx", found, None
+        # Of the final file: the integer nodes depend on onnxruntime's fusions here, and so do outputs.
+        nodes, results = run_optimized(written or file, example_inputs) if runs else ({}, ())
+        change = relative_change(reference, example_inputs, results) if nodes else None
         with atomic_write(path) as temporary:
             shutil.move(file, temporary)
     path = Path(path)

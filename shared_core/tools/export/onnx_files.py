@@ -249,14 +249,14 @@ def _forced_tokens(bits: int, forced: _Forced, module: nn.Module, x: Tensor) -> 
     return forced.take((x / scale).round_().add_(128)).sub_(128).mul_(scale)
 
 
-def relative_change(file: Path, other: Path, inputs: Any) -> float:
-    """Return the largest output difference of two unoptimized files, relative to the largest output."""
-    pairs: list[tuple[Any, Any]] = []
-    for session in (session_of(file, optimize=False), session_of(other, optimize=False)):
-        pairs.append(session.run(None, feeds(session, inputs)))
+def relative_change(reference: nn.Module, inputs: Any, found: Sequence[Any]) -> float:
+    """Return the largest difference of outputs from the model's, relative to the model's largest."""
+    with torch.no_grad():
+        output = _mapping(call_model(reference, inputs))
+    expected = [value.double().numpy() for value in tree_leaves(output) if isinstance(value, Tensor)]
     changes = [
         float(np.abs(mine - theirs).max(initial=0.0) / (np.abs(theirs).max(initial=0.0) or 1.0))
-        for mine, theirs in zip(*pairs, strict=True)
+        for mine, theirs in zip(found, expected, strict=True)
     ]
     if not np.isfinite(changes).all():
         rule = f"outputs on example_inputs must be finite, got a change of {max(changes)}"
@@ -264,17 +264,18 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
     return max(changes, default=0.0)
 
 
-def integer_nodes(file: Path | Opened) -> dict[str, int]:
-    """Return operator → number of integer nodes in onnxruntime's optimized graph."""
+def run_optimized(file: Path | Opened, inputs: Any) -> tuple[dict[str, int], Sequence[Any]]:
+    """Return operator → number of integer nodes in onnxruntime's optimized graph, and its outputs."""
     import onnx
 
     with scratch_folder() as folder:
         target = folder / "optimized.onnx"
-        session_of(file, optimize=True, save=target)
+        session = session_of(file, optimize=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
+        outputs = session.run(None, feeds(session, inputs))
     kinds = Counter(node.op_type for node in nodes)
     # Counted after optimization: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
-    return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}
+    return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}, outputs
 
 
 def _sums_integers(kind: str) -> bool:

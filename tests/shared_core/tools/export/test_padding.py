@@ -3,6 +3,7 @@
 from collections import Counter
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,3 +75,27 @@ def test_padded_channels_stay(tmp_path):
 
     kinds, _ = kinds_after(Wider(), "int8", tmp_path)
     assert kinds["Pad"] == 1
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(64, ceil_mode=True),
+        nn.AvgPool2d(4, ceil_mode=True),
+        nn.AvgPool2d(3, 2, ceil_mode=True, count_include_pad=False),
+        nn.AvgPool2d(3, 2, 1),
+        nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    ],
+    ids=["all_pixels", "windows_that_end_outside", "pad_not_counted", "padded", "padded_not_counted"],
+)
+def test_average_pools_on_integers_are_those_of_the_model(pool, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), pool, nn.Conv2d(8, 8, 1), nn.Flatten(), nn.LazyLinear(5))
+    x = torch.randn(4, 3, 12, 12)
+    net(x)
+    model = quantize(net.eval(), "int8", [x])
+    report = export_onnx(model, x, tmp_path / "model.onnx", calibration=[x])
+    assert report.integer_nodes["QLinearAveragePool"] == 1
+    found = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"input": x.numpy()})[0]
+    expected = model(x).detach()
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+    assert report.relative_change <= 0.05
