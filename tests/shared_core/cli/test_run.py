@@ -46,6 +46,7 @@ def run(tmp_path, monkeypatch):
     front_end = Taken()
     monkeypatch.setattr(sys.modules["shared_core.cli.trainings"], "front_ends", lambda: [front_end])
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # typer leaves its own in a process
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def call(text, *arguments):
