@@ -99,8 +99,7 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
         found = session.run(None, feeds(session, inputs))
         outputs = found[:num_outputs]
         forced.begin(found[num_outputs:])
-        with torch.no_grad():
-            expected = [x for x in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(x, Tensor)]
+        expected = _outputs_of(reference, inputs)
         if len(expected) != len(outputs):
             raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
         largest = 0.0
@@ -129,6 +128,11 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
 
 def _mapping(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
+
+
+def _outputs_of(model: nn.Module, inputs: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return [value for value in tree_leaves(_mapping(call_model(model, inputs))) if isinstance(value, Tensor)]
 
 
 def session_of(
@@ -251,9 +255,7 @@ def _forced_tokens(bits: int, forced: _Forced, module: nn.Module, x: Tensor) -> 
 
 def relative_change(reference: nn.Module, inputs: Any, found: Sequence[Any]) -> float:
     """Return the largest difference of outputs from the model's, relative to the model's largest."""
-    with torch.no_grad():
-        output = _mapping(call_model(reference, inputs))
-    expected = [value.double().numpy() for value in tree_leaves(output) if isinstance(value, Tensor)]
+    expected = [value.double().numpy() for value in _outputs_of(reference, inputs)]
     changes = [
         float(np.abs(mine - theirs).max(initial=0.0) / (np.abs(theirs).max(initial=0.0) or 1.0))
         for mine, theirs in zip(found, expected, strict=True)
@@ -265,17 +267,16 @@ def relative_change(reference: nn.Module, inputs: Any, found: Sequence[Any]) -> 
 
 
 def run_optimized(file: Path | Opened, inputs: Any) -> tuple[dict[str, int], Sequence[Any]]:
-    """Return operator → number of integer nodes in onnxruntime's optimized graph, and its outputs."""
+    """Return operator → number of integer nodes in onnxruntime's optimized graph, and its outputs if it has some."""
     import onnx
 
     with scratch_folder() as folder:
         target = folder / "optimized.onnx"
         session = session_of(file, optimize=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
-        outputs = session.run(None, feeds(session, inputs))
-    kinds = Counter(node.op_type for node in nodes)
-    # Counted after optimization: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
-    return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}, outputs
+        # Counted after optimization: the file itself has QuantizeLinear and DequantizeLinear around float operators.
+        kinds = Counter(node.op_type for node in nodes if _sums_integers(node.op_type))
+        return dict(sorted(kinds.items())), session.run(None, feeds(session, inputs)) if kinds else ()
 
 
 def _sums_integers(kind: str) -> bool:

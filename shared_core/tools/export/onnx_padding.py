@@ -32,7 +32,7 @@ def fold_padding_(model: Any) -> None:
 def average_within_(model: Any) -> None:
     """Make average pools without padding divide by the number of values in a window. Values stay the same.
 
-    onnxruntime (1.27) divides integers by the kernel's size instead if the pool has ``ceil_mode`` and
+    onnxruntime (1.31) divides integers by the kernel's size instead if the pool has ``ceil_mode`` and
     ``count_include_pad``: the pool over all pixels in EfficientNet of transformers (1280 x 1280) gave zeros.
     """
     import onnx_ir
