@@ -14,11 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_eff._averages import averaging
 from shared_core.config.training_time import StepsPerEpoch, steps_until
-from shared_core.engine.checks.model_guards import wrapped_by_user
+from shared_core.engine.checks.model_guards import kinds_of, wrapped_by_user
 from shared_core.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -149,9 +147,7 @@ def run_environment(trainer: Any, model: Any) -> set[str]:
     optimizers = trainer.optimizers
     if len(optimizers) > 1:
         found.add("several_optimizers")
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        found.add("lbfgs")
-    return found
+    return found | kinds_of(optimizers)
 
 
 def total_steps(trainer: Any, model: Any) -> int | None:
