@@ -124,7 +124,7 @@ class Distillation(Adapter):
         if prepared["labels"].is_floating_point() and self._trainer.compute_loss_func is None:
             raise ConfigError(
                 "distill",
-                f"unlabeled_field {self.field!r} needs class indices as labels, or with a compute_loss_func "
+                f"unlabeled_field {self.field!r} needs class indices as labels, or a compute_loss_func "
                 f"that ignores NaN labels, got {prepared['labels'].dtype}",
             )
         return {**prepared, self.field: batch[self.field]}

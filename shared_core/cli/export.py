@@ -312,7 +312,7 @@ def _onnx(report: Any) -> Iterator[str]:
     if report.relative_change is not None:
         yield f"On integers the outputs differ from the model's by {report.relative_change:.2%} of the largest."
         if report.relative_change > _MUCH:
-            yield "That is much. Compare the file's accuracy with the model's before you deploy it."
+            yield "That is a lot. Compare the file's accuracy with the model's before you deploy it."
     if report.float_activations:
         yield (
             f"{counted(len(report.float_activations), 'tensor')} between convolutions stay in float, and so do the "
