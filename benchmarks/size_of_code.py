@@ -1,7 +1,4 @@
-"""Print how much there is to read: lines, files and names of the library, and what its usual paths run through.
-
-python benchmarks/size_of_code.py
-"""
+"""Print how much there is to read, and what the usual paths run through: ``python benchmarks/size_of_code.py``."""
 
 from __future__ import annotations
 
@@ -152,10 +149,6 @@ def calls_of_step(recipe: dict[str, Any], step: int) -> Counter[str]:
     return entered
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
-    """Ends a run before its first step."""
-
-
 class Net(nn.Module):
     """A model as transformers has them."""
 
@@ -178,7 +171,7 @@ def train_in_trainer(folder: str, until_first: bool = False, resume: bool = Fals
 
     class Stop(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            raise Stopped
+            raise InterruptedError
 
     arguments = TrainingArguments(folder, report_to=[], max_steps=4, save_steps=2, disable_tqdm=True, use_cpu=True)
     trainer = Trainer(Net(), arguments, train_dataset=DATA, callbacks=[Pruning(sparsity=0.5)])
@@ -186,7 +179,7 @@ def train_in_trainer(folder: str, until_first: bool = False, resume: bool = Fals
         trainer.train()
         return
     trainer.add_callback(Stop())
-    with contextlib.suppress(Stopped):
+    with contextlib.suppress(InterruptedError):
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
 
 
@@ -209,14 +202,14 @@ def train_in_lightning(folder: str, until_first: bool = False, resume: bool = Fa
 
     class Stop(lightning.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
-            raise Stopped
+            raise InterruptedError
 
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, callbacks=[Pruning(sparsity=0.5), saving, *([Stop()] if until_first else [])],
     )  # fmt: skip
-    with contextlib.suppress(Stopped):
+    with contextlib.suppress(InterruptedError):
         checkpoint = f"{folder}/step=2.ckpt" if resume else None
         trainer.fit(Module(), torch.utils.data.DataLoader(DATA, 4), ckpt_path=checkpoint)
 
