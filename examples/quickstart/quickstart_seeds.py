@@ -55,7 +55,7 @@ def mean(values):
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def told(values, sign=""):
+def with_error(values, sign=""):
     return "{:{s}.1f} ± {:.1f}".format(*mean(values), s=sign)
 
 
@@ -87,13 +87,13 @@ def tables(first, runs):
         latency = row["latency_ms"] / rows["student"]["latency_ms"]
         if name != "teacher":
             latency = statistics.fmean(run[name]["latency_ms"] / run["student"]["latency_ms"] for run in runs)
-        accuracy = told(values) if len(values) > 1 else f"{values[0]:.1f}"
+        accuracy = with_error(values) if len(values) > 1 else f"{values[0]:.1f}"
         added = ", ".join(f"`{flag}`" for flag in row["added"].split(", ") if flag)
         size = f"{row['file_bytes'] / 1000:,.0f}"
         lines.append(f"| {' | '.join([name, added, accuracy, size, f'{latency:.2f}'])} |\n")
     lines.append(EFFECTS)
     for name, other, values in effects(runs):
-        lines.append(f"| {name} | {other} | {told(values, sign='+')} | {errors(values)} |\n")
+        lines.append(f"| {name} | {other} | {with_error(values, sign='+')} | {errors(values)} |\n")
     lines.append(MEMORY)
     held = first["memory"]
     lines += [f"| `{row['flags']}` | {row['mib']:.1f} | {row['mib'] / held[0]['mib']:.2f} x |\n" for row in held]
