@@ -35,7 +35,6 @@ from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write, make_folder, scratch_folder
 from shared_core.front_ends.wrapped_method import Wrapped
-from shared_core.reports.run_page import card_section
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -221,6 +220,8 @@ class Saving:
 
 def leave_section(folder: Path, receipt: Receipt) -> None:
     """Add what was done and how to load the model to its model card, which is created if missing."""
+    from shared_core.reports.run_page import card_section  # imports rich
+
     card = folder / CARD
     if not card.is_file():
         if not folder.is_dir():  # it was saved elsewhere

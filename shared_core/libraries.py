@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal
 
-from packaging.requirements import Requirement
-
 from shared_core.errors import MissingExtraError
 
 _BUNDLES = ("all", "dev", "examples")
@@ -37,9 +35,11 @@ class Library:
     @property
     def state(self) -> Literal["ok", "missing", "out of range", "known bad"]:
         """How far it can be used; known bad: a version that efftrain names as one to leave out."""
+        from packaging.specifiers import SpecifierSet
+
         if self.found is None:
             return "missing"
-        specifiers = Requirement(f"x{self.wanted}").specifier
+        specifiers = SpecifierSet(self.wanted)
         if specifiers.contains(self.found, prereleases=True):
             return "ok"
         named = any(part.operator == "!=" and not part.contains(self.found, prereleases=True) for part in specifiers)
@@ -65,19 +65,19 @@ def libraries(requirements: list[str] | None = None) -> list[Library]:
         >>> library.extra, library.state, library.install
         ('hf', 'ok', '')
     """
+    from packaging.requirements import Requirement
+
     texts = requirements if requirements is not None else requires("efftrain") or []
-    asked = [(Requirement(text), _extra(text)) for text in texts]
+    asked = [
+        (wanted, str(wanted.marker or "").partition('extra == "')[2].partition('"')[0])
+        for wanted in map(Requirement, texts)
+    ]
     size = Counter(extra for _, extra in asked)
     found: dict[str, Library] = {}
     for wanted, extra in sorted(asked, key=lambda one: (one[1] != "", size[one[1]])):
         if extra not in _BUNDLES and wanted.name not in found:
             found[wanted.name] = Library(wanted.name, str(wanted.specifier), installed_version(wanted.name), extra)
     return list(found.values())
-
-
-def _extra(requirement: str) -> str:
-    marker = str(Requirement(requirement).marker or "")
-    return marker.partition('extra == "')[2].partition('"')[0]
 
 
 def optional(module: str, extra: str, where: str) -> Any:

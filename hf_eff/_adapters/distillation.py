@@ -28,7 +28,6 @@ from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, require
 from shared_core.files.hub_names import check_named
 from shared_core.files.json_yaml import parse_json
-from shared_core.lora.peft_files import is_adapter_folder, merge_, read_base
 
 _SECONDS = 10  # for the Hub to answer
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
@@ -229,13 +228,15 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
     composed = _is_composed(student)
     if is_bare_weights(Path(name).expanduser()) and not composed:
         return teacher_from_weights(Path(name).expanduser(), student)
-    if is_adapter_folder(Path(name).expanduser()):
+    if (Path(name).expanduser() / ADAPTER_CONFIG).is_file():
         return _with_adapters(Path(name).expanduser(), student, trust_remote_code=trust_remote_code)
     return _loaded(name, student, trust_remote_code=trust_remote_code)
 
 
 def _with_adapters(folder: Path, student: nn.Module, *, trust_remote_code: bool) -> nn.Module:
     """Return the base model that a PEFT adapter folder names, with the adapters merged."""
+    from shared_core.lora.peft_files import merge_, read_base  # imports all of quantization
+
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base:
         rule = f"{ADAPTER_CONFIG} must name the base model in base_model_name_or_path, got none"

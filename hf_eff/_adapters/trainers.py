@@ -16,7 +16,6 @@ from torch import nn
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._run_environment import is_peft
 from shared_core.errors import CompatibilityError
-from shared_core.quantization.fake_quant_layers import is_quantized
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -100,6 +99,8 @@ class _Operands:
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
         """Provide them in forwards of the backbone inside this context."""
+        from shared_core.quantization.fake_quant_layers import is_quantized  # imports all of quantization
+
         self._serves = self._model is not None and is_quantized(self._model.get_output_embeddings())
         try:
             yield
