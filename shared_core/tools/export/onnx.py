@@ -200,7 +200,7 @@ def export_onnx(
         dynamic_length: Make the second axis dynamic as well, in all inputs whose second axis is as long as that of the
             first. Inputs whose names begin with ``decoder_`` have a separate length.
         verify: Run the file in unoptimized onnxruntime and compare. Codes that differ by one because of rounding
-            are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
+            are set to the file's before outputs are compared, to 1e-4 of their size, at least of 1; to
             1e-2 of it if inputs have a range per token. With `dynamic_length` the same for inputs one
             shorter. Without onnxruntime nothing is compared.
         calibration: Batches like `example_inputs` for ranges of activations between layers, which fit these better

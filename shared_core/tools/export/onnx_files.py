@@ -29,7 +29,7 @@ from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.observers import EstimatorBank, RangeBank
 from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
 
-TOLERANCE = 1e-5
+_TOLERANCE = 1e-4  # sums are added in another order: a deep random net differs by 2e-5
 _TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so one may differ
 _FEW = 2**12  # codes
 _LARGE = 2**10  # bytes
@@ -72,7 +72,7 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
     by one, and so does everything after it. So the reference takes the file's codes wherever its
     own differ by one, and then everything must agree.
 
-    The function raises a CompatibilityError if an output differs by more than 1e-5 of the largest output (of 1, if that
+    The function raises a CompatibilityError if an output differs by more than 1e-4 of the largest output (of 1, if that
     is less). If inputs have a range per token and the file lacks their codes, the limit is 1e-2 of it (of 1e-3).
     """
     # Codes in the file are compared one by one. For other tokens only outputs can be compared.
@@ -81,7 +81,7 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
         layer.quantizer.scheme.input == "token" and not multiplies_token_codes(layer, layer.quantizer.scheme)
         for layer in layers
     )
-    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (TOLERANCE, 1.0)
+    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (_TOLERANCE, 1.0)
     model = file.graph
     # Codes come from QuantizeLinear, or from the Clip that narrows them.
     makers = {name: node.op_type for node in model.graph.node for name in node.output}
