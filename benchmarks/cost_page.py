@@ -18,10 +18,12 @@ Plan a run before you start it:
 ```
 eff plan recipe.yaml --params 70e9 --gpus 64 --length 4096 --micro-batch 1 --memory 80 --bandwidth 50
 eff plan --model path/to/config.json --gpus 8 --strategy ddp --precision 16-true --json
+eff explain recipe.yaml --model path/to/folder --measure 10
 ```
 
-It prints the memory of each device, its peak, and the bytes sent per optimizer step. The exit code is 1 if the peak
-exceeds `--memory`. [How it counts](#memory-of-a-planned-run).
+`eff plan` prints the memory of each device, its peak, and the bytes sent per optimizer step. The exit code is 1 if the
+peak exceeds `--memory`. [How it counts](#memory-of-a-planned-run). `eff explain --measure` trains a few steps here, and
+prints by how much each technique lengthens a step.
 
 ![Measured growth of time and memory, relative to the smallest size](cost.svg)
 

@@ -173,7 +173,8 @@ class ExplainOptions(RunOptions):
 
     key: ClassVar[str] = "eff explain"
     needs: ClassVar = {
-        "epochs": ("examples", "batch_size"), "examples": ("batch_size",), "batch_size": ("examples",)
+        "epochs": ("examples", "batch_size"), "examples": ("batch_size",), "batch_size": ("examples",),
+        "measure": ("model",),
     }  # fmt: skip
     without: ClassVar = {"epochs": ("steps",)}
 
@@ -185,6 +186,9 @@ class ExplainOptions(RunOptions):
     epochs: float | None = option(None, "Epochs, instead of --steps. Needs --examples and --batch-size.", above=0)
     examples: int | None = option(None, "Examples per epoch.", above=0)
     batch_size: int | None = option(None, "Examples per optimizer step, over all devices.", above=0)
+    measure: int | None = option(
+        None, "Train this many steps with and without each technique, to measure its share of a step.", low=2
+    )
     trainer: Literal["hf", "lightning"] = option("hf", "The trainer of the run.")
     surrounding: tuple[str, ...] = option(
         (), "The environment of the run, such as fp16 or fsdp2 (`eff compat` lists them). Repeatable."
@@ -218,8 +222,8 @@ class ExplainOptions(RunOptions):
 def explain(asked: ExplainOptions) -> None:
     """Show what a recipe will do, before you train.
 
-    It lists steps, layers, conflicts, estimates of time and memory, and what is saved. Nothing is trained. The exit
-    code is 1 if the run would be refused.
+    It lists steps, layers, conflicts, estimates of time and memory, and what is saved. With --measure, it also trains a
+    copy of the model for a few steps. The exit code is 1 if the run would be refused.
     """
     from shared_core.engine.recipe import Recipe
 
@@ -233,6 +237,7 @@ def explain(asked: ExplainOptions) -> None:
     }  # fmt: skip
     shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     shown |= _explained(read, asked.model, run, options)
+    shown["measured"] = None if asked.measure is None or shown["conflicts"] else _shares(read, asked, total)
     print_report(shown, _lines(shown), as_json=asked.as_json)
     if shown["conflicts"]:
         raise typer.Exit(1)
@@ -277,6 +282,36 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
         number = sum(parameter.numel() for parameter in model.parameters())
         told["model"] = {"name": name, "parameters": number, "trained": learned, "without_values": _is_empty(model)}
     return told
+
+
+def _shares(recipe: Recipe, asked: ExplainOptions, total: int | None) -> list[dict[str, Any]]:
+    """Return the measured time that each technique adds to a step, on random tokens or the user's inputs."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from shared_core.cli.loading import load_folder, made_up_inputs
+    from shared_core.engine.recipe import Recipe
+    from shared_core.hardware import default_device
+    from shared_core.tools.step_shares import step_shares
+
+    name, device = str(asked.model), default_device()
+
+    def make() -> tuple[nn.Module, Any]:
+        model, inputs = build(name, values=True)
+        if inputs is None:
+            found = made_up_inputs(model, asked.key, asked.seq_len)
+            inputs = {key: torch.cat([value[:1]] * asked.micro_batch) for key, value in found.items()}
+            inputs |= {"labels": inputs["input_ids"]} if set(inputs) == {"input_ids"} else {}
+        return model.to(device).train(), tree_map_only(torch.Tensor, lambda one: one.to(device), inputs)
+
+    def loaded(config: Any) -> Any:
+        folder = getattr(config, "teacher", None)
+        if not isinstance(folder, str) or not Path(folder).is_dir():
+            return config
+        return dataclasses.replace(config, teacher=load_folder(Path(folder), asked.key).to(device))
+
+    configs = {key: loaded(config) for key, config in recipe.items()}
+    return step_shares(make, Recipe(configs), steps=asked.measure or 2, total_steps=total)
 
 
 def build(name: str, *, values: bool = False, where: str = "eff explain") -> tuple[nn.Module, Any]:
@@ -349,6 +384,18 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
         yield drawn(title, costs, "technique", "cost", "about", numbers=("about",))
     elif told["model"] is None:
         yield "Add --model for estimates of time and memory."
+    if told["measured"] is not None:
+        shares = [
+            (one["technique"], duration(one["plain"]), duration(one["seconds"]),
+             f"{round(100 * one['share']):+d} % ± {200 * one['error']:.0f} %")
+            for one in told["measured"] if "share" in one
+        ]  # fmt: skip
+        title = "A training step of this model, measured on this machine (median; ± two standard errors)"
+        headings = ("plain", "with it", "share of a step")
+        yield drawn(title, shares, "technique", *headings, numbers=headings)
+        yield from (f"not measured: {one['technique']}: {one['reason']}" for one in told["measured"] if "reason" in one)
+    elif told["model"] is not None:
+        yield "Add --measure 10 for the share of a step. For your own script, use eff try."
     if told["memory"] is not None:
         held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
         figures = [

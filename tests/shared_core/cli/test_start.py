@@ -22,6 +22,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.front_ends.finding import front_ends
 from shared_core.libraries import Library, libraries
 from shared_core.tools.explain import explain
+from shared_core.tools.step_shares import step_shares
 
 STEPS = 8
 
@@ -235,6 +236,40 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
     refused = eff("explain", file, "--steps", 8, "--surrounding", "zero3")
     assert refused.exit_code == 1
     assert "DeepSpeed ZeRO stage 3" in refused.stdout
+
+
+def test_shares_of_a_step_are_measured_on_copies_of_the_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rsplit("/", 1)[0])
+    file = tmp_path / "recipe.yaml"
+    recipe = {"prune": {"sparsity": 0.5, "begin": 0.25}, "qat": {"scheme": "int8", "begin": 0.75}}
+    file.write_text(json.dumps(recipe | {"matmul": {"precision": "high"}}))
+    threads = torch.get_num_threads()
+    done = eff("explain", file, "--model", "test_start:build", "--measure", 3, "--json")
+    assert done.exit_code == 0, done.output
+    told = {one["technique"]: one for one in json.loads(done.stdout)["measured"]}
+    assert list(told) == ["matmul", "prune", "qat", "all together"]
+    for key in ("prune", "qat"):
+        assert told[key]["plain"] > 0
+        assert told[key]["seconds"] > 0
+    assert "reason" in told["matmul"]  # it would act on the plain steps, too
+    assert torch.get_num_threads() == threads
+    assert json.loads(eff("explain", file, "--model", "test_start:build", "--json").stdout)["measured"] is None
+    with pytest.raises(ConfigError):
+        ExplainOptions(recipe="recipe.yaml", measure=3)
+
+
+def test_a_technique_acts_in_the_measured_steps_however_late_it_begins():
+    zeros = []
+
+    class Counting(nn.Linear):
+        def forward(self, x):
+            zeros.append(int((self.weight == 0).sum()))
+            return super().forward(x)
+
+    recipe = Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 0.9}})
+    (told,) = step_shares(lambda: (Counting(8, 4), torch.ones(2, 8)), recipe, steps=2, total_steps=100)
+    assert "reason" not in told
+    assert set(zeros[-2:]) == {0, 16}  # the last plain step and the last one with masks
 
 
 def test_memory_is_that_of_the_model_that_trains():
