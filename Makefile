@@ -111,12 +111,13 @@ scripts: $(VENV)/.dev # WORDS="fp8" repeats the cells whose names contain a word
 notebooks: $(VENV)/.dev # PAGES="trainer" runs one
 	OMP_NUM_THREADS=1 $(BIN)/python -P docs/notebooks.py $(PAGES)
 
-docs: $(VENV)/.dev
+docs: $(VENV)/.dev # SITE=FOLDER also adds this version to a folder with one site per version
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/peers.py
 	rm -rf build/pages site
 	$(BIN)/python docs/building/pages.py build/pages
-	$(BIN)/zensical build --clean --strict
+	SITE_NAME="$(if $(SITE),efftrain,$$($(BIN)/eff --version))" SITE_VERSIONS=$(if $(SITE),mike,none) $(BIN)/zensical build --clean --strict
+	$(if $(SITE),$(BIN)/python docs/building/versions.py site $(SITE))
 
 .PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts notebooks docs
 .DEFAULT_GOAL := help

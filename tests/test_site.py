@@ -3,10 +3,12 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -51,6 +53,22 @@ def test_the_site(tmp_path):
     check_that_every_public_name_has_its_text(site)
     commands = (site / "commands.html").read_text(encoding="utf-8")
     assert [name for name in typer.main.get_command(app).commands if f'<h2 id="eff-{name}"' not in commands] == []
+
+
+def test_each_version_has_its_own_folder_and_the_newest_is_the_latest(tmp_path):
+    site, folder = tmp_path / "site", tmp_path / "versions"
+    for place in (site, folder / "0.0.9", folder / "0.0.10"):
+        place.mkdir(parents=True)
+        (place / "index.html").write_text(place.name)
+    for _ in range(2):  # the second time in place of the first
+        subprocess.run([sys.executable, ROOT / "docs" / "building" / "versions.py", site, folder], check=True)
+    now = version("efftrain")
+    listed = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+    assert [one["version"] for one in listed] == [now, "0.0.10", "0.0.9"]
+    assert [one["aliases"] for one in listed] == [["latest"], [], []]
+    assert (folder / now / "index.html").read_text() == "site"
+    assert (folder / "0.0.9" / "index.html").read_text() == "0.0.9"
+    assert f"url={now}/" in (folder / "index.html").read_text()
 
 
 def check_that_links_lead_somewhere(site):
