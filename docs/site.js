@@ -5,3 +5,14 @@ document.querySelectorAll(".md-typeset table").forEach((table) => {
     [...row.cells].forEach((cell, column) => (cell.dataset.heading = headings[column]));
   });
 });
+
+// Code in tables breaks between words only, not after the hyphens of a flag. The longest words may break anywhere.
+document.querySelectorAll(".md-typeset td code").forEach((code) => {
+  const words = code.textContent.split(/(\s+)/).map((word) => {
+    const part = document.createElement("span");
+    part.textContent = word;
+    part.className = word.length > 36 ? "" : "word";
+    return part;
+  });
+  code.replaceChildren(...words);
+});
