@@ -240,7 +240,7 @@ class AcceleratedLoop(LoopDriver):
         if not self.wrapped.training:
             raise TrainingError(
                 "accelerate",
-                f"{type(self.inner).__name__} must be in training mode in backward, got eval mode",
+                f"{type(self.inner).__name__} was in eval mode during the backward pass",
                 "call model.train() before each epoch",
             )
         return self.on_backward(method, loss, **kwargs)
@@ -384,9 +384,9 @@ def _trained(accelerator: Accelerator, objects: tuple[Any, ...]) -> tuple[nn.Mod
     if len(models) != 1 or len(optimizers) != 1:
         raise ConfigError(
             "accelerate",
-            f"prepare must get one model and the optimizer of its parameters in one call, got {len(models)} such "
-            f"models and {len(optimizers)} optimizers",
-            "prepare them together, and all others with accelerator.prepare",
+            f"prepare needs one model and its optimizer in the same call, got {len(models)} models with an optimizer "
+            f"and {len(optimizers)} optimizers",
+            "pass other models and optimizers to accelerator.prepare",
         )
     # A model of an earlier run stays marked, but Accelerate leaves it as it is on one process.
     inner: Any = accelerator.unwrap_model(models[0], keep_torch_compile=False)

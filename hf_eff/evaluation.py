@@ -222,7 +222,7 @@ class FolderEvaluator:
                 total += float(losses.double().sum())
             count += int((labels != IGNORED).sum())
         if not count:
-            raise ConfigError("eff soup", "--data must have tokens to predict, but no label is set")
+            raise ConfigError("eff soup", "--data has no tokens to predict: every label is ignored")
         mean = total / count
         if self.task == "loss":
             return mean

@@ -62,8 +62,8 @@ class DifferentialPrivacy(Adapter):
         """Refuse them."""
         raise CompatibilityError(
             "dp",
-            f"learning rate and batch size must be given, got {tuner}, whose trials see the data without noise",
-            "tune on public data",
+            f"{tuner} is not supported, because its trials train on the data without noise",
+            "set learning rate and batch size yourself, or tune on public data",
         )
 
     def set_up(self) -> list[Wrapped]:
@@ -73,12 +73,12 @@ class DifferentialPrivacy(Adapter):
         if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
             raise CompatibilityError(
                 "dp",
-                "accumulate_grad_batches must stay the same, got a GradientAccumulationScheduler",
-                "each step is one draw",
+                "GradientAccumulationScheduler is not supported, because every step draws the same number of examples",
+                "set accumulate_grad_batches to one number",
             )
         if trainer.overfit_batches:
             raise CompatibilityError(
-                "dp", f"overfit_batches must be 0, got {trainer.overfit_batches}", "it changes the order of the data"
+                "dp", f"overfit_batches must be 0, got {trainer.overfit_batches}, which changes the order of the data"
             )
         trainer.fit_loop._combined_loader = None  # otherwise a second `fit` would keep the last run's batches
         return [

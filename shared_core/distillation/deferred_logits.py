@@ -273,7 +273,7 @@ def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tens
 def _needs_numbers(what: str) -> NoReturn:
     raise TrainingError(
         "distill",
-        f"with chunked, logits must only be used in the loss, because training does not compute them, got {what}",
+        f"{what} needs logits, which training with distill.chunked does not compute",
         "compute metrics in evaluation, use torch's cross_entropy, or switch distill.chunked off",
     )
 

@@ -126,7 +126,7 @@ def zero_of(output: Any) -> Tensor:
     items = items.values() if isinstance(items, Mapping) else items
     found = next((item for item in items if isinstance(item, Tensor) and item.requires_grad), None)
     if found is None:
-        raise TrainingError("distill", "with a batch without labels, forward must return logits with gradients")
+        raise TrainingError("distill", "forward must return logits with gradients for a batch without labels")
     return found.flatten()[:0].sum()
 
 

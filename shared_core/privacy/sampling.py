@@ -100,8 +100,8 @@ class PoissonBatches(Sampler[list[int]]):
         if self.expected > num_examples:
             raise ConfigError(
                 "dp",
-                f"a step must expect at most the {num_examples} examples of the data set, got {self.expected} = "
-                f"{batch_size} x {accumulate} micro-batches x {world_size()} processes",
+                f"a step draws {self.expected} examples ({batch_size} x {accumulate} micro-batches x {world_size()} "
+                f"processes), but the data set has only {num_examples}",
                 "use smaller batches",
             )
         self.sample_rate = self.expected / num_examples

@@ -134,7 +134,7 @@ class Targets:
         """Return the targets without the weights that no optimizer holds."""
         out = {name: UNHELD for name, weight in self.weights().items() if weight in unheld}
         if len(out) == len(self.modules):
-            raise MatchError(where, "must find at least one weight that an optimizer holds, got none")
+            raise MatchError(where, "no optimizer trains any of the weights to prune")
         modules = {name: module for name, module in self.modules.items() if name not in out}
         return replace(self, modules=modules, left_out=self.left_out | out)
 

@@ -345,7 +345,7 @@ def masked_ingredients(
         else:
             notes.append(f"left out: {item.name}, from before its pruning ended (--unpruned includes it)")
     if not usable:
-        rule = "at least one checkpoint must be from after its pruning ended, got none"
+        rule = "no checkpoint was saved after pruning ended"
         raise CheckpointError("eff soup", rule, "pass later ones, or use --unpruned")
     notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
     return usable, functools.partial(_remask, masks), notes  # picklable, so other processes can re-apply masks

@@ -326,7 +326,7 @@ def _model(library: Any, table: bytes) -> Any:
         return None
     weights = [_EIGHTHS[(byte - 1) % 8] * 2.0 ** ((byte - 1) // 8) if byte else 0.0 for byte in table]
     if not any(weights):
-        raise ValueError("table of symbols must have one that occurs, got none")
+        raise ValueError("the table of symbols is empty")
         # perfect=False is the library's stable rounding: sums and products of float64, the same on every machine
     return library.stream.model.Categorical(np.array(weights), perfect=False)
 

@@ -423,7 +423,7 @@ def _places(entry: TensorEntry, table: bytes, decoder: Decoder) -> NDArray[np.in
             break
     found = np.concatenate(pieces)
     if following > entry.numel or len(found) != entry.weights:
-        raise ValueError(f"gaps must describe {entry.weights} weights within {entry.numel} elements, got others")
+        raise ValueError(f"gaps do not describe {entry.weights} weights within {entry.numel} elements")
     return found
 
 

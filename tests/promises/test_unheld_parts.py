@@ -151,7 +151,7 @@ def test_a_technique_that_reaches_nothing_held_is_refused(recipe):
     model = nn.ModuleDict({"net": nn.Linear(8, 8), "scale": nn.LayerNorm(8)})
     session = Session(recipe)
     session.attach(model)
-    with pytest.raises(MatchError, match="that an optimizer holds, got none"):
+    with pytest.raises(MatchError, match="no optimizer"):
         session.begin([torch.optim.SGD(model["scale"].parameters(), lr=0.1)], total_steps=10)
 
 

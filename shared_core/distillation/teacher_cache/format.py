@@ -561,10 +561,9 @@ class TeacherCache:
         if lacking:
             raise CheckpointError(
                 WHERE,
-                f"every example of a batch must be in {self.path}, {len(lacking)} of {len(places)} are not (the first "
-                f"is number {lacking[0]})",
-                "the data set, the tokenizer or the template changed, or inputs are drawn at random: write the cache "
-                "of what the model is given now",
+                f"{len(lacking)} of {len(places)} examples of a batch are not in {self.path} (the first is number "
+                f"{lacking[0]}): the data set, the tokenizer or the template has changed, or inputs are random",
+                "write the cache again from the inputs that the model gets now",
             )
         device = next(iter(tensors_of(inputs).values())).device
         return self._gather(rows, [place for place in places if place is not None], device)

@@ -163,7 +163,7 @@ def _chosen(tensors: Mapping[str, Tensor], fields: Sequence[str], *, positional:
         raise CheckpointError(
             WHERE,
             f"a batch must hold {', '.join(fields) or 'a field to hash'}, got {', '.join(tensors)}",
-            "give the model what the teacher was given, or write the cache again with the fields that both have",
+            "give the model the same fields as the teacher, or write the cache again with fields that both have",
         )
     return {name: tensors[name] for name in fields}
 
@@ -228,7 +228,7 @@ def pad_examples(examples: Sequence[Any]) -> Any:
     named = {name: [value for value in column if value is not None] for name, column in columns.items()}
     named = {name: column for name, column in named.items() if len(column) == len(examples)}
     if not named:
-        raise ConfigError(WHERE, f"examples must hold numbers, got {', '.join(map(str, first))} without")
+        raise ConfigError(WHERE, f"examples must hold numbers, got only {', '.join(map(str, first))}, which hold none")
     batch = {name: _padded(column, IGNORED if name == "labels" else 0) for name, column in named.items()}
     for name in _IDS:
         if name in batch and batch[name].ndim == 2 and mask_of(name) not in batch:

@@ -235,7 +235,7 @@ def export_onnx(
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
         remedy = "train it with qat, or call apply_ranges on a model with baked weights"
-        raise MatchError("export_onnx", "with calibration model must have quantized layers, found none", remedy)
+        raise MatchError("export_onnx", "calibration needs quantized layers, but the model has none", remedy)
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: Codes = {}
     waiting: tuple[str, ...] = ()

@@ -366,7 +366,7 @@ def _stack(model: nn.Module, path: Path, left: int) -> tuple[str, nn.ModuleList]
     ]
     if len(found) != 1:
         told = f"{', '.join(name for name, _ in found) or 'none'} of {type(model).__name__}"
-        raise CompatibilityError("shrink", f"layers must be those of one list of blocks, got {told}")
+        raise CompatibilityError("shrink", f"layers must come from one list of blocks, got {told}")
     return found[0]
 
 
@@ -467,7 +467,7 @@ def _check_free(
     for name in counts:
         reason = reasons.get(name, groups[name].reason_kept)
         if reason is not None and not (query_heads and groups[name].kind == "head"):
-            raise CompatibilityError("shrink", f"{name} must be free to lose units, got one that stays: {reason}")
+            raise CompatibilityError("shrink", f"{name} cannot lose units: {reason}")
 
 
 def _narrowed(norm: nn.Module, kept: Tensor) -> Callable[..., Tensor]:

@@ -242,7 +242,7 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(sizes, message):
 def test_models_and_options_that_do_not_fit_are_refused_in_one_line():
     with pytest.raises(CompatibilityError, match=r"its code depends on a size in another way"):  # times √hidden_size
         cut(decoder("gemma2", head_dim=4), {"hidden_size": 24})
-    with pytest.raises(CompatibilityError, match=r"must be free to lose units, got one that stays"):
+    with pytest.raises(CompatibilityError, match="cannot lose units"):
         cut(decoder("bloom", WITHOUT_KEYS), {"hidden_size": 24, "attention_heads": 6})
     with pytest.raises(CompatibilityError, match=r"n_head must be numbers that only take .* change both"):
         cut(decoder("gpt2", WITHOUT_KEYS), {"attention_heads": 4})

@@ -348,7 +348,7 @@ LATE = {
     "hidden layers of other shapes": (calls, {"hidden": ["first=twice"]}, "must have the teacher's shape"),
     "attention that does not run": (calls, {"attention": ["third=first"]}, "module third of the student must run"),
     "examples that are not told": (calls, {"unlabeled_field": "new"}, "unlabeled_field 'new' must be"),
-    "examples that are not cached": (calls, {"teacher": cached_elsewhere}, "every example of a batch must be in"),
+    "examples that are not cached": (calls, {"teacher": cached_elsewhere}, "examples of a batch are not in"),
 }
 
 

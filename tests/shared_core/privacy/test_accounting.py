@@ -137,7 +137,7 @@ def test_loaders_that_cannot_be_sampled_are_refused():
         technique.loader(DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)))
     with pytest.raises(CompatibilityError, match="one DataLoader, got list"):
         technique.loader([DataLoader(data)])
-    with pytest.raises(ConfigError, match=r"at most the 10 examples .* got 12"):
+    with pytest.raises(ConfigError, match="draws 12 examples"):
         technique.loader(DataLoader(data, batch_size=4), 3)
     with pytest.raises(TrainingError, match="must be drawn by Poisson sampling"):
         session.begin([], total_steps=5)
