@@ -27,6 +27,7 @@ from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.low_rank.config import LowRankConfig
 from shared_core.modules.calls import call
 from shared_core.primary_weights.config import PrimaryWeightsConfig
+from shared_core.printing import size_text
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.pruning.config import PruneConfig
 from shared_core.soup.config import SoupConfig
@@ -231,8 +232,8 @@ def _(config: PruneConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 @memory_costs.register
 def _(config: SoupConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     """Return no bytes on the device. The note gives the host memory at the end of training."""
-    held = 4 * shape.params / run.parts / 2**30
-    why = f"only after training: {held:,.1f} GiB of host memory (an fp32 model), and as much in a file in TMPDIR"
+    held = size_text(4 * shape.params / run.parts)
+    why = f"only after training: {held} of host memory (an fp32 model), and as much in a file in TMPDIR"
     return [Cost("soup", why=why)]
 
 
