@@ -29,8 +29,7 @@ from shared_core.distributed.collectives import from_main
 from shared_core.engine.checks.claims import Where
 from shared_core.engine.protocols import TrainedPart
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
-from shared_core.engine.saving import rank_states
-from shared_core.engine.saving.session_state import fit_to, loading
+from shared_core.engine.saving.session_state import fit_to, gathered, load_of_rank, loading
 from shared_core.engine.saving.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write, make_folder, scratch_folder
@@ -156,7 +155,7 @@ class Saving:
         # After the weights and before the trainer's own state, so a checkpoint that looks complete is complete.
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
-        state = rank_states.gathered(self.session, self._trainer.model_wrapped, **self._more())
+        state = gathered(self.session, self._trainer.model_wrapped, **self._more())
         if self._trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)  # sharded weights are saved after this
             save_state(folder, {**state, "saved_steps": self._services.saved_steps})
@@ -265,7 +264,7 @@ class Loading:
         if self.resumed_from is None:
             return {}
         saved = load_state(self.resumed_from)
-        mine = rank_states.load(session, saved)
+        mine = load_of_rank(session, saved)
         # Metrics at another sparsity or bit width are not comparable: the old checkpoint would be loaded at the end.
         if session.is_changed and state.best_global_step is not None:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
@@ -327,7 +326,7 @@ class Loading:
         before = state.best_metric, state.best_global_step
         is_best = method(*args, **kwargs)
         compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
-        if not compared or session.ending.may_be_best():
+        if not compared or session.progress.may_be_best():
             return is_best
         self._passed_over = True
         state.best_metric, state.best_global_step = before

@@ -307,7 +307,7 @@ class SessionCallback(TrainerCallback):
         for adapter in self._asked:
             task = functools.partial(adapter.loss, task)
         result = task(model, inputs, *args, **kwargs)
-        if not self.session.needs_forward:
+        if not self.session.hooks.acts_on_loss:
             return result
         # accelerate puts only the model's forward under autocast; other models need it too
         with self._trainer.accelerator.autocast():
@@ -329,7 +329,7 @@ class SessionCallback(TrainerCallback):
         """Check now and then if steps are applied as planned: many may be skipped."""
         # At powers of two, where n & (n - 1) is 0: often enough early on, when a warning still helps.
         if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
-            self.session.pace.look_ahead(min(state.global_step / state.max_steps, 1.0))
+            self.session.progress.look_ahead(min(state.global_step / state.max_steps, 1.0))
 
     # --- evaluation, saving, logging
 

@@ -134,7 +134,7 @@ class WatchedSteps:
         return self.session.is_live
 
     def _check_hooks_ran(self) -> None:
-        computed = self.computed or not self.session.needs_forward
+        computed = self.computed or not self.session.hooks.acts_on_loss
         for ran, name in ((computed, "compute_loss"), (self._complete, "_get_grad_norm")):
             if not ran:
                 raise TrainingError(
@@ -160,7 +160,7 @@ class WatchedSteps:
     def _step_of_engine(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # inside the last backward: the trainer's own step events come later
         self._complete = True
-        lent = self._zero.gradients() if self._zero and self.session.needs_gradients else contextlib.nullcontext()
+        lent = self._zero.gradients() if self._zero and self.session.hooks.before_step else contextlib.nullcontext()
         with lent:
             self.session.before_step()
         self.follow()

@@ -171,7 +171,7 @@ class BestCheckpoints:
     def _save(self, callback: Any, original: Callable[..., None], trainer: Any, candidates: dict[str, Tensor]) -> None:
         """Also save a model that is not compared, for resuming, with the worst score: any other replaces it."""
         # Lightning (2.6) writes the last checkpoint only after one of the best was saved.
-        if self._session.ending.may_be_best() or callback.monitor not in candidates:
+        if self._session.progress.may_be_best() or callback.monitor not in candidates:
             original(trainer, candidates)
             return
         if callback not in self._passed_over:
@@ -181,7 +181,7 @@ class BestCheckpoints:
 
     def _stop(self, callback: Any, original: Callable[..., Any], current: Tensor) -> Any:
         """Stop only on NaN or divergence: neither patience nor the best score count."""
-        if self._session.ending.may_be_best():
+        if self._session.progress.may_be_best():
             return original(current)
         names = ("best_score", "wait_count", "patience", "stopping_threshold")
         before = {name: getattr(callback, name) for name in names}

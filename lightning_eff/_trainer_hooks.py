@@ -291,7 +291,7 @@ class EffCallback(Callback):
         seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         looks = seen & (seen - 1) == 0 or trainer.is_last_batch
         if looks and (done := _run_environment.share_done(trainer, pl_module, batch_idx)) is not None:
-            session.pace.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
+            session.progress.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
         # After the window: figures are of applied steps, and Lightning logs at its own interval.
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.figures().items():

@@ -56,6 +56,11 @@ class Hooks:
         # and False comes first: private ones lead, the others keep their order.
         self.before_step.sort(key=lambda call: not techniques[call[0]].makes_gradients_private)
 
+    @property
+    def acts_on_loss(self) -> bool:
+        """True if a technique still has work in the forward pass or the loss."""
+        return bool(self.forward or self.loss)
+
     def drop(self, method: Callable[..., Any]) -> None:
         """Stop calling a method in this run. A round in progress continues."""
         for name in _FREQUENT:

@@ -47,7 +47,6 @@ class LooksFirst(Protocol):
 
     def before_attach(self, context: Context) -> None:
         """Called before any technique is attached."""
-        ...
 
 
 @runtime_checkable
@@ -56,7 +55,6 @@ class PreparesOptimizer(Protocol):
 
     def prepare_optimizers(self, context: Context) -> None:
         """Called when the optimizers exist. On a resume, their saved state is loaded afterwards."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +63,6 @@ class MakesScaler(Protocol):
 
     def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
         """Return the scaler for a type of device, which replaces the script's. None keeps the script's."""
-        ...
 
 
 @runtime_checkable
@@ -81,11 +78,9 @@ class DrawsBatches(Protocol):
             batch_size: Examples per micro-batch, by default the batch size of `loader`.
             more: Further arguments, if the loader's class is not DataLoader.
         """
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state early: batches are drawn before `begin`, which receives the state again."""
-        ...
 
 
 @runtime_checkable
@@ -95,11 +90,9 @@ class TrainsPeers(Protocol):
     @property
     def peers(self) -> Sequence[nn.Module]:
         """The other models. A loop clips each by the norm of its own gradients."""
-        ...
 
     def write(self, folder: Path) -> None:
         """Write them into the run's folder. Called after the run, on the main process."""
-        ...
 
 
 @runtime_checkable
@@ -108,7 +101,6 @@ class FollowsWeights(Protocol):
 
     def weights_replaced(self, context: Context) -> None:
         """Called when the weights were replaced (by a soup's candidate) and projected: update what depends on them."""
-        ...
 
 
 @runtime_checkable
@@ -117,7 +109,6 @@ class SeesMetrics(Protocol):
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Called after the user's validation of the current weights, with metrics by the trainer's names."""
-        ...
 
 
 @runtime_checkable
@@ -126,7 +117,6 @@ class KeepsStructure(Protocol):
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Return True if the model has the same structure as the weights saved with a state."""
-        ...
 
 
 @runtime_checkable
@@ -135,7 +125,6 @@ class LoadsByName(Protocol):
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which a trainer loads plain weights by parameter names."""
-        ...
 
 
 @runtime_checkable
@@ -148,7 +137,6 @@ class Bakes(Protocol):
         Called for saved models, and for Lightning's checkpoints, in which the model holds the weights to resume from.
         Does not change its input.
         """
-        ...
 
 
 @runtime_checkable
@@ -157,7 +145,6 @@ class Deploys(Protocol):
 
     def deployment(self) -> dict[str, Any]:
         """Return them as plain values, for example activation ranges."""
-        ...
 
 
 class TrainedPart(Protocol):
@@ -168,11 +155,9 @@ class TrainedPart(Protocol):
 
     def write(self, folder: Path) -> None:
         """Write the files into a folder, which is created if needed."""
-        ...
 
     def differences(self, folder: Path) -> list[str]:
         """Return how the files in a folder differ from this part, one line each."""
-        ...
 
 
 @runtime_checkable
@@ -182,15 +167,12 @@ class SavesPart(Protocol):
     @property
     def saves_part(self) -> bool:
         """True if this part is saved without the rest."""
-        ...
 
     def part(self, context: Context) -> TrainedPart | None:
         """Return that part as it is now, None if the whole model is saved; every process calls it."""
-        ...
 
     def load_part(self, context: Context, folder: Path) -> bool:
         """Load a part into the model; return False, and load nothing, if the folder holds none of this kind."""
-        ...
 
 
 class Window(Protocol):
@@ -198,8 +180,6 @@ class Window(Protocol):
 
     def window_state(self) -> dict[str, Any]:
         """Return what this process has accumulated in the unfinished window. Empty if nothing."""
-        ...
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `window_state` returned on the same rank, with the same number of processes."""
-        ...

@@ -90,7 +90,7 @@ class Receipt:
             "wall_seconds": round(time.perf_counter() - session.started, 3),
             "seconds": {key: round(spent, 4) for key, spent in session.hooks.seconds.items()},
             "techniques": session.reports(),
-            "unreached": session.ending.unreached(),
+            "unreached": session.progress.unreached(),
             "final_evaluation": session.validation.finals(),
             "coverage": {key: reach.to_dict() for key, reach in session.coverage.items()},
             "experts_without_tokens": session.experts.without_tokens(),

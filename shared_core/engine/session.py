@@ -13,26 +13,22 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_, reshard_
+from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_
 from shared_core.engine.checks import compatibility, coverage, model_guards
 from shared_core.engine.checks.optimizer_parameters import joined_note
 from shared_core.engine.hooks import Hooks, overrides
-from shared_core.engine.observers.ending import Ending, not_finite_note
 from shared_core.engine.observers.expert_use import ExpertUse
-from shared_core.engine.observers.history import History
+from shared_core.engine.observers.history import History, Validation
 from shared_core.engine.observers.micro_batches import MicroBatchMeans
-from shared_core.engine.observers.optimizer_modes import OptimizerModes
-from shared_core.engine.observers.pace import Pace
+from shared_core.engine.observers.progress import Progress, not_finite_note
 from shared_core.engine.observers.step_watch import StepWatch
-from shared_core.engine.observers.unsaved_buffers import UnsavedBuffers
-from shared_core.engine.observers.validation import Validation
 from shared_core.engine.plan import Touched
 from shared_core.engine.protocols import LooksFirst, PreparesOptimizer, SeesMetrics, TrainsPeers, offering, returned
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.saving.saved_files import SavedFiles
-from shared_core.engine.saving.session_state import reading, restore, state_of
+from shared_core.engine.saving.session_state import UnsavedBuffers, reading, restore, state_of
 from shared_core.engine.saving.swaps import Swaps
 from shared_core.engine.services import Services
 from shared_core.engine.technique import Context, Purpose, Technique
@@ -97,7 +93,7 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
         self.steps, self.experts, self.history = StepWatch(), ExpertUse(), History()
-        self.pace, self.validation, self.ending = Pace(self), Validation(self), Ending(self)
+        self.progress, self.validation = Progress(self), Validation(self)
         self._means = MicroBatchMeans(self.front_end)
         self.files, self.swaps = SavedFiles(self), Swaps(self)
         self.started, self.hooks = time.perf_counter(), Hooks(self.techniques)
@@ -180,12 +176,11 @@ class Session:
         """Return the context of a run, with everything to know about the model before techniques change it."""
         # The user's keys, to compare saved ones with.
         self.plain, self.unsaved_buffers = PlainKeys(model), UnsavedBuffers(model)
-        context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
-        context.restructured = functools.partial(self.plain.read, model)
-        context.note = self.note
-        context.drop = self.hooks.drop
+        context = Context(
+            model, self.front_end, self._services, techniques=self.techniques, resumed=resumed, note=self.note,
+            drop=self.hooks.drop, restructured=functools.partial(self.plain.read, model),
+        )  # fmt: skip
         context.generator.manual_seed(self._seed)
-        context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         if self.techniques:
             self.coverage.look_at(context)
         # A teacher that copies the student must copy the plain model. It lives on the CPU, whatever default device the
@@ -275,16 +270,6 @@ class Session:
         """Models that techniques train together with the script's model, by the same optimizer."""
         return [peer for _, one in offering(self.techniques, TrainsPeers) for peer in one.peers]
 
-    @property
-    def needs_forward(self) -> bool:
-        """True if a technique still has work in the forward pass or the loss."""
-        return bool(self.hooks.forward or self.hooks.loss)
-
-    @property
-    def needs_gradients(self) -> bool:
-        """True if a technique still has work before optimizer steps."""
-        return bool(self.hooks.before_step)
-
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for one micro-batch's forward pass and loss. A no-op before `begin`."""
         if self.context is None or not self.is_live:
@@ -341,7 +326,8 @@ class Session:
             context.step += 1
             if context.step & (context.step - 1) == 0:
                 self.refuse_changed()  # at powers of two, so that at most half of the training time is lost
-            self.pace.stepped(context.step, context.total_steps)
+            if context.total_steps is not None and context.step > context.total_steps:
+                self.progress.passed_end()
         else:
             context.skipped += 1
         if self.is_live:
@@ -386,7 +372,7 @@ class Session:
         self.join_buffers()
         self.experts.join()
         self.note(self._means.differing())
-        self.ending.tell()
+        self.progress.tell()
         self.note(self.experts.told())
         # The order of finishing differs from the order of attaching, see `finishes_after`.
         for key in in_order(self.techniques, "finish"):
@@ -421,7 +407,7 @@ class Session:
         self.context.modes.leave()
         try:
             self._final_reports = self.reports()  # stock layers cannot be asked later
-            self.ending.keep()
+            self.progress.keep()
         finally:
             self.context.undo.close()
             self.is_finished = True
@@ -438,14 +424,10 @@ class Session:
         Raises:
             CheckpointError: If the state does not come from a session.
         """
-        context = self.context_for("load_state_dict")
-        context.steps_before_load = context.furthest
-        recipe = restore(self, state)
+        changes = restore(self, state)
         self._restored = state["techniques"]
         if self.has_begun:
             self.validation.restored()
-        with reading("session"):
-            changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
         for change in changes:
             self.note(f"resumed {change}")
@@ -470,10 +452,6 @@ class Session:
         return self._final_reports or {
             key: returned(key, "report", one.report(), Mapping) for key, one in self.techniques.items()
         }
-
-    def _weights_moved(self, context: Context) -> None:
-        reshard_(context.model)
-        context.project()
 
     def context_for(self, verb: str) -> Context:
         """Return the run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
+from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.checks.claims import Claim
 from shared_core.engine.checks.model_guards import is_element_wise
 from shared_core.engine.observers.micro_batches import mean_over_micro_batch
@@ -19,9 +21,42 @@ from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering, returned
 from shared_core.engine.services import Services
-from shared_core.engine.undo import Undo
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import buffers_restored
+
+
+class Undo:
+    """Calls to make at the end of a run, last to first.
+
+    Unlike with `ExitStack`, a deep copy of a run restores the copied model, not the original.
+
+    Example:
+        >>> undo = Undo()
+        >>> undo.callback(print, "first in, last out")
+        >>> undo.callback(print, "last in, first out")
+        >>> undo.close()
+        last in, first out
+        first in, last out
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+
+    def callback(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Add a call."""
+        self._calls.append(functools.partial(function, *args, **kwargs))
+
+    def close_with(self, function: Callable[[], object]) -> None:
+        """Add a call to make after all others."""
+        self._calls.insert(0, function)
+
+    def close(self) -> None:
+        """Make all calls once. An error in one does not prevent the others."""
+        calls, self._calls = self._calls, []
+        with contextlib.ExitStack() as stack:
+            for call in calls:
+                stack.callback(call)
+
 
 Purpose = Literal["evaluate", "checkpoint", "export"]
 
@@ -78,7 +113,7 @@ class Context:
     in_full_precision: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
     """Return the weights that the optimizer steps, where parameters are their 16-bit copies. Every process must call
     it."""
-    modes: OptimizerModes = field(default_factory=OptimizerModes)
+    modes: OptimizerModes = field(init=False)
     """Switches optimizers with a train and an eval mode. A technique that swaps other weights into the model calls
     `hold` before and `release` after, so that a mode switch does not change them."""
     discard_step: bool = False
@@ -104,6 +139,13 @@ class Context:
 
     default_device: torch.device = field(default_factory=torch.get_default_device)
     """The script's default device. `attach` and `begin` of techniques run under the CPU instead."""
+
+    def __post_init__(self) -> None:
+        self.modes = OptimizerModes(self._weights_moved)
+
+    def _weights_moved(self) -> None:
+        reshard_(self.model)
+        self.project()
 
     def calibrate(self, num_batches: int) -> None:
         """Run some training batches through the model, as `Services.calibrate` does, on the script's default device.

@@ -19,8 +19,7 @@ from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_
 from shared_core.engine.checks.model_guards import kinds_of
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
-from shared_core.engine.saving import rank_states
-from shared_core.engine.saving.session_state import fits, load_window_state, window_state
+from shared_core.engine.saving.session_state import fits, gathered, load_of_rank, load_window_state, window_state
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.engine.technique import Purpose
@@ -437,7 +436,7 @@ class LoopDriver:
 
     def state(self) -> dict[str, Any]:
         """Return the session's part of a checkpoint; every process must call it."""
-        return rank_states.gathered(self.session, self.wrapped, window=self._open_window())
+        return gathered(self.session, self.wrapped, window=self._open_window())
 
     def read(self, state: Mapping[str, Any], source: Any) -> None:
         """Check a saved state before its weights are loaded."""
@@ -455,7 +454,7 @@ class LoopDriver:
         """Resume from the state that was read, once weights and optimizer are loaded."""
         if self.loaded_state is None:
             return
-        self._window = rank_states.load(self.session, self.loaded_state).get("window", {})
+        self._window = load_of_rank(self.session, self.loaded_state).get("window", {})
         if self.session.has_begun:
             self.session.begin_again()
             self._restore_window()

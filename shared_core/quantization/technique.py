@@ -14,7 +14,7 @@ from shared_core.config.training_time import parse_position
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim
 from shared_core.engine.checks.optimizer_parameters import layers_of_copies, named_parts
-from shared_core.engine.observers.ending import not_finite_note
+from shared_core.engine.observers.progress import not_finite_note
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError

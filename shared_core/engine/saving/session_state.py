@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
 
+from shared_core.distributed.collectives import (
+    all_gather_object,
+    digest,
+    local_part,
+    other_processes,
+    own_buffers,
+    own_state,
+    put_buffers_,
+    rank,
+    with_own_state,
+    world_size,
+)
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.protocols import Bakes, DrawsBatches, KeepsStructure, LoadsByName, offering, returned
 from shared_core.engine.registry import REGISTRY
@@ -55,13 +68,14 @@ def reading(key: str) -> Iterator[None]:
         ) from error
 
 
-def restore(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Restore everything except what techniques load in `begin`. Return the recipe that the state was saved with.
+def restore(session: Session, state: Mapping[str, Any]) -> list[str]:
+    """Restore everything except what techniques load in `begin`. Return how the recipe differs from the saved run's.
 
     Raises:
         CheckpointError: If it is not the state of a session.
     """
     context = session.context_for("load_state_dict")
+    context.steps_before_load = context.furthest
     with reading("session"):
         saved, recipe = dict(state["techniques"].items()), dict(state["recipe"])  # dict("") would be a dict
         step, skipped = int(state["step"]), int(state["skipped"])
@@ -81,7 +95,8 @@ def restore(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if key in saved:
             with reading(key):
                 drawing.restore(saved[key])
-    return recipe
+    with reading("session"):
+        return session.recipe.changes_since(recipe)
 
 
 def window_state(session: Session) -> dict[str, dict[str, Any]]:
@@ -192,3 +207,96 @@ def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable
     # Structure before weights: rebuild the checkpoint's layers, then load them.
     session.detach()
     session.attach(model, run_environment, state["techniques"])
+
+
+def gathered(session: Session, wrapped: nn.Module, **more: Any) -> dict[str, Any]:
+    """Return the session's state and `more`, with the parts in which other processes differ. Every process calls it."""
+    state = {**session.state_dict(), **more}
+    # own_state and own_buffers gather.
+    if world_size() == 1:
+        return state
+    mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, wrapped)}
+    return {**state, "ranks": all_gather_object(mine)}
+
+
+def load_of_rank(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Restore this process's state and buffers. If the number of processes changed, use the main one's and note it.
+
+    Returns:
+        The state saved for this process, empty if the number of processes changed.
+    """
+    ranks = state.get("ranks", ())
+    # The number of processes changed, so the parts of single processes do not apply.
+    if len(ranks) != world_size():
+        session.load_state_dict(state)
+        if max(len(ranks), 1) != world_size():
+            session.note(other_processes(max(len(ranks), 1)))
+            return {}
+        return state
+    mine = ranks[rank()]
+    of_main = {name: value for name, value in state.items() if name != "ranks"}
+    own: Mapping[str, Any] = with_own_state(of_main, mine)
+    session.load_state_dict(own)
+    put_buffers_(cast(Any, session.context).model, mine["buffers"])
+    return own
+
+
+class UnsavedBuffers:
+    """Buffers that checkpoints lack but a resumed run needs, such as running statistics that a loss reads.
+
+    Constant tables (rotary frequencies, causal masks) are left out.
+
+    Args:
+        model: The user's model, before techniques add their own buffers.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Module()
+        >>> model.register_buffer("mean", torch.zeros(1), persistent=False)
+        >>> found = UnsavedBuffers(model)
+        >>> found.mark()
+        >>> _ = model.mean.add_(1)
+        >>> found.changed()
+        {'mean': tensor([1.])}
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = {
+            f"{path}.{name}".lstrip("."): (module, name)
+            for path, module in model.named_modules()
+            # Sorted: a set has no order, and processes must agree on places.
+            for name in sorted(module._non_persistent_buffers_set)
+        }
+        self._before: dict[str, str] = {}
+
+    def mark(self) -> None:
+        """Record the values at the start of training. Buffers that `put_back` has filled count as changed."""
+        # The marks of `put_back` override the present digest.
+        self._before = {name: digest(value) for name, value in self._now().items()} | self._before
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return the buffers that have changed since training began."""
+        return {
+            name: value.detach().clone()
+            for name, value in self._now().items()
+            # Digests instead of copies: most buffers (masks, position tables) never change.
+            if value is not None and digest(value) != self._before.get(name)
+        }
+
+    def put_back(self, saved: Mapping[str, Tensor]) -> None:
+        """Restore the values returned by `changed` into the same model. Unknown names are skipped."""
+        for name, value in saved.items():
+            if name not in self._places:
+                continue
+            module, own = self._places[name]
+            present = self._now()[name]
+            if present is not None and present.shape == value.shape:
+                present.copy_(value)
+            else:  # a table that has grown
+                device = next((one.device for one in module.parameters()), value.device)
+                module._buffers[own] = value.to(device, copy=True)
+            self._before[name] = ""  # always saved again
+
+    def _now(self) -> dict[str, Tensor | None]:
+        found = {name: module._buffers.get(own) for name, (module, own) in self._places.items()}
+        return {name: None if value is None else local_part(value) for name, value in found.items()}

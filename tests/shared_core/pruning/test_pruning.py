@@ -254,7 +254,7 @@ def test_a_run_cut_short_keeps_the_zeros_that_it_has_and_says_so():
     assert 0 < reached < 60
     unreached = session.receipt()["unreached"]
     assert unreached == {"prune": "sparsity 0.2032 of 0.75, complete at step 100"}
-    assert not session.ending.may_be_best()
+    assert not session.progress.may_be_best()
     session.finish()
     assert sum(int(zero.sum()) for zero in zeros(model).values()) == reached
     receipt = session.receipt()

@@ -144,7 +144,7 @@ def test_a_run_that_never_found_its_units_says_so_at_the_end():
             loop.backward(model(torch.randn(3, 4)).square().mean())
             loop.step()
             optimizer.zero_grad()
-            assert not loop.session.ending.may_be_best()
+            assert not loop.session.progress.may_be_best()
     receipt = loop.session.receipt()
     assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: no units were found")
     assert any(note.startswith("prune did not reach") for note in receipt["notes"])

@@ -1,4 +1,4 @@
-"""Targets that the model has not reached yet, for the best checkpoint and at the end of the run."""
+"""Compare a run with its plans: which targets it has not reached, and at which rate its steps arrive."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from shared_core.engine.session import Session
 
 
-class Ending:
-    """Collects what the plans still miss, and keeps the result at the end of the run."""
+class Progress:
+    """Reports what the plans still miss, which is final at the end of the run, and steps at another rate."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._final: dict[str, str] | None = None
-        self._tells_of_best = True
+        self._tells_of_best = self._is_on_plan = True
+        self._early_skips = 0
 
     def unreached(self) -> dict[str, str]:
         """Return the targets that the model, or the final model, has not reached, by technique."""
@@ -59,6 +60,41 @@ class Ending:
                 context.note(f"{key} did not run as planned: {ended}, before step {step}: {what}")
         if is_short or (planned is not None and applied > planned):
             context.note(f"steps: {applied} were applied, {planned} were planned")
+
+    def passed_end(self) -> None:
+        """Note once that more steps were applied than planned. Schedules keep their last value."""
+        context = self._session.context_for("after_step")
+        context.note(
+            f"training continues after the {context.total_steps} planned steps: schedules stay at their final value, "
+            "and techniques without an end continue"
+        )
+
+    def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
+        """Compare the steps so far with the plan.
+
+        Args:
+            done: Share of the run's data seen so far. The trainer ends the run by it.
+            stops_as_planned: True if the trainer also stops after the planned number of steps.
+        """
+        context = self._session.context_for("look_ahead")
+        total = context.total_steps or 0
+        expected, applied = done * total, context.step
+        if done < 0.25:
+            self._early_skips = context.skipped  # the initial loss scale is too large and adapts in a few steps
+        if not self._is_on_plan or expected < 10:
+            return
+        counted = float(applied + self._early_skips)
+        counted = min(counted, expected) if stops_as_planned else counted
+        # Tolerate 10 % and one step: rounding of the last window and a few skipped steps.
+        if abs(counted - expected) <= 0.1 * expected + 1:
+            return
+        self._is_on_plan, end = False, round(applied / done)
+        never = "; ".join(f"{key}: {what} (step {step})" for key, step, what in context.events_after(end))
+        context.note(
+            f"optimizer steps do not arrive as planned: {applied} applied, {expected:.0f} planned so far; at "
+            f"this rate the run ends after {end} of {total} steps" + (f", before {never}" if never else "") + ". "
+            "Schedules are not adapted: give positions as step numbers, or give the trainer its true number of steps"
+        )
 
 
 def not_finite_note(model: nn.Module) -> str:
