@@ -47,7 +47,7 @@ def is_peft(model: Any) -> bool:
 
 
 def run_environment(trainer: Trainer) -> set[str]:
-    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold for this trainer."""
+    """Return the keys of `shared_core.config.environments.RUN_ENVIRONMENTS` that hold for this trainer."""
     args = trainer.args
     optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
     if trainer.optimizer is not None:

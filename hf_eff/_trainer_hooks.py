@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters import Adapter
 from hf_eff._checkpoints import clean_run, resumed_from, save_whole
 from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd

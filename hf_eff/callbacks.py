@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters import Adapter
 from hf_eff._trainer_hooks import SessionCallback
 from hf_eff.training_args import EffFlags
 from shared_core.engine.recipe import Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_eff._adapters.adapter import Adapter
+from lightning_eff._adapters import Adapter
 from lightning_eff._run_environment import callback_kinds
 from lightning_eff._services import say
 from shared_core.engine.recipe import Recipe

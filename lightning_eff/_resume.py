@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_eff._adapters.adapter import Adapter
+from lightning_eff._adapters import Adapter
 from lightning_eff._run_environment import callback_kinds
 from shared_core.distributed.collectives import (
     all_gather_object,

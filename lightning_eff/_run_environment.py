@@ -124,7 +124,7 @@ _STRATEGIES = {
 
 
 def run_environment(trainer: Any, model: Any) -> set[str]:
-    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold; optimizers once they exist."""
+    """Return the keys of `shared_core.config.environments.RUN_ENVIRONMENTS` that hold; optimizers once they exist."""
     kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     found = {key for name, key in _STRATEGIES.items() if name in kinds}
     if "fsdp2" in found and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:

@@ -30,7 +30,7 @@ from shared_core.errors import ReceiptError
 from shared_core.front_ends.wrapped_method import Wrapped
 
 if TYPE_CHECKING:
-    from lightning_eff._adapters.adapter import Adapter
+    from lightning_eff._adapters import Adapter
     from lightning_eff._resume import ExactResume
     from lightning_eff._services import LightningServices
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from lightning_eff import _joining, _run_environment
-from lightning_eff._adapters.adapter import Adapter
+from lightning_eff._adapters import Adapter
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import whole_files, wrap_loading
 from lightning_eff._private_names import check_private_names

@@ -1,4 +1,4 @@
-from .config.ability import Ability as Ability
+from .config.environments import Ability as Ability
 from .config.options import Figure as Figure
 from .config.options import TechniqueConfig as TechniqueConfig
 from .config.options import option as option

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from shared_core import Context, Figure, Technique, TechniqueConfig, local_part, option, part_of, register
-from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
+from shared_core.config.environments import NO_WHOLE_WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)

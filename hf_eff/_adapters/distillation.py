@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters import Adapter
 from hf_eff._adapters.trainers import fuses_head, loss_of_trl
 from hf_eff._run_environment import is_peft
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, KEY_PREFIX, open_adapter

@@ -10,7 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters import Adapter
 from hf_eff._checkpoints import checkpoint_folder, weights_of
 from hf_eff._run_environment import inner_optimizer, is_peft
 from shared_core.distributed.collectives import from_main

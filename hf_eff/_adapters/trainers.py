@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters import Adapter
 from hf_eff._run_environment import is_peft
 from shared_core.errors import CompatibilityError
 

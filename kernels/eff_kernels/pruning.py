@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import compiles_for, runs_in_one_launch
-from eff_kernels.top_k import kth_smallest_key
+from eff_kernels.masks import kth_smallest_key
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch converts a bool operand to a temporary of the other's type. In pieces of 2 MiB that stays in cache.

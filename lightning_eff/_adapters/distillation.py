@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_eff._adapters.adapter import Adapter
+from lightning_eff._adapters import Adapter
 from lightning_eff._checkpoints import read_checkpoint
 from shared_core.checkpoint_formats.opening import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.engine.saving.state_file import rng_state, set_rng_state

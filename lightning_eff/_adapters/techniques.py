@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._adapters.adapter import Adapter
+from lightning_eff._adapters import Adapter
 from lightning_eff._run_environment import namespace_of, no_logging
 from lightning_eff.precision import precision_class
 from shared_core.distributed.collectives import world_size

@@ -18,7 +18,7 @@ from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
 from shared_core.printing import counted, listed, size_text
 
 

@@ -82,7 +82,7 @@ def plan(asked: PlanOptions) -> None:
 
     The estimate includes every technique of the recipe. With --memory, the exit code is 1 if the run does not fit.
     """
-    from shared_core.config.conflicts import RUN_ENVIRONMENTS
+    from shared_core.config.environments import RUN_ENVIRONMENTS
     from shared_core.contrib.planning import ModelShape
     from shared_core.contrib.planning import plan as plan_run
     from shared_core.engine.checks import compatibility
@@ -197,7 +197,7 @@ class ExplainOptions(RunOptions):
 
     def validate(self) -> None:
         """Raise an error for unknown run environments."""
-        from shared_core.config.conflicts import RUN_ENVIRONMENTS
+        from shared_core.config.environments import RUN_ENVIRONMENTS
         from shared_core.errors import nearest
 
         for key in self.surrounding:

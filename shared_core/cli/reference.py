@@ -174,7 +174,7 @@ def _tables(rows: list[dict[str, str]]) -> list[Any]:
     from rich import box
     from rich.table import Table
 
-    from shared_core.config.conflicts import RUN_ENVIRONMENTS
+    from shared_core.config.environments import RUN_ENVIRONMENTS
 
     keys = [row["technique"] for row in rows]
     marks = {"yes": "·", "-": ""}

@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from shared_core.config.ability import Ability, missing
+from shared_core.config.environments import Ability, missing
 from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, MissingExtraError, as_share, did_you_mean, nearest, require
 
@@ -324,7 +324,7 @@ class TechniqueConfig(Options):
     """Keys of techniques whose `finish` runs after this one's."""
 
     conflicts: ClassVar[Mapping[str, str]] = {}
-    """Key of another technique, or of `conflicts.RUN_ENVIRONMENTS` → why it cannot be combined with this one."""
+    """Key of another technique, or of `environments.RUN_ENVIRONMENTS` → why it cannot be combined with this one."""
     works_in: ClassVar[tuple[str, ...]] = ()
     """Keys of `conflicts.EVERY_TECHNIQUE` in which this technique does work."""
 

@@ -21,7 +21,7 @@ from shared_core.distillation.losses.features import RELATIONS, attention_kl, hi
 from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
 
 Normalize = Callable[[Tensor, Tensor | int], Tensor]
 

@@ -36,8 +36,7 @@ from shared_core.distributed.collectives import all_reduce_, broadcast_, world_s
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.files.atomic import atomic_write
-from shared_core.modules.calls import cache_configs, without_cache
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook, cache_configs, without_cache
 
 PEER_FILE = "eff_peer_{}.safetensors"
 """File name of a peer's weights in the run's folder; peers count from 1."""

@@ -42,7 +42,7 @@ from shared_core.engine.observers.micro_batches import StepMeans
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
 from shared_core.printing import amount, counted
 
 # Students with copied teacher layers, and what was copied. When training continues, they are not copied again.

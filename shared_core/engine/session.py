@@ -136,7 +136,7 @@ class Session:
 
         Args:
             model: The user's model.
-            run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that apply to this run.
+            run_environment: Keys of `environments.RUN_ENVIRONMENTS` that apply to this run.
             resumed: States of the techniques, by key, in the checkpoint that is loaded next.
 
         Raises:

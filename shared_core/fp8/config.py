@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from shared_core.config.ability import Ability
-from shared_core.config.conflicts import LBFGS
+from shared_core.config.environments import LBFGS, Ability
 from shared_core.config.options import Figure, TechniqueConfig, option
 
 if TYPE_CHECKING:

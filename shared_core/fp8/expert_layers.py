@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.modules.experts import matrix_names
-from shared_core.modules.matching import change_class, own_class
+from shared_core.modules.matching import change_class, matrix_names, own_class
 from shared_core.modules.weight_views import output_axis
 
 _FP8: dict[type[nn.Module], type[nn.Module]] = {}

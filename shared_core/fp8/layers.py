@@ -33,8 +33,8 @@ from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
 from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
-from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import (
+    StackedExperts,
     change_class,
     chosen_modules,
     conv1d_of,

@@ -24,7 +24,7 @@ class Adapter:
     @classmethod
     def registered(cls: type[_Adapter]) -> list[type[_Adapter]]:
         """Return all subclasses of a front end's base class, in the order of their modules' names."""
-        _import_modules(cls.__module__.rpartition(".")[0])
+        _import_modules(cls.__module__)  # the package that defines the base class
         # Sorted, so that the nesting of wrappers does not depend on the import order.
         return sorted(cls.__subclasses__(), key=lambda kind: kind.__module__)
 

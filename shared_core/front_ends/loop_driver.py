@@ -26,7 +26,7 @@ from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
 
 T = TypeVar("T")
 _LOOPS: weakref.WeakSet[LoopDriver] = weakref.WeakSet()

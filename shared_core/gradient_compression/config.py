@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.config.ability import Ability
-from shared_core.config.conflicts import RUN_ENVIRONMENTS
+from shared_core.config.environments import RUN_ENVIRONMENTS, Ability
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.config.training_time import Position
 

@@ -23,11 +23,12 @@ from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
-from shared_core.modules.experts import StackedExperts, expert_weights
 from shared_core.modules.matching import (
+    StackedExperts,
     change_class,
     chosen_modules,
     conv1d_of,
+    expert_weights,
     own_class,
     plain_name,
     read_past_forward,

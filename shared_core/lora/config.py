@@ -6,8 +6,15 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.config.ability import Ability, missing
-from shared_core.config.conflicts import AVERAGED_COPY, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS, ZERO3
+from shared_core.config.environments import (
+    AVERAGED_COPY,
+    EFFICIENT_LOADING,
+    LBFGS,
+    RUN_ENVIRONMENTS,
+    ZERO3,
+    Ability,
+    missing,
+)
 from shared_core.config.options import Figure, TechniqueConfig, option
 
 if TYPE_CHECKING:

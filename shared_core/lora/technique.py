@@ -33,8 +33,7 @@ from shared_core.lora.adapters import (
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.peft_files import AdapterFiles, Layout, digest, is_adapter_folder
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
-from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import UNHELD, plain_name
+from shared_core.modules.matching import UNHELD, StackedExperts, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.rounding import relative_error, sqnr

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shared_core.distributed.collectives import all_reduce_
-from shared_core.loss_scaling.floor_pairs import Pairs, floor_at, parse_floor
+from shared_core.loss_scaling.config import Pairs, floor_at, parse_floor
 
 if TYPE_CHECKING:
     from shared_core.loss_scaling.config import LossScaleConfig

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, local_part, world_size
 from shared_core.loss_scaling.floors import FORMATS
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
 
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # On a CPU the float64 difference stays in cache; on a GPU fewer launches matter.

@@ -17,8 +17,7 @@ from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_s
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
-from shared_core.loss_scaling.floor_pairs import floor_text
+from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig, floor_text
 from shared_core.loss_scaling.floors import AutoScale, make_floor
 
 # torch's own messages

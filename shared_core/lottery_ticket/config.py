@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
+from shared_core.config.environments import NO_WHOLE_WEIGHTS
 from shared_core.config.options import Figure, Options, TechniqueConfig, option
 from shared_core.config.training_time import Position
 from shared_core.errors import CheckpointError, require

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import AVERAGED_COPY, FSDP1, RUN_ENVIRONMENTS, ZERO3
+from shared_core.config.environments import AVERAGED_COPY, FSDP1, RUN_ENVIRONMENTS, ZERO3
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import parse_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shared_core.config.ability import Ability
+from shared_core.config.environments import Ability
 from shared_core.config.options import TechniqueConfig, option
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ class MatmulPrecisionConfig(TechniqueConfig):
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Measure products, and return "inactive" if neither TF32 nor bfloat16 replaces float32."""
-        from shared_core.matmul_precision.switches import tried
+        from shared_core.hardware import tried_matmul
 
         reason = ""
         for precision in ("high", "medium"):
-            found, reason = tried(precision, device)
+            found, reason = tried_matmul(precision, device)
             if not reason:
                 return Ability("native", f"{precision} multiplies in {found}")
         return Ability("inactive", reason)

@@ -12,9 +12,14 @@ from torch import Tensor
 from shared_core.engine.checks.loss_dtype import LossDtype
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.hardware import float32_matmul_format, float32_matmul_precision
+from shared_core.hardware import (
+    float32_matmul_format,
+    float32_matmul_precision,
+    matmul_switches,
+    restore_matmul,
+    why_matmul_inactive,
+)
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
-from shared_core.matmul_precision.switches import restore, switches, why_inactive
 
 
 class MatmulPrecision(Technique):
@@ -34,7 +39,7 @@ class MatmulPrecision(Technique):
         """The dtype of the first training loss."""
         self.previous: str | None = None
         """Torch's setting before this run, ``"mixed"`` if its newer switches were set. None before `attach`."""
-        self._before, self._set = switches(), switches()
+        self._before, self._set = matmul_switches(), matmul_switches()
         """Torch's settings before `attach` and after it."""
         self._device = torch.device("cpu")
         self._format: str | None = None
@@ -45,11 +50,11 @@ class MatmulPrecision(Technique):
         if context.is_preview:
             return Touched(what="all float32 matrix products")
         self.previous = float32_matmul_precision()
-        self._before = switches()
+        self._before = matmul_switches()
         # Increasing numbers record the order of setting.
         self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
-        self._set = switches()
+        self._set = matmul_switches()
         return Touched(what="all float32 matrix products")
 
     def _detach(self) -> None:
@@ -61,7 +66,7 @@ class MatmulPrecision(Technique):
         # Runs may end in a different order than they began, so the earlier setting is passed on to the next run.
         later = [one for number, one in sorted(self._live.items()) if number > mine]
         if not later:
-            restore(self._before)
+            restore_matmul(self._before)
         elif later[0]._before == self._set:  # otherwise other code changed it, so leave it
             later[0]._before = self._before
 
@@ -86,7 +91,7 @@ class MatmulPrecision(Technique):
         return self._format is not None and not self._reason()
 
     def _reason(self) -> str:
-        return why_inactive(self.config.precision, self._device, self._format)
+        return why_matmul_inactive(self.config.precision, self._device, self._format)
 
     def finish(self, context: Context) -> None:
         """Restore torch's setting. The weights need no conversion."""

@@ -1,6 +1,6 @@
 """Run a model on example inputs in any form, in evaluation mode and without a key-value cache.
 
-Also record the calls of one micro-batch for tracing, and solve linear layers one decoder block at a time.
+Also hook and record the calls of one micro-batch for tracing, and solve linear layers one decoder block at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,32 @@ from torch.utils._pytree import tree_map
 
 from shared_core.errors import ConfigError, EffError, TrainingError
 from shared_core.modules.matching import is_transformers_conv1d
-from shared_core.modules.run_hooks import RunHook
+
+
+class RunHook:
+    """A hook that does nothing in a copied or pickled module, since the run belongs to the original.
+
+    Args:
+        hook: The hook, None for one that does nothing.
+
+    Example:
+        >>> import copy
+        >>> from torch import nn
+        >>> layer = nn.Identity()
+        >>> handle = layer.register_forward_hook(RunHook(lambda module, args, output: output + 1))
+        >>> layer(1), copy.deepcopy(layer)(1)
+        (2, 1)
+    """
+
+    def __init__(self, hook: Callable[..., Any] | None) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook."""
+        return None if self._hook is None else self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunHook, (None,)
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:

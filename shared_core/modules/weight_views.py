@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
-from shared_core.modules.experts import StackedExperts, expert_weights, output_axis_of_experts
-from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.matching import StackedExperts, expert_weights, is_transformers_conv1d, output_axis_of_experts
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)

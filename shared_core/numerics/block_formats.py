@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from eff_kernels._triton.launch import directly, on_eager_cuda
-from eff_kernels.block_formats import GROUP_SIZES, mx_round, nvfp4_round
 from eff_kernels.quantization.affine import in_type
+from eff_kernels.rounding import GROUP_SIZES, mx_round, nvfp4_round
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean

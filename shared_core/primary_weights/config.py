@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
+from shared_core.config.environments import NO_WHOLE_WEIGHTS
 from shared_core.config.options import Figure, TechniqueConfig, option
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.config.conflicts import DEEPSPEED, LBFGS
+from shared_core.config.environments import DEEPSPEED, LBFGS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 

@@ -21,8 +21,8 @@ from shared_core.distributed.collectives import all_gather_object, rank, world_s
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
+from shared_core.modules.calls import RunHook
 from shared_core.modules.matching import own_class
-from shared_core.modules.run_hooks import RunHook
 from shared_core.numerics.deferred_checks import read_together
 from shared_core.privacy.accountant import opacus
 

@@ -20,8 +20,7 @@ from shared_core.engine.plan import Plan, Touched, trained
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.modules.calls import modes_restored
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook, modes_restored
 from shared_core.printing import counted, share_text
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
+from shared_core.config.environments import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of, whole, whole_of
 from shared_core.engine.technique import Context
-from shared_core.modules.experts import StackedExperts, matrices
+from shared_core.modules.matching import StackedExperts, matrices
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.masks import MaskPolicy, clear_moments_
 from shared_core.pruning.scorers import Scorer

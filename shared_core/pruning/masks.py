@@ -20,7 +20,7 @@ from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.modules.experts import StackedExperts, matrices, matrix_names
+from shared_core.modules.matching import StackedExperts, matrices, matrix_names
 from shared_core.numerics.deferred_checks import checked_together, read_together
 from shared_core.printing import listed
 from shared_core.pruning.config import PruneConfig

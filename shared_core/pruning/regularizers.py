@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of, whole
 from shared_core.errors import MatchError
-from shared_core.modules.experts import StackedExperts, matrices
-from shared_core.modules.matching import plain_name, weight_of
+from shared_core.modules.matching import StackedExperts, matrices, plain_name, weight_of
 from shared_core.modules.weight_views import output_axis
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores, expand_blocks

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from eff_kernels.masks import marked_largest
 from eff_kernels.pruning import keep_largest_, kth_smallest, kth_smallest_there, rank_below_
-from eff_kernels.top_k import marked_largest
 from torch import Tensor, nn
 
 from shared_core.config.options import checked
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
-from shared_core.modules.experts import StackedExperts
+from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import input_axis
 from shared_core.numerics.deferred_checks import read_together, refuse
 from shared_core.printing import listed

@@ -17,11 +17,13 @@ from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, MatchError, by_reason
 from shared_core.modules.calls import has_rows
-from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
 from shared_core.modules.matching import (
     UNHELD,
+    StackedExperts,
     chosen_modules,
     conv1d_of,
+    expert_weights,
+    matrix_names,
     options_by_module,
     own_class,
     plain_name,

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.config.ability import Ability
-from shared_core.config.conflicts import EFFICIENT_LOADING, NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
+from shared_core.config.environments import EFFICIENT_LOADING, NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS, Ability
 from shared_core.config.options import Figure, OverridableConfig, option
 from shared_core.config.training_time import Position
 

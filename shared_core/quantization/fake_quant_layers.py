@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
 from shared_core.engine.checks.claims import Grid, Where
 from shared_core.errors import CompatibilityError
-from shared_core.modules.experts import StackedExperts, gates_between_products
-from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
+from shared_core.modules.matching import (
+    StackedExperts,
+    change_class,
+    conv1d_of,
+    gates_between_products,
+    is_transformers_conv1d,
+    own_class,
+    replaced,
+)
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.rounding import SignalToNoise

@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
-from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import (
     Matched,
+    StackedExperts,
+    gates_between_products,
     match_modules,
     options_by_module,
     own_class,

@@ -18,8 +18,7 @@ from shared_core.engine.observers.progress import not_finite_note
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import UNHELD, own_class, plain_name
+from shared_core.modules.matching import UNHELD, StackedExperts, own_class, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import weights_of
 from shared_core.printing import counted, listed

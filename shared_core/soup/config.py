@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import DEEPSPEED, RUN_ENVIRONMENTS
+from shared_core.config.environments import DEEPSPEED, RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig, option
 
 _SMALLER_IS_BETTER = frozenset({

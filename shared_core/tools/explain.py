@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared_core.config.ability import Ability
+from shared_core.config.environments import Ability
 from shared_core.config.training_time import Position
 from shared_core.engine.checks import compatibility, coverage
 from shared_core.engine.hooks import overrides
@@ -93,7 +93,7 @@ def explain(
         recipe: The techniques to switch on.
         model: The user's, on any device, also the meta device unless a config `needs_values`.
         trainer: ``hf`` or ``lightning``.
-        run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
+        run_environment: Keys of `environments.RUN_ENVIRONMENTS` that will hold.
         total_steps: Optimizer steps of the run; None if unknown, then positions are shown as written.
         steps_per_epoch: Optimizer steps per epoch.
         device: Where it will run; None: `default_device`.

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from eff_kernels._triton.launch import has_triton
-from eff_kernels.quantization.exact_sums import sums_exactly
+from eff_kernels.quantization.integer_linear import sums_exactly
 
-from shared_core.config.ability import Ability
+from shared_core.config.environments import Ability
 from shared_core.engine.registry import REGISTRY
 from shared_core.hardware import cpu_capabilities, matmul_hardware
 from shared_core.tools.sparse_inference.layers import two_four_here

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import FSDP1, ZERO3
+from shared_core.config.environments import FSDP1, ZERO3
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 from shared_core.soup.config import TWO_AVERAGES, refuse_estimates

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
+from shared_core.config.environments import NO_WHOLE_WEIGHTS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 

@@ -89,7 +89,7 @@ def test_nvfp4_is_torchaos(in_triton):
 
 
 def test_the_operators_are_what_they_say():
-    from eff_kernels.block_formats import mx_round, nvfp4_round
+    from eff_kernels.rounding import mx_round, nvfp4_round
 
     x = values((3, 40), torch.float32)
     torch.library.opcheck(mx_round, (x, "fp8_e4m3", 32))

@@ -4,13 +4,13 @@ import weakref
 
 import pytest
 import torch
-from eff_kernels import loss_scaling, masks, pruning, top_k
+from eff_kernels import loss_scaling, masks, pruning
 from eff_kernels import loss_scaling as unscaling
 from eff_kernels._triton.launch import tensor_tables
 
 
 def pretend_a_gpu(patch):
-    for module in (loss_scaling, masks, pruning, top_k, unscaling):
+    for module in (loss_scaling, masks, pruning, unscaling):
         patch.setattr(module, "runs_in_one_launch", lambda *columns: True)
     patch.setattr(pruning, "_one_gpu", lambda tensors: torch.device("cpu"))
 
@@ -65,7 +65,7 @@ def test_masks_of_a_gpu_are_those_of_the_cpu(monkeypatch):
     asked = [(share, most) for share in (0.2, 0.6) for most in (None, [10, 1, 40])]
     expected = [mask for each in asked for mask in prune_masks(scores, *each)]
     pretend_a_gpu(monkeypatch)
-    monkeypatch.setattr(selection, "_marked", lambda scores, number: top_k.marked_largest(list(scores), number))
+    monkeypatch.setattr(selection, "_marked", lambda scores, number: masks.marked_largest(list(scores), number))
     found = [mask for each in asked for mask in prune_masks(scores, *each)]
     assert all(map(torch.equal, found, expected))
     scores[1][2] = torch.nan

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from eff_kernels.quantization import exact_sums
-from eff_kernels.quantization.exact_sums import sums_exactly
-from eff_kernels.quantization.integer_linear import integer_linear, pack
+from eff_kernels.quantization import integer_linear as product
+from eff_kernels.quantization.integer_linear import integer_linear, pack, sums_exactly
 
 
 def linear(codes, weight):
@@ -60,7 +59,7 @@ def test_a_kernel_that_fails_is_not_exact_and_one_that_is_missing_gets_nothing_w
         return probe
 
     for error, told in ((RuntimeError("no engine"), False), (AttributeError("qlinear_prepack"), True)):
-        monkeypatch.setitem(exact_sums._PROBES, "linear", fail(error))
+        monkeypatch.setitem(product._PROBES, "linear", fail(error))
         sums_exactly.cache_clear()
         assert sums_exactly("linear") == told
     monkeypatch.undo()

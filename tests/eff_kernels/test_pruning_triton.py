@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from eff_kernels import top_k as digits
+from eff_kernels import masks as digits
 from eff_kernels.pruning import apply_mask_, kth_smallest, kth_smallest_there, rank_below_
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")

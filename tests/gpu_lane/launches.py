@@ -123,7 +123,7 @@ def fp8_measured(dtype: torch.dtype) -> Iterator[Measured]:
 
 
 def block_formats_sweep() -> Iterator[Call]:
-    from eff_kernels._triton.block_formats import mx_round_triton, nvfp4_round_triton
+    from eff_kernels._triton.rounding import mx_round_triton, nvfp4_round_triton
 
     shapes = (1, 32), (3, 32), (1, N), (17, 96), (N, N), (2**16 + 1, 2**16), (3, 2**26)
     for dtype, shape, offset in itertools.product(DTYPES, shapes, (0, 1)):
@@ -137,7 +137,7 @@ def block_formats_sweep() -> Iterator[Call]:
 
 
 def block_formats_measured(dtype: torch.dtype) -> Iterator[Measured]:
-    from eff_kernels._triton.block_formats import mx_round_triton, nvfp4_round_triton
+    from eff_kernels._triton.rounding import mx_round_triton, nvfp4_round_triton
 
     x, size = empty(N, N, dtype=dtype), dtype.itemsize
     for element in ("fp4_e2m1", "fp8_e4m3")[: 2 if dtype == B else 1]:

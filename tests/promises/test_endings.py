@@ -12,7 +12,7 @@ from promise_table import BATCH, NUM_STEPS, TECHNIQUES, eval_examples, recipe_of
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from shared_core.config.conflicts import RUN_ENVIRONMENTS
+from shared_core.config.environments import RUN_ENVIRONMENTS
 from shared_core.engine import receipt as receipts
 from shared_core.engine.checks.compatibility import refusal
 from shared_core.errors import CompatibilityError, EffError, ReceiptError

@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.errors import EffError
 from shared_core.low_rank import load as load_factorized
-from shared_core.modules.experts import StackedExperts
+from shared_core.modules.matching import StackedExperts
 
 CELLS = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in REFUSED]
 CLIP = 1.0  # the Hugging Face Trainer's default; Lightning's is not to clip

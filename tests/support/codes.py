@@ -5,7 +5,7 @@ So what lies behind a rounding is compared as codes: none moves by more than one
 """
 
 import torch
-from eff_kernels.quantization.exact_sums import sums_exactly
+from eff_kernels.quantization.integer_linear import sums_exactly
 
 WIDEST = {kernel: 8 if sums_exactly(kernel) else 7 for kernel in ("linear", "convolution", "matmul")}
 """Kernel -> the widest codes of weights whose sums it does not saturate here."""

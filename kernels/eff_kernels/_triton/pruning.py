@@ -272,7 +272,7 @@ def count_digits_triton_(
     block: int = _BLOCK,
     tiles: int = _TILES,
 ) -> None:
-    """Add how often each digit occurs to `counts`, see `eff_kernels.top_k.count_digits_`."""
+    """Add how often each digit occurs to `counts`, see `eff_kernels.masks.count_digits_`."""
     bits = len(counts).bit_length() - 1
     chunk = tiles * block
     if values.numel():
@@ -300,7 +300,7 @@ def mark_largest_triton_(
     tiles: int = FULL,
     rounds: int = 1,
 ) -> Tensor:
-    """Do as `eff_kernels.top_k.mark_largest_`: nine launches for scores of one type, and nothing waits.
+    """Do as `eff_kernels.masks.mark_largest_`: nine launches for scores of one type, and nothing waits.
 
     Args:
         masks: bool, contiguous.

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
+from shared_core.config.environments import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.errors import CompatibilityError
 

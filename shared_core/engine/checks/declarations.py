@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import get_args
 
-from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
+from shared_core.config.environments import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig
 from shared_core.errors import ConfigError, did_you_mean, nearest
 

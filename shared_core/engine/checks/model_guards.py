@@ -106,7 +106,7 @@ def _gone(held: Iterable[_Held], model: nn.Module) -> list[_Held]:
 
 
 def wrapped_by_user(model: nn.Module) -> set[str]:
-    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that apply to the user's wrappers.
+    """Return the keys of `shared_core.config.environments.RUN_ENVIRONMENTS` that apply to the user's wrappers.
 
     Args:
         model: The model as given to the trainer, before the trainer shards it.
@@ -190,7 +190,7 @@ def optimizers_of(given: Any, where: str) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def kinds_of(optimizers: Iterable[Any]) -> set[str]:
-    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that apply to optimizers or those they wrap.
+    """Return the keys of `config.environments.RUN_ENVIRONMENTS` that apply to optimizers or those that they wrap.
 
     Example:
         >>> kinds_of([torch.optim.LBFGS([torch.ones(2)])])

@@ -11,9 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import CheckpointError
-from shared_core.modules.experts import StackedExperts, expert_weights
-from shared_core.modules.matching import plain_name
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
+from shared_core.modules.matching import StackedExperts, expert_weights, plain_name
 
 _TOLD = 5
 

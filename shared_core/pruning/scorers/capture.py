@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import TrainingError
-from shared_core.modules.run_hooks import RunHook
+from shared_core.modules.calls import RunHook
 from shared_core.modules.weight_views import channel_axis, check_layout, over_inputs
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.modules.calls import RunHook
 from shared_core.modules.matching import weight_of
-from shared_core.modules.run_hooks import RunHook
 from shared_core.modules.weight_views import channel_axis
 from shared_core.pruning.scorers.gradient_scorers import num_examples
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from eff_kernels.quantization.exact_sums import sums_exactly
+from eff_kernels.quantization.integer_linear import sums_exactly
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, MissingExtraError, nearest
@@ -35,10 +35,10 @@ from shared_core.quantization.integer.layers import (
     IntEmbedding,
     IntLinear,
     PackedLayer,
+    PackedRecurrent,
     channel_codes,
 )
 from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLinear, OneDnnTokenLinear
-from shared_core.quantization.integer.recurrent import PackedRecurrent
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.saved_ranges import (
     apply_ranges,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
-from shared_core.modules.experts import StackedExperts
+from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import RECURRENT, weights_of
 from shared_core.numerics.deferred_checks import checked_together
 from shared_core.quantization.batch_norm import LEARNED

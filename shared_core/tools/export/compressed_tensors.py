@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_folder
 from shared_core.modules.calls import call_model, evaluated
-from shared_core.modules.experts import StackedExperts
+from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, output_axis, weights_of
 from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
 from shared_core.numerics.rounding import decode

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.matching import StackedExperts, is_transformers_conv1d
 from shared_core.quantization.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.low_bit import to_blocks
 from shared_core.quantization.ranges.kv_cache import cache_scales

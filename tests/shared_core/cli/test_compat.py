@@ -6,7 +6,7 @@ import re
 import pytest
 from commands import eff
 
-from shared_core.config.conflicts import RUN_ENVIRONMENTS
+from shared_core.config.environments import RUN_ENVIRONMENTS
 from shared_core.engine.registry import REGISTRY
 from shared_core.errors import ConfigError
 

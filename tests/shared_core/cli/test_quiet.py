@@ -12,9 +12,8 @@ from commands import eff
 from safetensors.torch import save_file
 
 from shared_core import Session
-from shared_core.cli import _WORKING
+from shared_core.cli import _WORKING, tell_imports
 from shared_core.cli.arguments import bar
-from shared_core.cli.waiting import tell_imports
 from shared_core.errors import ConfigError
 from shared_core.printing import QUIET
 
@@ -123,4 +122,4 @@ def test_the_import_of_a_large_library_is_told_on_a_terminal_alone(tmp_path, mon
     before, _, after = sys.stderr.getvalue().partition("[its own]")
     assert ("loading lightning" in before) is (is_terminal and not quiet)
     assert "loading" not in after
-    assert type(module.__loader__).__module__ != "shared_core.cli.waiting"
+    assert type(module.__loader__).__module__ != "shared_core.cli"

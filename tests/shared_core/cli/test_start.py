@@ -318,7 +318,7 @@ def test_versions_are_held_against_the_ranges_of_the_metadata():
 
 
 def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr("shared_core.config.ability.find_spec", lambda name: None)
+    monkeypatch.setattr("shared_core.config.environments.find_spec", lambda name: None)
     ability = REGISTRY["dp"].config_class.ability(torch.device("cpu"))
     assert ability.level == "refused"
     written = eff("init", "--goal", "private", "--out", tmp_path / "recipe.yaml").stdout

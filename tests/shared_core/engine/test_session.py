@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from shared_core import Recipe, Session
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.cli import app
-from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
+from shared_core.config.environments import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import parse_position
 from shared_core.engine.checks import compatibility

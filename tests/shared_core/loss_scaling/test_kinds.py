@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 
 from shared_core.errors import ConfigError
 from shared_core.loss_scaling import LossScaler
-from shared_core.loss_scaling.floor_pairs import floor_at, parse_floor
+from shared_core.loss_scaling.config import floor_at, parse_floor
 from shared_core.loss_scaling.floors import AutoFloor, largest_exponent
 
 auto_loop = partial(Loop, kind="auto", smoothing=0.0)

@@ -9,7 +9,7 @@ from torch import nn
 
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lottery_ticket import LotteryConfig, Ticket, read_ticket, write_ticket
-from shared_core.lottery_ticket.selection import layer_rates, next_masks, random_masks
+from shared_core.lottery_ticket.technique import layer_rates, next_masks, random_masks
 from shared_core.lottery_ticket.ticket import HeldRates, renamed, same_bits
 
 

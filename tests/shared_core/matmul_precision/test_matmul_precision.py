@@ -17,7 +17,6 @@ from shared_core.hardware import (
     float32_matmul_precision,
     matmul_hardware,
 )
-from shared_core.matmul_precision import switches
 from shared_core.matmul_precision import technique as matmul_precision
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
 from shared_core.matmul_precision.technique import MatmulPrecision
@@ -123,7 +122,7 @@ def test_the_reason_on_a_cpu(monkeypatch):
     monkeypatch.setattr(matmul_precision, "float32_matmul_format", lambda device: "float32")
     assert "a CPU has no TF32" in run("high")[1].services.lines[0]
     for able, reason in ((True, "does not use this CPU's bf16 instructions"), (False, "has no bf16 instructions")):
-        monkeypatch.setattr(switches, "matmul_hardware", lambda device, able=able: {"bf16": able})
+        monkeypatch.setattr(hardware, "matmul_hardware", lambda device, able=able: {"bf16": able})
         assert reason in run("medium")[1].services.lines[0]
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "oneDNN is missing" in run("medium")[1].services.lines[0]

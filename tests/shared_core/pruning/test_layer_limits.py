@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from shared_core.errors import ConfigError, MatchError
-from shared_core.lottery_ticket.selection import next_masks
+from shared_core.lottery_ticket.technique import next_masks
 from shared_core.pruning import erdos_renyi_sparsities, prune
 from shared_core.pruning.targets import tower_names
 from shared_core.runs import LotterySearch

@@ -16,7 +16,7 @@ from shared_core import Recipe, Session
 from shared_core.cli import app
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lottery_ticket import read_ticket
-from shared_core.modules.experts import expert_weights
+from shared_core.modules.matching import expert_weights
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning import prune
 from shared_core.pruning.regularizers import add_group_lasso_gradient_

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shared_core.quantization import conversion_report, convert, quantize
-from shared_core.quantization.integer.recurrent import PackedRecurrent
+from shared_core.quantization.integer.layers import PackedRecurrent
 
 pytestmark = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch was built without FBGEMM"
