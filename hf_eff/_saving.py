@@ -25,7 +25,6 @@ from hf_eff._checkpoints import (
 )
 from hf_eff._run_environment import GivenCallbacks, is_peft, run_environment
 from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section, write_deployment
-from shared_core.distributed.collectives import from_main
 from shared_core.engine.checks.claims import Where
 from shared_core.engine.protocols import TrainedPart
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
@@ -191,9 +190,7 @@ class Saving:
                 self._count(folder, Where.TRAINED)
         except ReceiptError as error:
             found = str(error)
-        # One process reads the folder, but all must raise: the others would hang in the next collective.
-        if found := from_main(found):
-            raise ReceiptError(found)
+        session.files.refuse_on_all(found)
 
     def _count(self, folder: Path, where: Where) -> None:
         """Check a saved folder on the process that saves. A PEFT folder holds only adapters."""

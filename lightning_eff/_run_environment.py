@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_eff._averages import averaging
@@ -64,7 +64,24 @@ def callback_kinds(trainer: Any) -> set[str]:
     return {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
 
 
-def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..., object], home: str) -> Any:
+def classes_of_either_name(
+    module: str, makers: Mapping[str, Callable[[str], Any]], moment: str, told_by: Callable[..., object]
+) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module whose classes, by name, are made for Trainers of either name."""
+
+    @functools.cache
+    def made(make: Callable[[str], Any]) -> Any:
+        return _of_either_name(make, moment, told_by)
+
+    def find(name: str) -> Any:
+        if name not in makers:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return made(makers[name])
+
+    return find
+
+
+def _of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..., object]) -> Any:
     """Return a class whose instances fit a Trainer of either name, and then become its name's class.
 
     With both names installed, the right one is only known when a Trainer sets up an instance.
@@ -81,7 +98,7 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
             return getattr(self, moment)(*args, **kwargs)
         return getattr(super(made, self), moment)(*args, **kwargs)  # a class that a user derived
 
-    names = {"__doc__": kinds[0].__doc__, "__module__": home, moment: settle}
+    names = {"__doc__": kinds[0].__doc__, "__module__": "lightning_eff", moment: settle}
     made = type(kinds[0].__name__, kinds, names)
     return made
 

@@ -313,7 +313,6 @@ class Recount:
 
     def _verify_files(self) -> None:
         found = ""
-        # The main process reads; all raise, or the others would wait.
         for path, (step, is_final) in self._files.items() if self._trainer.is_global_zero else ():
             # Files of the last step and those saved after the end. The receipt does not describe earlier ones.
             if not path.exists() or not (is_final or step == self._session.step):
@@ -324,8 +323,7 @@ class Recount:
                 self._verify_file(path, Where.END if is_final else before)
             except ReceiptError as error:
                 found = found or str(error)
-        if found := from_main(found):
-            raise ReceiptError(found)
+        self._session.files.refuse_on_all(found)
 
     def _verify_file(self, path: Path, where: Where) -> None:
         if not self._session.files.claims.any_hold(where):

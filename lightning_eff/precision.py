@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_eff._run_environment import of_either_name, plugins, public
+from lightning_eff._run_environment import classes_of_either_name, plugins, public
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config
 from shared_core.front_ends.typed_options import typed_options
@@ -173,13 +173,5 @@ if TYPE_CHECKING:
         ) -> None: ...
 
 
-@functools.cache
-def _of_either_name(make: Callable[[str], Any]) -> Any:
-    return of_either_name(make, "convert_module", lambda plugin, module: module.trainer, "lightning_eff")
-
-
-def __getattr__(name: str) -> Any:
-    made = {"Fp8Precision": fp8_precision_class, "LossScalingPrecision": precision_class}
-    if name not in made:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _of_either_name(made[name])
+_MAKERS = {"Fp8Precision": fp8_precision_class, "LossScalingPrecision": precision_class}
+__getattr__ = classes_of_either_name(__name__, _MAKERS, "convert_module", lambda plugin, module: module.trainer)

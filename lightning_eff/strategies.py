@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_eff._fsdp2 import Sharding, through_root
-from lightning_eff._run_environment import of_either_name, public, strategies
+from lightning_eff._run_environment import classes_of_either_name, public, strategies
 from shared_core.errors import CompatibilityError
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.gradient_compression import CommConfig
@@ -152,15 +151,5 @@ if TYPE_CHECKING:
         def __init__(self, blocks: list[str] | None = ..., **kwargs: Any) -> None: ...
 
 
-@functools.cache
-def _of_either_name(make: Callable[[str], Any]) -> Any:
-    return of_either_name(make, "_configure_launcher", lambda strategy: strategy.accelerator, "lightning_eff")
-
-
 _MAKERS = {"EffDDPStrategy": ddp_class, "EffFSDPStrategy": fsdp_class}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MAKERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _of_either_name(_MAKERS[name])
+__getattr__ = classes_of_either_name(__name__, _MAKERS, "_configure_launcher", lambda strategy: strategy.accelerator)

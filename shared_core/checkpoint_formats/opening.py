@@ -39,7 +39,7 @@ from shared_core.checkpoint_formats.files import (
 )
 from shared_core.checkpoint_formats.foreign import load_checkpoint
 from shared_core.checkpoint_formats.plain import check_values, is_made_by_model, unlike
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, require
 from shared_core.files.journal import is_unfinished
 from shared_core.files.json_yaml import parse_json
 from shared_core.modules.matching import plain_name
@@ -299,10 +299,10 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     teacher = copy.deepcopy(student)
     missing, others = unlike(teacher, weights)
     remedy = "give a Transformers folder, a .ckpt with hyperparameters, or in code the module: teacher=my_teacher"
+    rule = ""
     if replaced is not None:
         rule = f"come with its model class, since a technique replaces the student's layers by {replaced.__name__}"
-        raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
-    if missing or others:
+    elif missing or others:
         shapes = {name: tuple(value.shape) for name, value in student.state_dict().items()}
         reshaped = None if missing else next((name for name in others if name in shapes), None)
         got = f"missing {missing[:3]} and others {others[:3]}"
@@ -312,7 +312,7 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         if (part := next(parts, None)) is not None:
             remedy = f"they fit its submodule {part}: add student={part!r}"
         rule = f"hold the weights of a {type(student).__name__} like the student, got {got}"
-        raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
+    require(not rule, "distill", f"teacher {source} must {rule}", remedy, CheckpointError)
     check_values(teacher, weights, f"distill: teacher {source}")
     # strict=False: `unlike` has checked the names except ties.
     teacher.load_state_dict(dict(weights), strict=False)

@@ -410,13 +410,15 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool) -> None:
-    """Print a report as JSON, or its text, which is only built when needed."""
+def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, failed: bool = False) -> None:
+    """Print a report as JSON, or its text, which is only built when needed. Then exit with 1 if its check failed."""
     if as_json:
         from shared_core.files.json_yaml import json_text
 
         echo(json_text(values))
-        return
-    from shared_core.reports.page import Console
+    else:
+        from shared_core.reports.page import Console
 
-    Console().blocks(shown)
+        Console().blocks(shown)
+    if failed:
+        raise typer.Exit(1)

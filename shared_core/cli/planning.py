@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import typer
-
 from shared_core.cli.arguments import CommandOptions, print_report, takes
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, EffError
@@ -120,9 +118,7 @@ def plan(asked: PlanOptions) -> None:
         size = size_text(memory * _GIB)
         shown.append(f"The run {'fits' if fits else 'does not fit'} in {memory:g} GiB ({size}).")
     costs = [dataclasses.asdict(cost) for cost in needs.costs]
-    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json)
-    if not fits:
-        raise typer.Exit(1)
+    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json, failed=not fits)
 
 
 def _counted(config: Path) -> tuple[int | None, str]:
@@ -238,9 +234,7 @@ def explain(asked: ExplainOptions) -> None:
     shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     shown |= _explained(read, asked.model, run, options)
     shown["measured"] = None if asked.measure is None or shown["conflicts"] else _shares(read, asked, total)
-    print_report(shown, _lines(shown), as_json=asked.as_json)
-    if shown["conflicts"]:
-        raise typer.Exit(1)
+    print_report(shown, _lines(shown), as_json=asked.as_json, failed=bool(shown["conflicts"]))
 
 
 def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:

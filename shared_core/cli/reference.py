@@ -287,9 +287,7 @@ def doctor(
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
         "usable": not any(library.state in _UNUSABLE for library in found),
     }
-    print_report(told, _lines(told), as_json=as_json)
-    if not told["usable"]:
-        raise typer.Exit(1)
+    print_report(told, _lines(told), as_json=as_json, failed=not told["usable"])
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str | Table]:

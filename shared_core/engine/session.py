@@ -286,13 +286,11 @@ class Session:
             normalize: ``normalize(total, count)`` averages a sum as the trainer averages the task loss. The default
                 averages over the micro-batch, so that all micro-batches of a step weigh the same.
         """
-        if not self.hooks.loss or not self.is_live:
-            self.steps.mark()
-            return task_loss
-        context = self.context_for("loss")
-        self._means.open()
-        context.normalize = normalize or self._means.normalize
-        task_loss = self.hooks.mixed(task_loss, context)
+        if self.hooks.loss and self.is_live:
+            context = self.context_for("loss")
+            self._means.open()
+            context.normalize = normalize or self._means.normalize
+            task_loss = self.hooks.mixed(task_loss, context)
         self.steps.mark()
         return task_loss
 
@@ -362,8 +360,7 @@ class Session:
             return
         if not self.has_begun:
             if self.recipe:
-                asked = ", ".join(self.recipe)
-                self.note(f"Training ended before its first step, so nothing was applied of: {asked}")
+                self.note(f"Training ended before its first step, so nothing was applied of: {', '.join(self.recipe)}")
             self.detach()
             return
         self.swaps.end_evaluation()
@@ -454,11 +451,7 @@ class Session:
         }
 
     def context_for(self, verb: str) -> Context:
-        """Return the run.
-
-        Raises:
-            TrainingError: Before `attach`.
-        """
+        """Return the run; raise `TrainingError` before `attach`."""
         if self.context is None:
             raise TrainingError("session", f"attach must come before {verb}", "call session.attach(model) first")
         return self.context

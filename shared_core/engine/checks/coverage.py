@@ -138,6 +138,11 @@ class Reach:
             f"unchanged: {self._left()}; {remedy}",
         )
 
+    def refuse_partial(self, key: str, config: TechniqueConfig, remedy: str = "") -> None:
+        """Raise the error of `refusal`, if there is one."""
+        if (error := self.refusal(key, config, remedy)) is not None:
+            raise error
+
 
 def count(model: nn.Module) -> Counted:
     """Return the weights of a model that multiply activations, and the number of all other elements.
@@ -292,8 +297,8 @@ class Coverage(dict[str, Reach]):
             if one is None:
                 continue
             found[key] = one
-            if not allow_partial and (error := one.refusal(key, technique.config)) is not None:
-                raise error
+            if not allow_partial:
+                one.refuse_partial(key, technique.config)
         self.clear()
         self.update(found)
 
@@ -342,8 +347,8 @@ def after_training(
     """
     found = reach(counted, touched, config, model, reaches_frozen=True) or Reach(0, 0, {}, counted.beside, 0)
     remedy = f"to continue anyway, pass {PARTIAL}=True (--{PARTIAL.replace('_', '-')}), or name the layers in include"
-    if not allow_partial and (error := found.refusal(where, config, remedy)) is not None:
-        raise error
+    if not allow_partial:
+        found.refuse_partial(where, config, remedy)
     return found
 
 

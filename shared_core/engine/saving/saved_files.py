@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shared_core.distributed.collectives import from_main
 from shared_core.engine.checks.claims import Claim, Claims, Where
 from shared_core.engine.protocols import Bakes, Deploys, SavesPart, TrainedPart, offering, returned
 from shared_core.engine.registry import in_order
@@ -101,6 +102,12 @@ class SavedFiles:
             return
         with self._noting_differences():
             raise ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
+
+    @staticmethod
+    def refuse_on_all(found: str) -> None:
+        """Raise the main process's `ReceiptError`, if any, on every process: the others would wait for it."""
+        if found := from_main(found):
+            raise ReceiptError(found)
 
     @contextlib.contextmanager
     def _noting_differences(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import ChannelGroup, Traced, trace
 from shared_core.config.options import checked, coerce
-from shared_core.errors import CompatibilityError, ConfigError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, nearest, require
 from shared_core.modules.calls import call_on_batch, evaluated
 from shared_core.modules.matching import check_model
 from shared_core.pruning.scorers import gather_units, group_scores
@@ -120,8 +120,7 @@ def shrink_to(
     check_model(model, "shrink")
     model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     batches = list(calibration)
-    if not batches:
-        raise ConfigError("shrink", "calibration must hold batches, got none")
+    require(batches, "shrink", "calibration must hold batches, got none")
     if not configured.is_configured(model):
         raise CompatibilityError("shrink", f"sizes must be those of a model's config, got {type(model).__name__}")
     cut = _Cut(model, batches, example_inputs, criterion, layer_criterion, loss, torch.Generator().manual_seed(seed))

@@ -5,6 +5,7 @@ Also which weights and devices torch supports for 2:4 products.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
@@ -61,19 +62,19 @@ _LAYOUTS = {"csr": torch.sparse_csr, "bsr": torch.sparse_bsr}
 _COMPUTED = (torch.float32, torch.float64)  # MKL has no sparse product of 16-bit floats (torch 2.13)
 
 
-class DenseStateDict(nn.Module):
+class DenseStateDict(nn.Module, abc.ABC):
     """A layer that stores its weight in another form, but saves and loads it as a dense ``weight``."""
 
     in_features: int
     out_features: int
 
+    @abc.abstractmethod
     def dense_weight(self) -> Tensor:
         """Return the weight as a dense tensor."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def set_weight(self, weight: Tensor) -> None:
         """Set the weight from a dense one."""
-        raise NotImplementedError
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         weight = self.dense_weight()
