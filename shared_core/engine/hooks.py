@@ -12,8 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from shared_core.engine.protocols import returned
-from shared_core.engine.technique import Context, Purpose, Technique
+from shared_core.engine.technique import Context, Purpose, Technique, returned
 
 P = ParamSpec("P")
 R = TypeVar("R")

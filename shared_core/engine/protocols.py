@@ -1,4 +1,4 @@
-"""Optional methods of techniques. `offering` finds who implements them, `returned` checks what a hook returned."""
+"""Optional methods of techniques. `offering` finds who implements them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shared_core.engine.technique import Context
 
 Offer = TypeVar("Offer")
-Result = TypeVar("Result")
 
 
 def offering(techniques: Mapping[str, object], protocol: type[Offer]) -> list[tuple[str, Offer]]:
@@ -28,17 +27,6 @@ def offering(techniques: Mapping[str, object], protocol: type[Offer]) -> list[tu
         [('share', {'values': 4})]
     """
     return [(key, one) for key, one in techniques.items() if isinstance(one, protocol)]
-
-
-def returned(key: str, hook: str, result: Result, kind: type[object]) -> Result:
-    """Return the result of a technique's hook.
-
-    Raises:
-        TypeError: If it is of another kind, often None because the hook lacks a `return`.
-    """
-    if not isinstance(result, kind):
-        raise TypeError(f"{key}: {hook} must return a value of type {kind.__name__}, got {type(result).__name__}")
-    return result
 
 
 @runtime_checkable

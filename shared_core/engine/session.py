@@ -23,15 +23,14 @@ from shared_core.engine.observers.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.progress import Progress, not_finite_note
 from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.plan import Touched
-from shared_core.engine.protocols import LooksFirst, PreparesOptimizer, SeesMetrics, TrainsPeers, offering, returned
+from shared_core.engine.protocols import LooksFirst, PreparesOptimizer, SeesMetrics, TrainsPeers, offering
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
-from shared_core.engine.saving.saved_files import SavedFiles
+from shared_core.engine.saving.saved_files import SavedFiles, Swaps
 from shared_core.engine.saving.session_state import UnsavedBuffers, reading, restore, state_of
-from shared_core.engine.saving.swaps import Swaps
 from shared_core.engine.services import Services
-from shared_core.engine.technique import Context, Purpose, Technique
+from shared_core.engine.technique import Context, Purpose, Technique, returned
 from shared_core.errors import TrainingError
 from shared_core.modules.calls import forget_compiled
 

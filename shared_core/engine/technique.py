@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,23 @@ from shared_core.engine.checks.model_guards import is_element_wise
 from shared_core.engine.observers.micro_batches import mean_over_micro_batch
 from shared_core.engine.observers.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Plan, Touched
-from shared_core.engine.protocols import FollowsWeights, Window, offering, returned
+from shared_core.engine.protocols import FollowsWeights, Window, offering
 from shared_core.engine.services import Services
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import buffers_restored
+
+Result = TypeVar("Result")
+
+
+def returned(key: str, hook: str, result: Result, kind: type[object]) -> Result:
+    """Return the result of a technique's hook.
+
+    Raises:
+        TypeError: If it is of another kind, often None because the hook lacks a `return`.
+    """
+    if not isinstance(result, kind):
+        raise TypeError(f"{key}: {hook} must return a value of type {kind.__name__}, got {type(result).__name__}")
+    return result
 
 
 class Undo:

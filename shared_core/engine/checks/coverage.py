@@ -21,8 +21,8 @@ from shared_core.engine.checks.optimizer_parameters import (
     untrained_modules,
 )
 from shared_core.engine.plan import Touched
-from shared_core.engine.protocols import returned
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
+from shared_core.engine.technique import returned
 from shared_core.errors import MatchError, by_reason
 from shared_core.modules.matching import named_by, own_class, plain_name
 from shared_core.printing import share_text

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shared_core.engine.checks.preflight import check_all, reported_names
-from shared_core.engine.protocols import returned
 from shared_core.engine.registry import REGISTRY
+from shared_core.engine.technique import returned
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session

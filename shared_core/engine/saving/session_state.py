@@ -22,9 +22,9 @@ from shared_core.distributed.collectives import (
     world_size,
 )
 from shared_core.distributed.sharded_tensors import is_sharded
-from shared_core.engine.protocols import Bakes, DrawsBatches, KeepsStructure, LoadsByName, offering, returned
+from shared_core.engine.protocols import Bakes, DrawsBatches, KeepsStructure, LoadsByName, offering
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.technique import Technique
+from shared_core.engine.technique import Technique, returned
 from shared_core.errors import CheckpointError, EffError
 
 if TYPE_CHECKING:
