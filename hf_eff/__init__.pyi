@@ -4,6 +4,8 @@ from .callbacks import ActivationCompression as ActivationCompression
 from .callbacks import DifferentialPrivacy as DifferentialPrivacy
 from .callbacks import Distillation as Distillation
 from .callbacks import EffCallback as EffCallback
+from .callbacks import EffTrainer as EffTrainer
+from .callbacks import EffTrainerMixin as EffTrainerMixin
 from .callbacks import Fp8 as Fp8
 from .callbacks import GradientCompression as GradientCompression
 from .callbacks import Lora as Lora
@@ -18,8 +20,6 @@ from .callbacks import QuantizationAwareTraining as QuantizationAwareTraining
 from .callbacks import WeightAverage as WeightAverage
 from .callbacks import WeightClustering as WeightClustering
 from .callbacks import attach as attach
-from .trainer import EffTrainer as EffTrainer
-from .trainer import EffTrainerMixin as EffTrainerMixin
 from .training_args import EffFlags as EffFlags
 from .training_args import EffTrainingArguments as EffTrainingArguments
 from .training_args import with_eff as with_eff

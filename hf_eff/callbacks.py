@@ -1,4 +1,4 @@
-"""Techniques for any Trainer, without a subclass: `attach`, or ``Trainer(callbacks=[Pruning(sparsity=0.8)])``."""
+"""Techniques for any Trainer: by `attach`, ``Trainer(callbacks=[Pruning(sparsity=0.8)])``, a mixin or a subclass."""
 
 from __future__ import annotations
 
@@ -255,3 +255,49 @@ class WeightAverage(TechniqueCallback):
 
 class WeightClustering(TechniqueCallback):
     """Clusters the weights of each layer and trains the shared values."""
+
+
+class EffTrainerMixin:
+    """Adds techniques to the trainer class after it in the bases.
+
+    Args:
+        args: The trainer's positional arguments.
+        recipe: Techniques to add to those of `EffTrainingArguments` and callbacks.
+        kwargs: The trainer's keyword arguments.
+
+    Example:
+        ``class MyTrainer(EffTrainerMixin, Seq2SeqTrainer): ...``
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise an error if the order of bases would skip the mixin.
+
+        Raises:
+            TypeError: If a Trainer comes first.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(EffTrainerMixin):
+            raise TypeError(
+                f"hf: EffTrainerMixin must come before the trainer class in the bases of {cls.__name__}; write "
+                f"class {cls.__name__}(EffTrainerMixin, ...)"
+            )
+
+    def __init__(
+        self, *args: Any, recipe: Recipe | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._attached = attach(self._as_trainer(), recipe)
+
+    @property
+    def session(self) -> Session:
+        """The session that drives the techniques."""
+        driver = session_callback_of(self._as_trainer())
+        return self._attached if driver is None else driver.session
+
+    def _as_trainer(self) -> Any:
+        return self
+
+
+class EffTrainer(EffTrainerMixin, Trainer):
+    """The stock Trainer with the techniques of its `EffTrainingArguments`, of `recipe` and of its callbacks."""

@@ -37,7 +37,7 @@ def test_front_ends_load_nothing_before_they_are_used():
 
 
 def test_the_front_door_leads_to_the_packages_themselves():
-    from hf_eff.trainer import EffTrainer
+    from hf_eff.callbacks import EffTrainer
 
     assert EffTrainer is hf_eff.EffTrainer
     assert efftrain.lightning is lightning_eff
