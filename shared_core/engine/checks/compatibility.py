@@ -111,10 +111,9 @@ def refuse_without_batches(context: Context) -> None:
     Raises:
         CompatibilityError: If one technique replaces the weights, and another needs batches afterwards.
     """
-    remedy = context.services.lacks_batches
     replacing = [key for key, one in context.techniques.items() if one.replaces_weights]
     wanting = [key for key, plan in context.plans.items() if plan.looks_at_batches]
-    if remedy and replacing and wanting:
+    if replacing and wanting and (remedy := context.services.lacks_batches):
         raise CompatibilityError(
             wanting[0], f"needs training batches after {replacing[0]} replaces the weights, but has none", remedy
         )
