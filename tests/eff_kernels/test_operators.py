@@ -2,7 +2,6 @@
 
 import torch
 from eff_kernels import (  # noqa: F401 each registers its operators
-    block_formats,
     distillation,
     fp8,
     masks,
