@@ -31,13 +31,26 @@ ONLY_ON = {
 SOURCES = [(floor, path) for floor, folder in FLOORS.items() for path in sorted(folder.rglob("*.py"))]
 
 
+def statements(node):
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, name, ()):
+            yield inner
+            yield from statements(inner)
+
+
+def is_for_annotations(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 @functools.cache
-def nodes_of(path):
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+def imports_of(path):
+    """Return the imports of a file, those in functions too, and the blocks of imports for annotations alone."""
+    every = statements(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in every if isinstance(node, ast.Import | ast.ImportFrom) or is_for_annotations(node)]
 
 
 def imported_names(path):
-    for node in nodes_of(path):
+    for node in imports_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,11 +93,10 @@ def our_imports():
     modules = {}
     for path in FLOORS["shared_core"].rglob("*.py"):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        modules[name.removesuffix(".__init__")] = nodes_of(path)
+        modules[name.removesuffix(".__init__")] = imports_of(path)
     edges = {name: set() for name in modules}
     for name, nodes in modules.items():
-        checking = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        annotating = {id(inner) for node in checking for inner in node.body}  # for annotations alone
+        annotating = {id(inner) for node in nodes if is_for_annotations(node) for inner in node.body}
         imports = (node for node in nodes if isinstance(node, ast.ImportFrom) and id(node) not in annotating)
         for node in (node for node in imports if node.module in modules):
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
