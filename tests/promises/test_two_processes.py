@@ -17,18 +17,22 @@ MUTUAL = "distill-mutual"  # whose other students DDP knows nothing of
 ADAPTERS = ("lora-qat", "lora-qat-lsq")
 
 
-@pytest.fixture(scope="module", params=["hf", "lightning", "accelerate", "fabric"])
-def runs(request, tmp_path_factory):
+FRONT_ENDS = pytest.mark.parametrize("front_end", ["hf", "lightning", "accelerate", "fabric"])
+
+
+def assert_same_adapters(two, alone):
+    ((name, layer),) = alone.items()
+    assert torch.equal(two[name]["frozen"]["weight"], layer["frozen"]["weight"])
+    for ours, theirs in zip(two[name]["adapters"], layer["adapters"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@FRONT_ENDS
+def test_two_processes_equal_one(front_end, tmp_path):
     # private training needs all data in each process, and the Lightning run of the table gives each its own
-    more = ("dp",) if request.param == "hf" else ()
+    more = ("dp",) if front_end == "hf" else ()
     recipes = (EXACT, ROUNDED, MUTUAL, "low_rank", *ADAPTERS, *STRUCTURED, *more)
-    found = by_two_and_by_one(request.param, tmp_path_factory.mktemp(request.param), recipes)
-    return {recipe: (first, one) for recipe, first, one in found}
-
-
-def test_two_processes_equal_one(runs):
-    for recipe in runs.keys() - set(ADAPTERS):
-        first, one = runs[recipe]
+    for recipe, first, one in by_two_and_by_one(front_end, tmp_path, recipes):
         two, alone = (found["state"]["techniques"] for found in (first, one))
         assert first["state"]["step"] == one["state"]["step"] == 8
         if recipe in STRUCTURED:  # scores are sums over processes, and round otherwise
@@ -45,26 +49,13 @@ def test_two_processes_equal_one(runs):
                 continue
             tolerance = 1e-4 if "qat" in recipe else 1e-6  # a code's share of a gradient
             torch.testing.assert_close(first["weights"][name], weight, atol=tolerance, rtol=0)
-        if "qat" in recipe:
+        if recipe in ADAPTERS:
+            assert_same_adapters(two["lora"]["layers"], alone["lora"]["layers"])
+        elif "qat" in recipe:
             torch.testing.assert_close(two["qat"]["ranges"], alone["qat"]["ranges"], atol=1e-4, rtol=0)
 
 
-def test_adapters_over_a_base_that_qat_quantizes_are_those_of_one(runs):
-    for recipe in ADAPTERS:
-        first, one = runs[recipe]
-        two, alone = (found["state"]["techniques"]["lora"]["layers"] for found in (first, one))
-        ((name, layer),) = alone.items()
-        assert torch.equal(two[name]["frozen"]["weight"], layer["frozen"]["weight"])
-        for ours, theirs in zip(two[name]["adapters"], layer["adapters"], strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-        for key, weight in one["weights"].items():
-            if weight.dim() > 1:
-                assert_codes_close(first["weights"][key], weight, grid_step(weight), max_flips=0.05)
-            else:
-                torch.testing.assert_close(first["weights"][key], weight, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("front_end", ["hf", "lightning", "accelerate", "fabric"])
+@FRONT_ENDS
 def test_ranks_end_with_the_same_weights_and_buffers_where_each_has_batch_norms_of_its_own(front_end, tmp_path):
     keys = ["qat", "qat-lsq", "low_rank", "lora-qat", ROUNDED]
     keys += ["soup"] if front_end in ("hf", "lightning") else []
