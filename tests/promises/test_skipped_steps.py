@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -162,32 +163,28 @@ def test_permanent_overflow_ends_in_an_error_and_leaves_the_weights(front_end, s
     )
 
 
-def worker(rank, folder):
-    """Rank 1 alone goes wrong, by a gradient and by its loss."""
+def worker(rank, folder, front_end, how):
+    """Rank 1 alone goes wrong, by a gradient or by its loss."""
     torch.set_num_threads(1)
     found = watch(setattr)
-    for front_end in ("hf", "lightning"):
-        for how in ("one", "loss"):
-            found.clear()
-            out = Path(folder) / f"{front_end}-{how}"
-            out.mkdir(exist_ok=True)
-            promise_drivers.make_net = poisoned(how, {BAD} if rank else ())
-            options = {"batch_norm": False, "batch": 4}
-            options |= {"ddp_find_unused_parameters": False} if front_end == "hf" else {"devices": 2, "strategy": "ddp"}
-            result = RUNS[front_end](recipe_of("prune", "average") | LOSS_SCALE, out, **options)
-            torch.save({"weights": result.weights, "skips": found}, out / f"{rank}.pt")
+    promise_drivers.make_net = poisoned(how, {BAD} if rank else ())
+    options = {"batch_norm": False, "batch": 4}
+    options |= {"ddp_find_unused_parameters": False} if front_end == "hf" else {"devices": 2, "strategy": "ddp"}
+    result = RUNS[front_end](recipe_of("prune", "average") | LOSS_SCALE, folder, **options)
+    torch.save({"weights": result.weights, "skips": found}, folder / f"{rank}.pt")
 
 
-def test_what_one_rank_alone_sees_is_skipped_on_both(tmp_path):
-    run_two_ranks(__file__, tmp_path)
-    for folder in (path for path in tmp_path.iterdir() if path.is_dir()):
-        first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
-        assert first["skips"] == second["skips"] == [None], folder.name
-        assert difference(first["weights"], second["weights"]) is None
+@pytest.mark.parametrize("how", ["one", "loss"])
+@pytest.mark.parametrize("front_end", ["hf", "lightning"])
+def test_what_one_rank_alone_sees_is_skipped_on_both(front_end, how, tmp_path):
+    run_two_ranks(__file__, tmp_path, tmp_path, front_end, how)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first["skips"] == second["skips"] == [None]
+    assert difference(first["weights"], second["weights"]) is None
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2])
+    worker(int(os.environ["RANK"]), Path(sys.argv[1]), *sys.argv[2:])
 
 
 LEFT_OUT = {
