@@ -28,7 +28,7 @@ PROMISES = "tests/promises/test_promises.py"
 OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_notebooks.py", "test_site.py")
 STARTERS = {
     "by_two", "by_two_and_by_one", "ranks_of", "run_by_one_and_by_two", "run_scripts", "run_two_ranks",
-    "saved_by_two_ranks",
+    "saved_by_two_ranks", "start_scripts",
 }  # fmt: skip
 left_out = 0
 
@@ -57,9 +57,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if key := config.option.technique:
         items[:] = [item for item in items if not of_promises(item.nodeid) or key in re.split(r"\W", item.nodeid)]
+    starting = {item for item in items if starts_processes(item)}
+    items.sort(key=lambda item: item not in starting)  # one worker gets them, and forks them all from one process
     families = defaultdict(list)
     for item in items:
-        if starts_processes(item) and not of_promises(item.nodeid):
+        if item in starting and not of_promises(item.nodeid):
             item.add_marker("further")
         elif selected(item, IN_QUICK) and not in_full(item):
             families[item.nodeid.partition("[")[0]].append(item)
@@ -70,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
                 case.add_marker("further")
     if config.option.share:
         part, parts = config.option.share
-        together = {item.path for item in items if starts_processes(item)}  # whose tests share what the processes did
+        together = {item.path for item in starting}  # whose tests share what the processes did
         dealt = defaultdict(list)
         for item in items:
             place = item.nodeid.partition("::")[0] if item.path in together else item.nodeid
