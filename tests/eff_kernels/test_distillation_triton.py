@@ -26,11 +26,13 @@ def cases(classes):
             )
 
 
-def check(triton_, device, classes, dtypes, **settings):
+def check(triton_, device, classes, dtypes, *, thinned=False, **settings):
     from eff_kernels.distillation import kd_rows_torch_
 
-    for dtype, eps in dtypes.items():
-        for student, teacher, labels, options in cases(classes):
+    for turn, (dtype, eps) in enumerate(dtypes.items()):
+        for number, (student, teacher, labels, options) in enumerate(cases(classes)):
+            if thinned and (number + number // 3) % 3 != turn:  # each divergence and each pair of caps has every dtype
+                continue
             # rows of a wider buffer
             whole = [torch.full((3, classes + 2), 5.0).to(device, dtype) for _ in range(2)]
             ours, theirs = (each[:, :classes] for each in whole)
@@ -52,7 +54,7 @@ def test_in_the_interpreter(classes):
 
     # the interpreter cuts bfloat16 off instead of rounding it (Triton 3.6 to 3.9): within one unit all the same
     dtypes = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-    check(kd_rows_triton_, "cpu", classes, dtypes, block=64)
+    check(kd_rows_triton_, "cpu", classes, dtypes, thinned=True, block=64)
 
 
 def test_no_rows_and_no_numbers_in_the_interpreter():
