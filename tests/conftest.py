@@ -1,5 +1,7 @@
 """What holds for every test."""
 
+import atexit
+import functools
 import gc
 import os
 import random
@@ -10,7 +12,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from _pytest.mark.expression import Expression
+from torch._export import utils as of_export
 
 # Triton settles at its import, in whichever test, whether it interprets: yes, unless a GPU run says TRITON_INTERPRET=0
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -22,9 +26,13 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # torch (2.13) keeps compiled graphs wi
     kept = f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), kept))
 pytest_plugins = ["lanes"]
-MANY_MODULES = 200
-_modules = 0
+MANY_MODULES, MANY_TESTS = 200, 20
+_modules = _tests = 0
 gc.disable()  # until all tests are collected, which keeps everything: a quarter of the time that takes
+atexit.register(gc.unfreeze)  # extension modules complain of what they find alive at the end
+os.fsync = lambda descriptor: None  # nobody pulls the plug here, and a disk takes longer than most tests
+if hasattr(of_export, "_materialize_cpp_cia_ops"):  # at each export and for each library anew: a third of the time
+    of_export._materialize_cpp_cia_ops = functools.cache(of_export._materialize_cpp_cia_ops)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
@@ -37,8 +45,13 @@ def pytest_configure(config):
         raise pytest.UsageError("tests marked gpu or gpu_lane must not be interpreted: set TRITON_INTERPRET=0")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    return [one for one in (yield) if not isinstance(one, DoctestModule)]  # tests hold no doctests
+
+
 def pytest_collection_finish(session):
-    _freeze()
+    gc.freeze()
     gc.enable()
 
 
@@ -51,19 +64,12 @@ def pytest_runtest_setup(item):
     torch.set_float32_matmul_precision("highest")
     for name in ("MIXED_PRECISION", "DYNAMO_BACKEND", "DYNAMO_MODE"):  # transformers 4.57 leaves a run's for the next
         os.environ.pop(f"ACCELERATE_{name}", None)
-    if len(sys.modules) > _modules + MANY_MODULES:
-        _freeze()
-
-
-def _freeze():
-    # The Hugging Face trainer collects garbage at the end of each run (accelerate's `free_memory`). With all that a
-    # worker has imported, while collecting tests or in the last one, that takes longer than the short runs here: what
-    # is there now stays, and need not be looked at.
-    global _modules
-    _modules = len(sys.modules)
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish(session):
-    gc.unfreeze()  # extension modules complain of what they find alive at the end
+    global _modules, _tests
+    _tests += 1
+    if _tests % MANY_TESTS == 1 or len(sys.modules) > _modules + MANY_MODULES:
+        # The Hugging Face trainer collects garbage at the end of each run (accelerate's `free_memory`), and a session
+        # that finds another one. With all that a worker has imported and cached, that takes longer than the short runs
+        # here: what is there now stays, and need not be looked at.
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()

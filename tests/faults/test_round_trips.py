@@ -85,8 +85,7 @@ ROUND_TRIPS = [masks, sparse_index, codebooks, states]
 
 @pytest.mark.parametrize("count", [300, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS, ids=lambda each: each.__name__)
-def test_what_is_packed_comes_back(round_trip, count, monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # nobody pulls the plug here
+def test_what_is_packed_comes_back(round_trip, count):
     for number in range(count):
         round_trip(Draws(number))
 
