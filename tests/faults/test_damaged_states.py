@@ -84,7 +84,7 @@ def test_any_value_of_a_state_may_be_wrong(key):
     begun(key, whole)[0].detach()
     refused = []
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(places(whole)), WRONG, st.sampled_from(["gone", "list", "other", "other"]))
     def tried(path, wrong, how):
         session = None

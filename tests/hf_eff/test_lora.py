@@ -285,7 +285,7 @@ def test_adapters_on_codes_merge_on_the_same_codes(make, tmp_path):
     torch.testing.assert_close(logits(make, merged), logits(make, trainer.model), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("base", ["none", "nf4"])
+@pytest.mark.parametrize("base", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_run_resumes_exactly_from_adapters_alone(make, tmp_path, base):
     load = based(make, tmp_path)
 

@@ -85,6 +85,7 @@ MODELS = {
     "cnn": (make_cnn, lambda: {"input": torch.randn(4, 1, 16, 16)}),
 }
 REFUSED = {"stage": ("llama", "llama eager", "bert", "vit", "albert"), "sublayer": ("cnn",)}
+QUICK = ("llama", "t5", "cnn")
 BLOCKS = {
     "llama": [f"model.layers.{place}" for place in range(4)],
     "bert": [f"bert.encoder.layer.{place}" for place in range(4)],
@@ -111,7 +112,9 @@ def gradients(model, inputs):
     return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_every_policy_gives_the_same_gradients_to_the_bit(name):
     torch.manual_seed(0)
     make, make_inputs = MODELS[name]
