@@ -122,7 +122,7 @@ def fp8_measured(dtype: torch.dtype) -> Iterator[Measured]:
     yield case("128x128 transposed", (128, 128), "exact", False, once, turned=True)
 
 
-def block_formats_sweep() -> Iterator[Call]:
+def _blocks_sweep() -> Iterator[Call]:
     from eff_kernels._triton.rounding import mx_round_triton, nvfp4_round_triton
 
     shapes = (1, 32), (3, 32), (1, N), (17, 96), (N, N), (2**16 + 1, 2**16), (3, 2**26)
@@ -136,7 +136,7 @@ def block_formats_sweep() -> Iterator[Call]:
             yield lambda x=x, s=scale, out=out: nvfp4_round_triton(x, s, out, binary=s is None)
 
 
-def block_formats_measured(dtype: torch.dtype) -> Iterator[Measured]:
+def _blocks_measured(dtype: torch.dtype) -> Iterator[Measured]:
     from eff_kernels._triton.rounding import mx_round_triton, nvfp4_round_triton
 
     x, size = empty(N, N, dtype=dtype), dtype.itemsize
@@ -163,6 +163,7 @@ def _round(dtype: torch.dtype, count: int, name: str, rounding: str, noisy: bool
 
 
 def rounding_sweep() -> Iterator[Call]:
+    yield from _blocks_sweep()
     counts = 1, 3, 16, N, 2**31 + 16, 2**31 + 17
     for dtype, count, name in itertools.product(DTYPES, counts, _FORMATS):
         for rounding in ("nearest_even", "toward_zero", "stochastic"):
@@ -171,6 +172,7 @@ def rounding_sweep() -> Iterator[Call]:
 
 
 def rounding_measured(dtype: torch.dtype) -> Iterator[Measured]:
+    yield from _blocks_measured(dtype)
     chosen = [("nearest_even", "e4m3"), ("stochastic", "bf16"), ("stochastic", "e4m3")]
     if dtype == F:
         chosen += [("toward_zero", "e2m1"), ("stochastic", "e5m2"), ("nearest_even", "bf16")]
@@ -382,7 +384,7 @@ def quantization_measured(dtype: torch.dtype) -> Iterator[Measured]:
     yield rows(4096, True)
 
 
-FAMILIES = "fp8", "block_formats", "rounding", "distillation", "loss_scaling", "masks", "pruning", "quantization"
+FAMILIES = "fp8", "rounding", "distillation", "loss_scaling", "masks", "pruning", "quantization"
 
 
 def sweep(family: str) -> Iterator[Call]:
