@@ -54,8 +54,6 @@ def step_shares(make: Make, recipe: Recipe, *, steps: int = 10, total_steps: int
     entries = []
     for name, configs in variants.items():
         try:
-            if "matmul" in configs:
-                raise ConfigError("matmul acts on the whole process", "measure it with eff try")
             entries.append({"technique": name, **_measured(make, Recipe(configs, allow_partial=True), steps, total)})
         except Exception as error:  # techniques may need the user's loader, trainer or processes
             entries.append({"technique": name, "reason": (str(error).splitlines() or [type(error).__name__])[0]})
@@ -76,7 +74,11 @@ def _measured(make: Make, recipe: Recipe, steps: int, total: int) -> dict[str, f
     times: list[tuple[float, float]] = []
     # An error ends the blocks before techniques finish the model, which takes longer than the steps.
     with contextlib.suppress(InterruptedError), contextlib.ExitStack() as stack:
+        plain_precision = torch.get_float32_matmul_precision()
         run = [_started(stack, make, one, total) for one in (Recipe({}), recipe)]
+        if torch.get_float32_matmul_precision() != plain_precision:
+            # the plain steps would change, too
+            raise ConfigError("matmul precision holds for the whole process", "measure it with eff try")
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         for _ in range(_WARM_UP + steps):
