@@ -53,6 +53,7 @@ class MaskStore(Mapping[str, Tensor]):
         """True if the optimizers hold zero moments for every pruned weight."""
         self._versions: list[int] = []
         self._zeroed: list[tuple[Tensor, int]] = []
+        self._num_written, self._is_clipping = 0, False
 
     @property
     def num_pruned(self) -> dict[str, int]:
@@ -134,9 +135,7 @@ class MaskStore(Mapping[str, Tensor]):
 
     def is_held(self) -> bool:
         """Return True if every pruned weight in this process's part is zero."""
-        pairs = zip(self._held(self._masked), self._masks, strict=True)
-        grown = [(weight.ne(0) & ~mask).any() for weight, mask in pairs]
-        return not grown or not bool(torch.stack(grown).any())
+        return _all_zero(self._held(self._masked), self._masks)
 
     def hold(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
         """Set every pruned weight to exactly +0.0 after a step, but skip the work if all are still zero.
@@ -146,12 +145,7 @@ class MaskStore(Mapping[str, Tensor]):
         gradients. Torch counts in-place writes, but not a fused step.
         """
         zeroed, self._zeroed = self._zeroed, []
-        # Clipping adds one write.
-        untouched = bool(zeroed) and all(
-            weight.grad is gradient and gradient._version <= version + 1
-            for weight, (gradient, version) in zip(self._masked, zeroed, strict=True)
-        )
-        if not (untouched and all(map(keeps_zeros, optimizers))):
+        if not (zeroed and all(map(keeps_zeros, optimizers)) and self._only_clipped(zeroed)):
             self.forgotten = False
         elif not self.forgotten:
             # Clear moments from earlier steps, in which the gradients of pruned weights were not zeroed.
@@ -160,9 +154,32 @@ class MaskStore(Mapping[str, Tensor]):
         if not self.forgotten or self._versions != [weight._version for weight in self._masked]:
             self.apply()
 
+    def _only_clipped(self, zeroed: list[tuple[Tensor, int]]) -> bool:
+        """Return True if nothing, or clipping alone, wrote to the gradients since `apply_to_gradients`.
+
+        Clipping is one write that keeps zeros. Gradients are looked at after the 1st, 2nd, 4th and so on such step.
+        """
+        pairs = [*zip(self._masked, zeroed, strict=True)]
+        if not all(
+            weight.grad is gradient and gradient._version <= version + 1 for weight, (gradient, version) in pairs
+        ):
+            return False
+        if all(gradient._version == version for gradient, version in zeroed):
+            return True
+        self._num_written += 1
+        if self._num_written & (self._num_written - 1) == 0:
+            self._is_clipping = _all_zero([gradient for gradient, _ in zeroed], self._masks)
+        return self._is_clipping
+
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return this process's part of the weights or of their gradients."""
         return [*map(local_part, tensors)] if self._packed else tensors
+
+
+def _all_zero(tensors: list[Tensor], masks: list[Tensor]) -> bool:
+    """Return True if everything that the masks prune is zero."""
+    others = [(tensor.ne(0) & ~mask).any() for tensor, mask in zip(tensors, masks, strict=True)]
+    return not others or not bool(torch.stack(others).any())
 
 
 def refuse_sparse(where: str, gradients: Iterable[Tensor]) -> None:

@@ -137,6 +137,26 @@ def test_what_writes_between_masks_and_step_does_not_bring_weights_back(change, 
             assert name not in dead or is_positive_zero(parameter.detach()[dead[name]]), (step, name)
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_write_in_each_step_of_a_loop_that_does_not_clip_is_not_taken_for_clipping(first):
+    model = make_net()
+    session, opt = make_session(model, OPTIMIZERS["adamw_fused"], schedule="one_shot", begin=1)
+    dead = {}
+    for step in range(12):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        session.loss(model(x).square().mean()).backward()
+        session.before_step()
+        if step >= first:
+            torch._foreach_add_([parameter.grad for parameter in model.parameters()], 0.1)
+        opt.step()
+        session.after_step()
+        opt.zero_grad()
+        dead = zeros(model) if step == 1 else dead
+        for name, parameter in model.named_parameters():
+            assert name not in dead or is_positive_zero(parameter.detach()[dead[name]]), (step, name)
+    assert sum(int(zero.sum()) for zero in dead.values()) == session.techniques["prune"].report()["pruned"]
+
+
 def test_a_later_update_clears_the_moments_of_newly_pruned_weights_alone():
     model = make_net()
     session, opt = make_session(
