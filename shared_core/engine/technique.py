@@ -226,9 +226,17 @@ class Context:
         return max((plan.usable_from for plan in self.plans.values()), default=0)
 
     def resolve(self, position: Position, where: str) -> int:
-        """Return the optimizer step of a position in this run."""
+        """Return the optimizer step of a position in this run.
+
+        Raises:
+            ConfigError: If it lies after the run.
+        """
         parsed = parse_position(position, where)
-        return parsed.resolve(where, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+        step = parsed.resolve(where, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+        if self.total_steps is not None and step > self.total_steps:
+            rule = f"must lie within the {self.total_steps} steps of this run, got {position!r} = step {step}"
+            raise ConfigError(where, rule, "write a fraction of the run, such as 0.5, or train longer")
+        return step
 
     def resolve_range(self, begin: Position, end: Position, where: str) -> tuple[int, int]:
         """Return ``(begin, end)`` as optimizer steps.
@@ -241,9 +249,6 @@ class Context:
             raise ConfigError(
                 where, f"end ({end!r} = step {last}) must not come before begin ({begin!r} = step {first})"
             )
-        if self.total_steps is not None and last > self.total_steps:
-            rule = f"end ({end!r} = step {last}) must be within the {self.total_steps} steps of this run"
-            raise ConfigError(where, rule, "write a fraction of the run, such as 0.5, or train longer")
         return first, last
 
 

@@ -464,10 +464,6 @@ def _refuse_shards(name: str, folded: nn.Module) -> None:
 def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]:
     """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` means never."""
     begin, freeze, freeze_bn = (_resolve(config, name, context) for name in ("begin", "freeze_observers", "freeze_bn"))
-    if context.total_steps is not None and begin > context.total_steps:
-        raise ConfigError(
-            "qat", f"begin must lie within the {context.total_steps} steps of this run, got {config.begin!r}"
-        )
     if freeze < 1:
         raise ConfigError(
             "qat",

@@ -24,7 +24,7 @@ def test_options_that_contradict_each_other_are_refused():
 
 @pytest.mark.parametrize("rewind_to", [STEPS, 500, 1.0])
 def test_step_k_must_lie_before_the_end(rewind_to, tmp_path):
-    with pytest.raises(ConfigError, match=f"rewind_to must lie before the end of the run, {STEPS} steps"):
+    with pytest.raises(ConfigError, match=rf"rewind_to.* {STEPS} steps"):
         train(ticket_recipe(tmp_path, rewind_to=rewind_to))
 
 
