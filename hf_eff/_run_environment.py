@@ -150,7 +150,7 @@ class GivenCallbacks:
         if gone := self.gone():
             raise TrainingError(
                 "hf",
-                f"{type(gone[0]).__name__} must stay until training ends, was removed by step {step}",
+                f"{type(gone[0]).__name__} must stay until training ends, but was removed by step {step}",
                 "remove it before or after training",
             )
 

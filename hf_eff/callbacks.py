@@ -141,7 +141,7 @@ class EffCallback(TrainerCallback):
         if self.session is None and self.recipe:
             raise TrainingError(
                 "hf",
-                f"{type(self).__name__} must be known to the trainer before it trains, was added to its handler",
+                f"{type(self).__name__} must be known to the trainer before it trains, but was added to its handler",
                 "pass it in Trainer(callbacks=[...]), or call trainer.add_callback before train",
             )
 

@@ -130,7 +130,7 @@ class FolderEvaluator:
             rule = f"--task: {folder} must hold a config of transformers, got {error}"
             raise CheckpointError("eff soup", rule) from error
         if not data.exists():
-            raise CheckpointError("eff soup", f"--data must exist, got no {data}", "check the path")
+            raise CheckpointError("eff soup", f"--data {data} does not exist", "check the path")
         self._kind, is_image = self._kind_of_model()
         self._examples: ImageExamples | TextExamples
         regression = self._kind == _REGRESSOR

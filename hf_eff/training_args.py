@@ -147,7 +147,7 @@ class EffFlags:
             changed = ", ".join(key for key in {**recipe, **taken} if recipe.get(key) != taken.get(key))
             raise ConfigError(
                 "hf",
-                f"{changed} must be taken by the trainer, but a stock one got these arguments, or they were changed "
+                f"no trainer applied {changed}: a stock Trainer got these arguments, or they were changed "
                 "after it was constructed",
                 "use EffTrainer, or call efftrain.hf.attach(trainer) before trainer.train(), with the flags set before",
             )

@@ -285,7 +285,9 @@ def _environment(fabric: Any, model: nn.Module) -> set[str]:
         )
     if precision not in _PRECISIONS:
         raise CompatibilityError(
-            "fabric", f"precision must not replace layers, got {precision}", "use bf16-mixed, and a technique for fewer"
+            "fabric",
+            f"precision must not replace layers, got {precision}",
+            "use bf16-mixed, and a technique such as fp8 for fewer bits",
         )
     kind = {"16-mixed": {"fp16"}, "bf16-mixed": {"bf16"}}.get(str(fabric.strategy.precision.precision), set())
     if strategy != "ModelParallelStrategy":

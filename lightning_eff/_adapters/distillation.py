@@ -82,7 +82,9 @@ def _from_checkpoint(path: Path, student: nn.Module, model: Any) -> nn.Module:
     instantiator = hyperparameters.get("_instantiator") if isinstance(hyperparameters, Mapping) else None
     # Lightning imports what it names, and calls it
     if instantiator is not None and not (isinstance(instantiator, str) and instantiator in _INSTANTIATORS):
-        raise CheckpointError("distill", f"teacher {path} must be built by Lightning, got {instantiator!r}", "not run")
+        raise CheckpointError(
+            "distill", f"teacher {path} must be built by Lightning, got {instantiator!r}", "no code was run"
+        )
     try:
         teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -96,7 +96,7 @@ class DifferentialPrivacy(Adapter):
                 "dp",
                 f"limit_train_batches must leave a multiple of accumulate_grad_batches {accumulate}, got {batches} "
                 "batches",
-                "each step is one draw",
+                "each step needs all micro-batches of one draw",
             )
         return made
 

@@ -70,7 +70,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     if not found:
         raise MatchError(
             "checkpointing",
-            f"{type(model).__name__} must have repeated blocks, got no list of modules of one class",
+            f"{type(model).__name__} has no repeated blocks (a list of modules of one class)",
             "name the modules to recompute in include, or pass their names to apply_segments",
         )
     return [plain_name(name) for name in found]
@@ -148,9 +148,8 @@ def profile_blocks(
     if (example_inputs is None) == (step is None):
         raise ConfigError(
             "checkpointing",
-            "a budget must have either example_inputs or a step to profile, got "
-            f"{'neither' if step is None else 'both'}",
-            "pass the arguments of the model's forward",
+            f"a budget needs either example_inputs or a step to profile, got {'neither' if step is None else 'both'}",
+            "pass the arguments of the model's forward as example_inputs",
         )
     profile = StepProfile(model, find_blocks(model) if names is None else names)
     with _without_trace(model):
@@ -182,7 +181,7 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
     if not values:
         raise TrainingError(
             "checkpointing",
-            f"{type(model).__name__} must return a tensor with a gradient, got none",
+            f"{type(model).__name__} returned no tensor with a gradient",
             "make some of its parameters trainable, or pass a step instead of inputs",
         )
     return torch.stack(values).sum()
@@ -238,7 +237,7 @@ class LazyBudget:
         if self.plan is None or self.measured_peak is None:
             return None
         if not self.plan.segments:
-            return f"nothing is recomputed: {self._asked['budget']} is kept anyway, at {_mib(self.plan.peak)}"
+            return f"nothing is recomputed: the peak of {_mib(self.plan.peak)} is within {self._asked['budget']}"
         bound = self._budget.num_bytes(self.plan.full_peak)
         if bound is None or self.measured_peak <= bound:
             return None
@@ -417,8 +416,8 @@ def _sublayers(name: str, block: nn.Module) -> list[str]:
     if not found and not any(sizes.values()):
         raise MatchError(
             "checkpointing",
-            f"sublayer: {name} must have attention or another part made of several modules, got none",
-            "take block",
+            f"sublayer: {name} has no attention and no other part made of several modules",
+            "use policy block",
         )
     return [f"{name}.{part}" for part in found or [max(sizes, key=sizes.__getitem__)]]
 
@@ -441,8 +440,8 @@ def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     if len(segments) == 1:
         raise MatchError(
             "checkpointing",
-            "stage: the resolution must change between some blocks, got one stage with all of them",
-            "take sqrt",
+            "stage: the resolution never changes between blocks, so all of them are one stage",
+            "use policy sqrt",
         )
     return segments
 

@@ -216,10 +216,10 @@ class StepProfile:
         elif step.again is not None:
             rule = f"{step.again} must run only once per step with a budget, got a second call"
         elif not any(call.saved for call in step.calls.values()):
-            rule = "blocks must save something for backward, got nothing: they are frozen, or checkpointed elsewhere"
+            rule = "the blocks save nothing for backward: they are frozen, or checkpointed elsewhere"
             remedy = "name other blocks in include, or leave checkpointing out"
         elif self._costs and [block.name for block in self._costs[0].blocks] != list(step.calls):
-            rule = "with a budget, blocks must run in the same order in every step, got another order"
+            rule = "with a budget, blocks must run in the same order in every step, but the order changed"
         else:
             rule = ""
         if rule:

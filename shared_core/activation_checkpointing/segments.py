@@ -401,9 +401,9 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         # messages of torch 2.13
         if "Trying to backward an extra time" in str(error):
             rule = "with selective, backward must run only once and a Function must read ctx.saved_tensors only once"
-            found = "a second time (retain_graph?)"
+            found = "a second run (retain_graph?)"
         elif "selective activation checkpoint has been mutated" in str(error):
-            rule, found = "with selective, outputs of layers must not be changed in place", "a change"
+            rule, found = "with selective, outputs of layers must not be changed in place", "an in-place change"
         else:
             raise
         raise TrainingError("checkpointing", f"{call.name}: {rule}, got {found}", "use policy block") from error
@@ -435,14 +435,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _changed(name: str, rule: str, remedy: str = "") -> TrainingError:
-    told = f"{name}: {rule}, got a change; recomputed values would differ"
+    told = f"{name}: {rule}, because recomputed values would differ"
     return TrainingError("checkpointing", told, f"{remedy}leave the block out")
 
 
 def _differs(name: str, found: str) -> TrainingError:
     return TrainingError(
         "checkpointing",
-        f"{name}: must compute the same in backward as in forward, got {found}",
+        f"{name}: recomputing in backward must give the tensors of the forward, got {found}",
         "a block that keeps its own state or reads outside state cannot be checkpointed: leave it out",
     )
 
@@ -518,7 +518,7 @@ def _checked(
     names = [name for segment in segments for name in segment]
     unknown = (f"{name!r}{nearest(name, modules)}" for name in names if name not in modules)
     if wrong := next(unknown, "" if names else "none"):
-        raise MatchError("checkpointing", f"segments must name modules, one at least, got {wrong}")
+        raise MatchError("checkpointing", f"segments must name at least one module, got {wrong}")
     blocks = {name: modules[name] for name in names}
     inside = [id(module) for block in blocks.values() for module in block.modules()]
     if len(blocks) < len(names) or len(set(inside)) < len(inside):
@@ -533,9 +533,9 @@ def _checked(
         if own or getattr(module, "gradient_checkpointing", False) or type(module).__name__ == "CheckpointWrapper":
             raise CompatibilityError(
                 "checkpointing",
-                f"{plain_name(name) or type(model).__name__} must not be checkpointed already, by the trainer, the "
-                "model or an earlier call; it would be recomputed twice",
-                "leave out one of them",
+                f"{plain_name(name) or type(model).__name__} is already checkpointed by the trainer, the "
+                "model or an earlier call, so it would be recomputed twice",
+                "switch off one of the two",
             )
     return blocks
 

@@ -12,7 +12,7 @@ from shared_core.config.options import Figure, TechniqueConfig, option
 if TYPE_CHECKING:
     import torch
 
-NO_USE = "they are already in host memory"
+NO_USE = "activations are already in host memory"
 """Why activations on a CPU are not offloaded."""
 
 
@@ -39,17 +39,17 @@ class ActivationsConfig(TechniqueConfig):
     figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes saved so far")}
 
     pack: Literal["none", "exact", "bf16", "fp16", "int8"] = option(
-        help="How to store activations: exact (masks as bits, no zeros, small integers; gradients stay the same to the "
-        "bit), or also rounded to bf16, fp16 or int8.",
+        help="How to store activations: exact (masks as bits, no zeros, small integers; gradients stay bit-identical), "
+        "or also rounded to bf16, fp16 or int8.",
         each={"none": {"offload": (True,)}},
     )
     offload: bool = option(
         False, help="Keep stored tensors in pinned host memory, copied during the computation (CUDA)."
     )
-    min_size: int = option(1024, help="Leave tensors with fewer elements alone.", low=1)
+    min_size: int = option(1024, help="Do not compress tensors with fewer elements.", low=1)
     group_size: int = option(256, help="Values per scale in int8.", low=8, only_with={"pack": ("int8",)})
     sparse: bool = option(
-        True, help="Look for zeros and two-valued masks in float tensors, which waits for the GPU each time."
+        True, help="Look for zeros and two-valued masks in float tensors. Each search waits for the GPU."
     )
 
     @classmethod

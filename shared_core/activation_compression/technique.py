@@ -96,8 +96,8 @@ class ActivationCompression(Technique):
         """Check once that tensors were packed, and rounded if requested."""
         if not self.counts.forwards and not context.has_gradients:
             return  # every micro-batch was skipped; check in the next step
-        pack, counts, left = self.config.pack, self.counts, f"not packed were {self.counts.left_alone()}"
-        rule, remedy = f"the first step must have packed a tensor, got none with pack={pack}", ""
+        pack, counts, left = self.config.pack, self.counts, f"not packed: {self.counts.left_alone()}"
+        rule, remedy = f"the first step packed no tensor with pack={pack}", ""
         if not counts.forwards:
             rule, remedy = (
                 "forward and loss must run inside session.forward(), got a step without it",
@@ -149,5 +149,5 @@ class ActivationCompression(Technique):
 
 def _check_offload(is_possible: bool, found: str) -> None:
     if not is_possible:
-        rule = f"offload must have activations on a CUDA device, got {found}: {NO_USE}"
+        rule = f"offload must run on a CUDA device, got {found}, where {NO_USE}"
         raise CompatibilityError("activations", rule, "leave offload out, and pack them (--activations_pack exact)")

@@ -101,10 +101,10 @@ def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
                 match["module"].removeprefix(KEY_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
             )
             if not adapter.has(layer.b):
-                raise CheckpointError(adapter.name, f"{key!r} needs {layer.b!r}, got none", "it is damaged")
+                raise CheckpointError(adapter.name, f"{key!r} has no matching {layer.b!r}", "the file is damaged")
             layers.append(layer)
     if not layers:
-        raise CheckpointError(adapter.name, "adapter must hold lora_A and lora_B, got none", "leave it out")
+        raise CheckpointError(adapter.name, "the adapter has no lora_A and lora_B", "leave it out")
     return layers
 
 

@@ -162,7 +162,9 @@ class DistributedWeights(Mapping[str, Tensor]):
                 # Read the shard's bytes: torch.save wrote each shard into the file as a complete archive.
                 shard = load_torch_stream(io.BytesIO(stream.read(place.length)), f"{file} at {place.offset}")
             if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, spec.dtype):
-                raise CheckpointError(file, f"shape or dtype of a shard of {key!r} is not the index's", "it is damaged")
+                raise CheckpointError(
+                    file, f"shape or dtype of a shard of {key!r} differs from the index", "it is damaged"
+                )
             # A single shard needs no copy.
             if tuple(chunk.sizes) == spec.shape:
                 return shard

@@ -85,7 +85,7 @@ def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -
     # The file is not trusted: accept only a single folder name, which cannot lead elsewhere.
     inside = texts and (not path or (Path(path).name == path and path not in (".", "..") and "\0" not in path))
     if not inside or not (root / above / path).is_dir():
-        rule = "lie in a folder beside it" if texts else "have a name and a path"
+        rule = "be in a folder next to this file" if texts else "have a name and a path"
         raise CheckpointError(file, f"module must {rule}, got {name!r:.100} in {path!r:.100}", "it is damaged")
     folder = f"{above}{path}"
     if (root / folder / _ROUTER).is_file():
@@ -301,7 +301,7 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     remedy = "give a Transformers folder, a .ckpt with hyperparameters, or in code the module: teacher=my_teacher"
     rule = ""
     if replaced is not None:
-        rule = f"come with its model class, since a technique replaces the student's layers by {replaced.__name__}"
+        rule = f"have its own model class, as a technique replaced the student's layers by {replaced.__name__}"
     elif missing or others:
         shapes = {name: tuple(value.shape) for name, value in student.state_dict().items()}
         reshaped = None if missing else next((name for name in others if name in shapes), None)

@@ -175,7 +175,7 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
             continue
         if value.is_floating_point() != own.is_floating_point():
             raise CheckpointError(
-                where, f"{name} must be {own.dtype}, got {value.dtype}", "the weights are of another model"
+                where, f"{name} must be {own.dtype}, got {value.dtype}", "the weights belong to another model"
             )
         # vector_norm(inf) is NaN or infinite if any element is, and allocates no mask. float8 (1 byte) has no kernel.
         if value.is_floating_point() and value.itemsize > 1:

@@ -104,7 +104,7 @@ class CommandOptions(Options):
         self.require(not any(one.exists() and one.resolve().is_relative_to(real) for one in paths), told)
         self.require(not Path.cwd().is_relative_to(real), f"--force must not replace the working folder, got {out}")
         is_ours = not out.is_dir() or any(any(out.glob(name)) for name in _WRITTEN)
-        told = f"--force must replace what eff wrote, got {out}, a folder without {' or '.join(_WRITTEN)}"
+        told = f"--force replaces only folders that eff wrote, but {out} has no {' or '.join(_WRITTEN)}"
         self.require(is_ours, told, "remove it yourself")
         with replacing(out):
             yield

@@ -34,7 +34,7 @@ class CacheOptions(CommandOptions):
         "and a collator; or a .jsonl file with one example per line.",
     )
     out: Path = option(help="The folder to write. It must be new or empty, except with --resume.")
-    temperature: float = option(2.0, "Temperature of the training, which refuses any other.")
+    temperature: float = option(2.0, "Temperature. Training must use the same.")
     top_k: int | None = option(None, "Classes to keep per position. Default: 64, or all if an example has one output.")
     dtype: Literal["float16", "float32"] = option("float16", "Format of the log-probabilities.")
     batch_size: int = option(8, "Examples per batch, for a data set.", low=1)
@@ -119,10 +119,10 @@ def _lines(file: Path) -> list[Any]:
         with file.open(encoding="utf-8") as lines:
             found = [parse_json(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(_WHERE, f"--data must be a file with a JSON object a line, got {error}") from error
+        raise ConfigError(_WHERE, f"--data must be a file with one JSON object per line, got {error}") from error
     odd = next((number for number, one in enumerate(found, start=1) if not is_example(one)), None)
-    what = "no line" if odd is None else f"line {odd} without"
-    require(found and odd is None, _WHERE, f"--data must hold numbers, or flat lists of them, by name, got {what}")
+    what = "no lines" if odd is None else f"something else in line {odd}"
+    require(found and odd is None, _WHERE, f"--data must map names to numbers or flat lists of them, got {what}")
     return found
 
 
@@ -137,7 +137,7 @@ def _tokenizer(name: str) -> Any:
     from shared_core.distillation.teacher_cache import tokenizer_fingerprint
 
     found = Path(name) if Path(name).is_dir() else function(name, f"{_WHERE}: --tokenizer")()
-    told = f"--tokenizer must have a vocabulary, got {name} without"
+    told = f"--tokenizer must have a vocabulary, but {name} has none"
     remedy = "give a folder with tokenizer.json, or a function that returns the tokenizer"
     require(tokenizer_fingerprint(found) is not None, _WHERE, told, remedy)
     return found

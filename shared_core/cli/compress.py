@@ -177,12 +177,12 @@ def _stays_inside(file: Path, folder: Path) -> bool:
 
 def _lines(done: Compression, seconds: float, every: bool) -> Iterator[str | Table]:
     sizes = f"{size_text(done.original_bytes)} to {size_text(done.file_bytes)}"
-    other = f", with {size_text(done.other_bytes)} of config and tokenizer" if done.other_bytes else ""
-    yield f"Compressed {sizes}: {done.ratio:.1f} times smaller. The whole file counts{other}."
+    other = f", including {size_text(done.other_bytes)} of config and tokenizer" if done.other_bytes else ""
+    yield f"Compressed {sizes}: {done.ratio:.1f} times smaller. This is the whole file{other}."
     yield f"Compressing took {duration(done.seconds)}, decompressing and comparing {duration(seconds)}."
     headings = ("tensor", "shape", "coding", "values", "weights", "size", "before", "RMS change")
     title, tensors = most_telling(done.tensors, lambda line: line.stored_bytes, "tensor", every)
-    yield table(f"What takes the most room, {title}", headings[:3], headings, map(_cells, tensors))
+    yield table(f"The largest tensors, {title}", headings[:3], headings, map(_cells, tensors))
     yield f"Wrote {done.path}."
 
 

@@ -169,10 +169,10 @@ def _check_out(asked: ExportOptions) -> None:
         check_new(out, asked.key)
         return
     asked.require(not out.is_dir(), f"--out must be a file, got the folder {out}", "name a file in it")
-    asked.require(out.parent.is_dir(), f"--out must lie in a folder that exists, got {out}", "make it first")
-    told = f"--out must be a new file, or a {suffix} file to write anew, got {out}, which exists"
+    asked.require(out.parent.is_dir(), f"--out must be in an existing folder, got {out}", "create it first")
+    told = f"--out must be a new file, or a {suffix} file to overwrite, got {out}, which exists"
     # a file of another kind may be the weights to export
-    asked.require(out.suffix == suffix or is_free(out), told, "name another")
+    asked.require(out.suffix == suffix or is_free(out), told, "choose another name")
     check_writable(out, "eff export: --out")
 
 
@@ -219,8 +219,8 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     inputs = made_up_inputs(network, "eff export", length or 8)
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
-    told = "--length must be given, as a program for ExecuTorch reads inputs of one size, got none"
-    require(length is not None, "eff export", told, "add --length 128, the tokens that it will read")
+    told = "--length must be given, because a program for ExecuTorch reads inputs of one size"
+    require(length is not None, "eff export", told, "add --length 128, the number of tokens per input")
     require((length or 0) >= 2, "eff export", f"--length must be at least 2, got {length}", "add --length 128")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
@@ -236,7 +236,7 @@ def _check_final(path: Path | None) -> None:
     if path is None or not (path / STATE_FILE).is_file() or (path / DEPLOYMENT_FILE).exists():
         return
     state = load_state(path)
-    told = f"{path} must hold a finished model, got a checkpoint of step {state.get('step')}, before qat rounded it"
+    told = f"{path} is a checkpoint of step {state.get('step')}, from before qat rounded the weights"
     remedy = "give the folder that trainer.save_model() wrote after training; to finish the run, resume it"
     require("qat" not in state.get("recipe", {}), "eff export", told, remedy, CheckpointError)
 

@@ -56,8 +56,8 @@ def init(asked: InitOptions) -> None:
 
     out = asked.out
     told = f"--out must be a new file, got {out}, which exists"
-    asked.require(asked.force or not out.exists(), told, "give another, or --force")
-    asked.require(out.parent.is_dir(), f"--out must lie in a folder that exists, got {out}")
+    asked.require(asked.force or not out.exists(), told, "choose another name, or add --force")
+    asked.require(out.parent.is_dir(), f"--out must be in an existing folder, got {out}")
     asked = _answered(asked)
     goal, trainer = asked.goal or "smaller", asked.trainer or "hf"
     kind, name = _kind(asked.model or "other")
@@ -79,7 +79,7 @@ def _answered(asked: InitOptions) -> InitOptions:
     """Return the options, with the user's answers if no goal was given."""
     if asked.goal is not None:
         return asked
-    asked.require(_at_a_terminal(), "--goal must be given where nobody can be asked", f"one of {', '.join(GOALS)}")
+    asked.require(_at_a_terminal(), "--goal must be given without a terminal to ask on", f"choose {', '.join(GOALS)}")
     for known, what in GOALS.items():
         echo(f"  {known}: {what}")
     goal = typer.prompt("goal", default="smaller")
@@ -128,38 +128,38 @@ Kind = Literal["transformer", "cnn", "other"]
 Lines = tuple[tuple[str, Any, str], ...]
 
 GOALS: dict[Goal, str] = {
-    "smaller": "a smaller file: half of the weights zero, the others 16 values a tensor; pack it with eff compress",
+    "smaller": "a smaller file: half of the weights zero, the others 16 values per tensor; pack it with eff compress",
     "faster-inference": "int8 integer products after training; convert with eff export",
     "less-memory": "less memory for activations in training, with the same gradients",
-    "better-accuracy": "an average of the weights, which usually generalizes better, for one pass a step",
+    "better-accuracy": "an average of the weights, which usually generalizes better, for one update per step",
     "private": "differential privacy: no single example shows in the trained model",
 }
 _PRUNE: Lines = (
     ("sparsity", 0.5, "half of the weights are rarely missed; raise it while the metric holds"),
-    ("begin", 0.1, "the model learns first which weights matter"),
+    ("begin", 0.1, "first the model learns which weights matter"),
     ("end", 0.5, "half of the run is left to recover"),
     ("min_size", 256, "tiny layers save nothing and cost accuracy"),
 )
 _SHARE: Lines = (
-    ("bits", 4, "16 values a tensor, an eighth of float32; 5 or 6 lose less"),
+    ("bits", 4, "16 values per tensor, an eighth of float32; 5 or 6 lose less"),
     ("begin", 0.75, "after pruning has ended, when weights move little"),
 )
 _QAT: Lines = (
-    ("scheme", "int8", "weights per channel, activations per tensor: what integer kernels take"),
+    ("scheme", "int8", "weights per channel, activations per tensor, as integer kernels need"),
     ("begin", 0.1, "ranges are observed before they are used"),
     ("freeze_observers", 0.9, "the last tenth trains with the ranges of deployment"),
 )
-_CHECKPOINTING: Lines = (("policy", "block", "keeps one tensor a block and computes the rest again: a forward more"),)
-_ACTIVATIONS: Lines = (("pack", "exact", "masks as bits; wants ReLU, dropout or pooling"),)
+_CHECKPOINTING: Lines = (("policy", "block", "keeps one tensor per block and recomputes the rest: one more forward"),)
+_ACTIVATIONS: Lines = (("pack", "exact", "masks as bits; helps with ReLU, dropout or pooling"),)
 _AVERAGE: Lines = (
     ("kind", "ema", "a moving average; swa for a constant learning rate at the end"),
-    ("decay", 0.999, "a memory of about 1000 steps; 0.99 for runs of fewer"),
+    ("decay", 0.999, "averages about 1000 steps; use 0.99 for shorter runs"),
     ("evaluate", True, "validation sees the average, which is what is saved"),
 )
 _DP: Lines = (
     ("target_epsilon", 8.0, "a usual budget; smaller is more private and less accurate"),
     ("delta", 1e-5, "below one over the number of examples"),
-    ("max_grad_norm", 1.0, "to which each example's gradient is clipped"),
+    ("max_grad_norm", 1.0, "each example's gradient is clipped to this norm"),
 )
 
 

@@ -195,7 +195,7 @@ def device_name(name: str, where: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(where, f"--device must be one of this machine, got {name!r}: {first_line:.120}") from error
+        raise ConfigError(where, f"--device must exist on this machine, got {name!r}: {first_line:.120}") from error
     return name
 
 
@@ -223,10 +223,10 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     missing, unexpected = unlike(model, own)
     other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
     if other is not None:
-        got = f"{tuple(own[other].shape)} for {other} of shape {tuple(shapes[other])}"
+        got = f"{other} has shape {tuple(own[other].shape)}, the model's has {tuple(shapes[other])}"
     else:
         got = f"missing {missing[:5]} and unexpected {unexpected[:5]}" if missing or unexpected else ""
-    told = f"{source} must hold the weights of the model, got {got}"
+    told = f"{source} does not hold the weights of this model: {got}"
     require(not got, where, told, "build the model that was trained", CheckpointError)
     check_values(model, own, f"{where}: {source}")
     model.load_state_dict(own, strict=False)
@@ -262,7 +262,7 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     if path.suffix == ".ckpt" and not path.is_dir():
         content = load_checkpoint(path)
         is_one = isinstance(content, dict) and isinstance(content.get("state_dict"), dict)
-        require(is_one, where, f"{path} must be a Lightning checkpoint, got no state_dict in it", error=CheckpointError)
+        require(is_one, where, f"{path} is not a Lightning checkpoint: it has no state_dict", error=CheckpointError)
         return dict(content["state_dict"])
     opened = open_ingredient(path)
     told = f"{path} must be a whole model, got a PEFT adapter"
@@ -293,8 +293,8 @@ def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, al
         from torch import nn
 
         model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
-    is_float, told = not getattr(model, "is_quantized", False), f"{folder} must hold weights in float, got codes"
-    require(allow_codes or is_float, where, told, "give the folder that they were made from", CheckpointError)
+    is_float, told = not getattr(model, "is_quantized", False), f"{folder} must hold float weights, got quantized ones"
+    require(allow_codes or is_float, where, told, "give the folder that they were quantized from", CheckpointError)
     return model.requires_grad_(True).eval()
 
 
@@ -309,7 +309,7 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
-            told = f"{folder} must be a model folder with config.json, got none in it"
+            told = f"{folder} is not a model folder: it has no config.json"
             remedy = f"for your own class, write my_module:build, a function that builds it, and --weights {folder}"
             known = ("config.json", ADAPTER_CONFIG)
             is_whole = not folder.is_dir() or any((folder / name).is_file() for name in known)  # else a student's
@@ -321,7 +321,7 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
                 told = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)
                 told = told.replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
                 told = told.removesuffix("; it would teach from random weights")
-                raise CheckpointError(where, f"{folder} must be a model that can be loaded: {told}") from error
+                raise CheckpointError(where, f"cannot load {folder}: {told}") from error
             return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 
@@ -367,7 +367,7 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, getattr(vision, "num_channels", 3), height, width)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
-    told = f"model must read tokens, pixels or speech, for which inputs are made up, got {name}"
+    told = f"cannot generate inputs for {name}, because it is neither tokens, pixels nor speech"
     require(inputs, where, told, "name a function that returns them")
     return inputs
 
@@ -416,7 +416,7 @@ def save_folder(
             copy_beside(source, temporary)
             if example is not None:
                 gap = difference(outputs(network, example), outputs(load_folder(temporary, where), example))
-                told = f"the saved model must load with the same outputs, they differ by {gap}"
+                told = f"the outputs of the saved model differ by {gap} after loading"
                 require(gap <= 1e-5, where, told, error=CheckpointError)
         add(temporary)
         for name, values in reports.items():
@@ -459,7 +459,7 @@ def user_error(error: Exception) -> str | None:
         return None
     name = next((_named[frame.f_code] for frame, _ in frames if frame.f_code in _named), "eff: your own code")
     frame, line = frames[-1]
-    return f"{name} must run, got {place(error, frame, line)}; {TRACEBACK}=1 shows the whole traceback"
+    return f"{name} failed: {place(error, frame, line)}; {TRACEBACK}=1 shows the whole traceback"
 
 
 def place(error: Exception, frame: FrameType, line: int) -> str:

@@ -197,7 +197,7 @@ class ExplainOptions(RunOptions):
         from shared_core.errors import nearest
 
         for key in self.surrounding:
-            told = f"--surrounding must be one that exists, got {key!r}"
+            told = f"--surrounding must be a known environment, got {key!r}"
             self.require(key in RUN_ENVIRONMENTS, told + nearest(key, RUN_ENVIRONMENTS))
 
     def length(self) -> tuple[int | None, float | None]:
@@ -449,7 +449,7 @@ class PrivacyOptions(CommandOptions):
     def validate(self) -> None:
         """Raise an error for a useless delta or an incomplete question."""
         told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
-        self.require(0 < self.delta < 1 / (self.examples or 1), told, "take less")
+        self.require(0 < self.delta < 1 / (self.examples or 1), told, "use a smaller delta")
         told = f"got {self.noise_multiplier} and {self.target_epsilon}"
         is_one = (self.noise_multiplier is None) != (self.target_epsilon is None)
         self.require(is_one, f"one of --noise-multiplier and --target-epsilon must be given, {told}")

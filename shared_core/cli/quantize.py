@@ -53,25 +53,27 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     )
     scheme: str | None = option(
         None,
-        "As --qat_scheme: int8, int8_weight, int8_dynamic, int4_weight, ... Default: int8, or the scheme of --method.",
+        "The scheme, as in --qat_scheme: int8, int8_weight, int4_weight, ... Default: int8, or the scheme of --method.",
     )
-    method: str | None = option(None, "gptq, instead of rounding.")
+    method: str | None = option(None, "Quantize with gptq instead of rounding to nearest.")
     set_options: tuple[str, ...] = option(
         (), "An option of --method, such as damping=0.05, or of qat. Repeatable.", flag="--set"
     )
     plan: Path | None = option(None, "A bit plan (YAML). It sets the scheme unless --scheme is given.", reads="path")
     qat: Path | None = option(None, "Folder or .ckpt of the same model trained with qat, to compare.", reads="path")
     attack: str | None = option(
-        None, "module:function that returns batches (images, classes): accuracy under FGSM and PGD.", reads="function"
+        None,
+        "module:function that returns batches (images, classes). Measures accuracy under FGSM and PGD.",
+        reads="function",
     )
     latency: bool = option(False, "Time a forward pass in float, bf16 and quantized.")
-    report: Path | None = option(None, "Write a page with tables and plots: an .html file, with an .md beside it.")
+    report: Path | None = option(None, "Write a page with tables and plots: an .html file, and the same as .md.")
 
     def validate(self) -> None:
         """Check combinations that the table of option pairs does not cover."""
         super().validate()
         is_judged = self.qat is None or self.evaluate or self.attack
-        self.require(is_judged, "--qat needs --eval or --attack", "add what is missing")
+        self.require(is_judged, "--qat needs --eval or --attack", "add one of them")
         told = f"--method must be gptq, got {self.method!r}"
         self.require(self.method in (None, "gptq"), told, "use llm-compressor for AWQ and SmoothQuant")
 
@@ -136,7 +138,7 @@ def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_
     try:
         study.check()
     except CompatibilityError as error:
-        hint = "a folder's model is on the CPU, one of a module:function where that puts it" if is_folder else ""
+        hint = "a folder's model is on the CPU; a module:function can put its model elsewhere" if is_folder else ""
         raise CompatibilityError(str(error), remedy=hint) from error
 
 
@@ -148,7 +150,7 @@ def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) ->
         study.qat_model = copy.deepcopy(study.network)
         load_quantized(study.qat_model, asked.qat, "eff quantize: --qat")
     static = None if asked.calibration is not None else static_input(study.network, study.config)
-    told = f"--calibration must be given with {study.config.scheme}, whose inputs have ranges ({static}), got none"
+    told = f"--calibration must be given with {study.config.scheme}, which needs ranges of activations ({static})"
     remedy = "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
     asked.require(static is None, told, remedy)
     study.judge = asked.judge()
@@ -196,8 +198,8 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
         options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
     config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
-    told = f"--set must hold options of quantizing, got {', '.join(useless)}, which only training has"
-    asked.require(not useless, told, "drop it")
+    told = f"--set must name options of quantization, got {', '.join(useless)}, which only affect training"
+    asked.require(not useless, told, "leave it out")
     return config, gptq
 
 
@@ -220,15 +222,15 @@ def _in_float32(network: nn.Module) -> list[str]:
     if not found:
         return []
     network.float()
-    return [f"weights of {', '.join(sorted(found))} became float32: in 16 bits the values of codes lie on no grid"]
+    return [f"weights of {', '.join(sorted(found))} became float32, as 16 bits cannot hold quantized values exactly"]
 
 
 def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:
     from torch import nn
 
     norm = next((name for name, at in network.named_modules() if isinstance(at, nn.modules.batchnorm._BatchNorm)), None)
-    told = f"{flag} must be left out for a folder whose model has batch norms, which it fuses away, got {norm}"
-    require(norm is None, "eff quantize", told, "from_pretrained would make new ones")
+    told = f"{flag} must be left out for a folder whose model has batch norms, because it fuses them, got {norm}"
+    require(norm is None, "eff quantize", told, "from_pretrained would create new ones")
 
 
 def _options(pairs: list[str]) -> dict[str, str]:

@@ -197,7 +197,7 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
     """Return a line for each refusal of one name, or for each pair of several."""
     known = [*rows[0]][1:]
     for name in names:
-        told = f"{name} must be a technique or a run environment, got none{nearest(name, known)}"
+        told = f"{name} is not a technique or a run environment{nearest(name, known)}"
         require(name in known, "eff compat", told)
     pairs = [(row["technique"], other, row[other]) for row in rows for other in known if row[other] != "-"]
     if len(names) == 1:

@@ -289,7 +289,7 @@ class ShrinkOptions(LossOptions):
 
     def validate(self) -> None:
         """Raise an error for batches that nothing uses."""
-        told = "--calibration needs sizes, as --layers 8, got none"
+        told = "--calibration needs a size to cut to, such as --layers 8"
         self.require(self.calibration is None or self.sizes(), told)
 
 

@@ -75,7 +75,7 @@ class Judge:
         """Return the user's quality function as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
-        told = f"--eval must have a model, and {first.name} has no config to build it from"
+        told = f"--eval needs a model, but {first.name} has no config to build it from"
         has_model = model is not None or (first.kind == HF_FOLDER and first.config)
         require(has_model, "eff soup", told, "add --model my_module:build, a function that returns it", CheckpointError)
         evaluate = ModelScore(name, model, None if model else first.path)
@@ -93,7 +93,7 @@ class Judge:
             task in _TASKS, "eff soup", f"--task must be one of {', '.join(_TASKS)}, got {task!r}", "or give --eval"
         )
         is_model = first.kind == HF_FOLDER and first.config and not any(first.prefixes.values())
-        told = f"--task must have Hugging Face folders of one model with config.json, got {first.name} ({first.kind})"
+        told = f"--task needs Hugging Face folders of one model with config.json, got {first.name} ({first.kind})"
         require(is_model, "eff soup", told, "give --eval", CheckpointError)
         options["device"] = device_name(options["device"], "eff soup")
         for front_end in front_ends():
@@ -175,7 +175,9 @@ class SoupOptions(CommandOptions):
         flag="--lambda",
         only_with={"kind": _TASK_VECTORS},
     )
-    t: float = option(0.5, "0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
+    t: float = option(
+        0.5, "Position between the checkpoints: 0 is the first, 1 the second.", only_with={"kind": ("slerp",)}
+    )
     weights: tuple[float, ...] | None = option(
         None,
         "Weight of each checkpoint, such as 600,200,200: example counts for federated averaging.",
@@ -189,7 +191,8 @@ class SoupOptions(CommandOptions):
     strict: bool = option(False, "Accept only averages that improve the metric.")
     min_delta: float = option(0.0, "Accept only averages better by at least this.")
     order: Literal["metric", "random", "given"] = option(
-        "metric", "metric: best first; random or given: only the first is evaluated alone."
+        "metric",
+        "Order of the checkpoints: metric (best first), or random or given (only the first is evaluated alone).",
     )
     rank_by: str | None = option(
         None,
@@ -204,7 +207,7 @@ class SoupOptions(CommandOptions):
     rank: int | None = option(None, "Truncate averages of adapters to this rank (SVD).")
     unpruned: bool = option(False, "Also take checkpoints from before their pruning schedule ended.")
     as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
-    plot: Path | None = option(None, "Plot the path to this file (.png, .svg, .pdf).")
+    plot: Path | None = option(None, "Plot the search to this file (.png, .svg, .pdf).")
 
     @property
     def averages(self) -> bool:
@@ -218,7 +221,7 @@ class SoupOptions(CommandOptions):
 
     def validate(self) -> None:
         """Raise an error for options that do not apply to this kind, and for missing ones."""
-        self.require(self.out or self.diagnose, "--out must be given, got none", "name the folder or file to write")
+        self.require(self.out or self.diagnose, "--out must be given", "name the folder or file to write")
         if self.averages:
             self._check_average()
         else:
@@ -234,7 +237,7 @@ class SoupOptions(CommandOptions):
             told = f"--kind {self.kind} cannot be combined with {' and '.join(given)}: {why}"
             self.require(not given, told, "leave these out, or choose another kind")
         told = "--weights must be given with --kind weighted"
-        self.require(self.kind != "weighted" or self.weights, told, "tell how much each counts")
+        self.require(self.kind != "weighted" or self.weights, told, "give one number per checkpoint")
 
     def _check_judged(self) -> None:
         got = "none" if self.task is None else "both"
@@ -286,7 +289,7 @@ class Checkpoints:
         told = f"PATH must name at least two checkpoints, got {len(found)}"
         run = next((path for path in found if any(path.glob("checkpoint-*"))), None)
         remedy = (
-            "give more"
+            "give two or more"
             if run is None
             else f"{run} holds a final model too, so name its checkpoints: {run}/checkpoint-*"
         )
@@ -415,7 +418,7 @@ def _say_rank_errors(state_dict: Any) -> None:
     if lost:
         worst = max(lost["rank_errors"], key=lost["rank_errors"].get)
         echo(
-            f"Cutting to the rank changes the adapter by {share_text(lost['rank_error'])}, and {worst} the most, by "
+            f"Truncating to the rank changes the adapter by {share_text(lost['rank_error'])}. {worst} changes most, by "
             f"{share_text(lost['rank_errors'][worst])}."
         )
 

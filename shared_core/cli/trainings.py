@@ -96,7 +96,7 @@ def run(context: typer.Context, script: _Script) -> None:
     for front_end in installed:
         front_end.install(recipe)
     if asks_for_help:
-        echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
+        echo(f"eff run: these are the flags of {script}; `eff flags` lists the techniques' flags that you can add")
     elif not recipe and os.environ.get("RANK", "0") == "0":
         echo(f"eff run: no technique is switched on: {script} runs as it is", err=True)
 
@@ -233,7 +233,7 @@ def try_out(
         echo(text)
         return
     print_findings(found)
-    echo(f"how it was judged, and all figures: {out / TRY_PAGE}, and .md and .json beside it")
+    echo(f"all figures, and how they were judged: {out / TRY_PAGE} (also as .md and .json)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class LotteryOptions(TicketOptions, RunnerOptions):
     technique: ClassVar[str] = "lottery"
 
     command: tuple[Any, ...] = training_command(
-        "the training, `python my_train.py ARGS`; {round} becomes the run's name."
+        "your training command, `python my_train.py ARGS`. {round} is replaced by the run's name."
     )
     out: Path = option(help="Folder of the search. A stopped search continues from it.")
     rounds: int = option(10, "Runs after the dense one.", low=1)
@@ -257,7 +257,7 @@ class LotteryOptions(TicketOptions, RunnerOptions):
     control_rounds: tuple[int, ...] = option((), "Train controls only in these rounds, such as 5,10.", flag_type=str)
     metric: str | None = option(None, "Validation metric of the curve, by the trainer's name.")
     mode: Literal["auto", "max", "min"] = option("auto", "Whether a larger (max) or smaller (min) metric is better.")
-    quality: Literal["last", "best"] = option("last", "Which validation of a run counts.")
+    quality: Literal["last", "best"] = option("last", "Which validation of a run to compare.")
     plot: Path | None = option(None, "Also plot the curve to this file (.png, .svg, .pdf).")
 
     def search(self) -> LotterySearch:
@@ -370,7 +370,7 @@ class ChainOptions(RunnerOptions):
     key: ClassVar[str] = "eff chain"
 
     command: tuple[Any, ...] = training_command(
-        "the training, `python my_train.py ARGS`, with {out}, {student} or {stage}."
+        "your training command, `python my_train.py ARGS`, with {out}, {student} or {stage}."
     )
     out: Path = option(help="Folder of the chain. A stopped chain continues from it.")
     teacher: str | None = option(None, "First teacher: folder, file or Hub name. Default: none, only labels.")
@@ -379,7 +379,7 @@ class ChainOptions(RunnerOptions):
     generations: int | None = option(None, "Instead of --students: how often to train the same student. Default: once.")
     model: str | None = option(None, "Glob for the model that the script writes in {out}, if it is not found.")
     metric: str | None = option(None, "Metric to show per stage, by the trainer's name.")
-    resume: bool = option(False, "Keep the folder of an unfinished stage. Your script resumes by itself.")
+    resume: bool = option(False, "Keep the folder of an unfinished stage. Your script must resume by itself.")
 
 
 @takes(ChainOptions)
@@ -456,7 +456,9 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help=f"The .html page to write, and an .md. Default: {PAGE} in the folder, or here for several."),
+        typer.Option(
+            help=f"The .html page to write, with a copy as .md. Default: {PAGE} in the folder, or here for several."
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Rewrite the page until the run ends.")] = False,
     seconds: Annotated[int, typer.Option(help="Seconds between pages, with --watch.", min=1)] = 10,
@@ -496,7 +498,7 @@ def report(
         return
     for text in receipts:
         echo(text)
-    echo(f"Wrote {out!s}, and the same as .md beside it.")
+    echo(f"Wrote {out!s}, and the same as .md.")
 
 
 def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
@@ -518,7 +520,7 @@ def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
         steps = [max((curve[-1][0] for curve in run.curves.values()), default=0) for run in found]
         told = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
         if absent := [str(run) for run in runs if not run.exists()]:
-            told += f"; waiting for {', '.join(absent)}, not there so far"
+            told += f"; waiting for {', '.join(absent)}, which does not exist yet"
         if found:
             write_page(target, *page_of(found), refresh=seconds)
             told += f": {target!s}"

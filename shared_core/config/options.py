@@ -124,7 +124,7 @@ class Options:
             told = ", ".join(self.condition(other, (getattr(self, other),)) for other in rules["only_with"])
             self.require(False, f"{called} must be given with {told}")
         if "each" in rules:
-            self._check_others(self.written(name, value), rules["each"].get(value, {}), "change one or the other")
+            self._check_others(self.written(name, value), rules["each"].get(value, {}), "change one of the two")
 
     def _check_others(self, subject: str, only_with: Mapping[str, tuple[Any, ...]], remedy: str) -> None:
         for other in self.unmet(only_with):
@@ -148,7 +148,7 @@ class Options:
         for others in self._company("without", name):
             beside = [self.named(other)[1] for other in others if self.is_given(other)]
             told = f"{self.named(name)[1]} cannot be combined with {', '.join(beside)}"
-            self.require(not beside, told, "leave one or the other out")
+            self.require(not beside, told, "leave one of them out")
 
     def validate(self) -> None:
         """Raise `ConfigError` if options contradict each other."""

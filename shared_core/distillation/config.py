@@ -225,7 +225,7 @@ class DistillConfig(TechniqueConfig):
         if not self.teachers or not all(map(_is_model, self.teachers)):
             yield "teacher", "must be a folder, a Hub name, a module, or several of them"
         if self.teaching == "NAME,NAME" and any(_kind(teacher) != "NAME" for teacher in self.teachers):
-            yield "teacher", f"must be only models if there are several: {EMA}, {MUTUAL} and {CACHE}FOLDER stand alone"
+            yield "teacher", f"must be only models if there are several: {EMA}, {MUTUAL} and {CACHE}FOLDER work alone"
         if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
             yield "teacher_weights", f"must be one number for each of the {len(self.teachers)} teachers"
         peers = self.given_peers or (MUTUAL,) * self.drawn_peers

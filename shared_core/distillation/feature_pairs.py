@@ -262,7 +262,7 @@ def _implement(owner: Any, kind: str) -> None:
     if owner.config._attn_implementation != kind:
         raise ConfigError(
             "distill",
-            f"attention needs a model that can compute its maps, got {type(owner).__name__}, which stays with "
+            f"attention needs a model that returns its maps, but {type(owner).__name__} keeps using "
             f"{owner.config._attn_implementation}",
             "load it with attn_implementation='eager'",
         )
@@ -339,7 +339,7 @@ class HiddenPairs(WatchedPairs):
             names = "=".join(self.pairs[next(iter(self._projections))])
             raise CompatibilityError(
                 "distill",
-                f"hidden features must have equal widths under FSDP2, got others at {names}: their projection is "
+                f"hidden features must have equal widths under FSDP2, but differ at {names}: their projection is "
                 "a parameter that no module's forward gathers",
                 "use a hidden_loss on relations (rkd, similarity_preserving, cka), or DDP",
             )

@@ -145,7 +145,7 @@ def _check_tokens(ours: dict[str, int], theirs: dict[str, int], teacher: str) ->
         raise ConfigError(
             "distill",
             f"teacher must have the student's tokenizer, but in {teacher!r} {len(others)} of {len(shared)} shared "
-            f"numbers mean other tokens, such as {number}: {mine!r} and {other!r}",
+            f"token ids mean other tokens, such as {number}: {mine!r} and {other!r}",
             _WAY_OUT,
         )
 

@@ -278,7 +278,7 @@ class StudentAverage(Teachers):
         self._freeze(self.modules)  # the copies start in the student's mode
         tensors, saved = self._tensors(), state["average"]
         if set(saved) != set(tensors) or any(saved[name].shape != tensor.shape for name, tensor in tensors.items()):
-            rule = "the saved average must fit this model"
+            rule = "the saved average does not fit this model"
             raise CheckpointError("distill", rule, "resume with the model that wrote the checkpoint")
         for name, tensor in tensors.items():
             fill_(tensor, saved[name])

@@ -224,7 +224,7 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
         raise ConfigError(where, f"another technique already has the flag --{taken[0]}", "rename the key")
     if known is None and REGISTRY.has_made_flags:
         warnings.warn(
-            f"{where}: this process has made its flags already, without --{key}_{config.switch}. Import "
+            f"{where}: the flags of this process were built earlier, without --{key}_{config.switch}. Import "
             f"{config.__module__} before efftrain.hf, or name it in an entry point of {GROUP}. Recipes and callbacks "
             "accept it",
             stacklevel=2,

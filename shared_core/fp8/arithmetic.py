@@ -85,7 +85,7 @@ class ScaledArithmetic:
         if self.config.backend == "scaled_mm":
             return None
         if self.config.backend == "emulated":
-            return "backend=emulated asks"
+            return "backend=emulated asks for it"
         return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
 
     def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:

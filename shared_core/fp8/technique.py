@@ -171,7 +171,7 @@ class Fp8(Technique):
         if self._emulated_because is not None:
             context.services.say(
                 f"efftrain: fp8: EMULATED, as {self._emulated_because}: products are computed in float32 on "
-                f"{self.config.forward_format} values, so the numbers are those of such training but every step is "
+                f"{self.config.forward_format} values, so results are the same, but every step is "
                 "slower, not faster"
             )
 

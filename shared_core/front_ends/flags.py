@@ -70,7 +70,7 @@ def take_flags(
             continue
         if name in declared:
             told = f"--{name} is a flag of both {script} and efftrain"
-            raise ConfigError(where, told, f"{_AFTER_DASHES}; put ours into a recipe, --eff_recipe FILE")
+            raise ConfigError(where, told, f"{_AFTER_DASHES}; put efftrain's into a recipe, --eff_recipe FILE")
         if not equals:
             # A switch without a value is true, unless true or false follows.
             if name in switches and (not queue or queue[0].lower() not in ("true", "false")):

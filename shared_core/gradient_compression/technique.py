@@ -84,7 +84,7 @@ def put_into(model: nn.Module) -> RoundedReduceScatter | None:
         try:
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         except ValueError as error:
-            raise CompatibilityError("comm", f"FSDP2 must accept a custom reduce-scatter, got {error}") from error
+            raise CompatibilityError("comm", f"FSDP2 did not accept a custom reduce-scatter: {error}") from error
     return scatter
 
 

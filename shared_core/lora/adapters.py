@@ -217,13 +217,13 @@ def select_layers(
         stack = found.parameter
         reason = _why_no_stack(module, stack, config) if stack else _why_not(name, module, kinds, config)
         if id(module) in inside:
-            reason = "it is trained whole"
+            reason = "it is trained in full"
         elif module is output and not asked:
             reason = "it is the output layer, which stays in float unless include names it"
         elif reason is None and any(owners[id(parameter)] > 1 for parameter in module.parameters()):
             reason = "its weight is shared with another module"
         elif reason is None and kept & {*found.name.split(".")}:
-            reason = f"{type(model).__name__} wants it in float32; base none adapts it"
+            reason = f"{type(model).__name__} needs it in float32; use base none to adapt it"
         elif reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, bypassing any adapter"
         if reason is None:
@@ -237,7 +237,7 @@ def select_layers(
         raise MatchError("lora", rule, "name fewer modules in --lora_train")
     if not layers and all(id(module) in inside for _, module in linear):
         only = ", ".join(whole)
-        rule = f"only linear layers can be adapted, but {type(model).__name__} has only {only}, which is trained whole"
+        rule = f"only linear layers can be adapted, but {type(model).__name__} has only {only}, trained in full"
         rule += " (convolutions get no adapters)" if convolutions else ""
         remedy = f"write --lora_include '{only}' to adapt it, or freeze the rest yourself and train without lora"
         raise MatchError("lora", rule, remedy)
@@ -255,9 +255,9 @@ def _is_classifier(output: nn.Module) -> bool:
 def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], config: LoraConfig) -> str | None:
     if stock_kind(own_class(module)) not in kinds:
         # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
-        return f"{own_class(module).__name__} is a class of its own, whose forward is not known"
+        return f"{own_class(module).__name__} is a custom class, whose forward is unknown"
     if not name:
-        return "it is the model itself, in which nothing can be replaced; put it into a module"
+        return "it is the model itself, which cannot be replaced; wrap it in a module"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"

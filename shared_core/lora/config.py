@@ -116,6 +116,6 @@ class LoraConfig(TechniqueConfig):
         """Yield a line for each combination that these options rule out."""
         if "fsdp2" in environment and self.base != "none":
             yield (
-                f"lora with base {self.base} cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}, which would cut the "
-                "codes of bitsandbytes apart from their scales; take base none"
+                f"lora with base {self.base} cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}, which would "
+                "separate the quantized weights of bitsandbytes from their scales; use base none"
             )

@@ -70,7 +70,7 @@ class AdapterFiles:
             if key not in self._tensors or not saved.has(key):
                 lines.append(f"lora: {key} {'is not there' if key in self._tensors else 'should not be there'}")
             elif not torch.equal(saved.tensor(key), self._tensors[key].cpu()):
-                lines.append(f"lora: {key}: it is not what training ended with")
+                lines.append(f"lora: {key}: it differs from the end of training")
         for layer in lora_layers(saved):
             factor = scaling(saved.config, layer.module)
             if factor != self._layout.options.scale:
@@ -111,16 +111,14 @@ class Layout:
         if "" in self._adapted or any(
             name.startswith(f"{one}.") or name == one for one in self._whole for name in self._adapted
         ):
-            rule = (
-                "adapters must be separable from modules that are trained whole, by PEFT's rules for names they are not"
-            )
+            rule = "PEFT matches modules by name, and cannot tell these adapters from the modules trained in full"
             raise CompatibilityError("lora", rule, f"{_MERGED}, or leave modules out with --lora_train")
         last = sorted({name.rpartition(".")[2] for name in self._adapted})
         exact = "|".join(re.escape(name) for name in sorted(self._adapted))
         for targets in (last, sorted(self._adapted), exact):
             if self._found(targets) == self._adapted and not are_translated(self._peft_config(targets), self._root):
                 return targets
-        rule = "adapters must lie in layers that PEFT finds by name, got names that it takes for others"
+        rule = "PEFT matches layers by name, and would find other layers than the adapted ones"
         raise CompatibilityError("lora", rule, _MERGED)
 
     def _found(self, targets: list[str] | str) -> set[str]:
@@ -226,7 +224,7 @@ class Layout:
         saved = open_adapter(folder)
         found = {f"{self._prefix}{layer.module}": layer for layer in lora_layers(saved)}
         if odd := sorted({*found} ^ {*self._layers}):
-            rule = f"adapters must be of the layers of this run, but {', '.join(odd[:3])} are in one of both alone"
+            rule = f"adapters must be of the layers of this run, but these differ: {', '.join(odd[:3])}"
             raise CheckpointError(folder, rule, "resume with the options of the saved run")
         matrices = {name: (saved.tensor(layer.a), saved.tensor(layer.b)) for name, layer in found.items()}
         used = {key for layer in found.values() for key in (layer.a, layer.b)}

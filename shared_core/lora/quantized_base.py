@@ -91,7 +91,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     # An overflow of scales shows here: a row with one value near the dtype's largest number.
     if not torch.isfinite(float_weight(layer)).all():
-        rule = f"weights must lie within float16 for base={config.base}, got up to {weight.abs().max().item():g}"
+        rule = f"weights must be in float16's range for base={config.base}, got up to {weight.abs().max().item():g}"
         raise TrainingError("lora", rule, "use nf4")
     frozen: nn.Module = layer.train(linear.training)
     return frozen

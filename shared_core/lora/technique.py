@@ -95,9 +95,9 @@ class Lora(Technique):
         context.undo.callback(self._detach, context.model)
         optional("peft", "lora", "lora")
         if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
-            raise CompatibilityError("lora", "model must have no adapters yet, got peft's", "merge them, or drop lora")
+            raise CompatibilityError("lora", "the model already has PEFT adapters", "merge them, or drop lora")
         if any(map(is_sharded, model.parameters())):
-            rule = "model must not be sharded yet, got one that is: adapters made now would not be"
+            rule = "the model is already sharded, but adapters added now would not be"
             raise CompatibilityError("lora", rule, "attach before fully_shard, with strategy eff_fsdp in Lightning")
         layers, trained_whole, self.left_out = select_layers(model, self.config)
         self.whole = list(trained_whole)
@@ -136,15 +136,15 @@ class Lora(Technique):
         self._tell_base(context)
         if stacks and self.config.base != "none":
             context.note(
-                f"lora: base {self.config.base} is of linear layers; the experts' stacks stay as they are under their "
-                f"adapters: {', '.join(stacks[:3])}" + (f" and {len(stacks) - 3} more" if len(stacks) > 3 else "")
+                f"lora: base {self.config.base} applies to linear layers only; stacked experts keep their format under "
+                f"their adapters: {', '.join(stacks[:3])}" + (f" and {len(stacks) - 3} more" if len(stacks) > 3 else "")
             )
         return self._touched()
 
     def _check_files(self, layers: Mapping[str, nn.Module]) -> None:
         """Refuse what files of adapters cannot hold, before anything is changed."""
         if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedExperts)]:
-            rule = f"files of adapters cannot hold those of stacked experts in PEFT's layout, got {stacks[0]}"
+            rule = f"PEFT's file format cannot hold adapters of stacked experts, got {stacks[0]}"
             remedy = "write --lora_save merged, or leave the experts frozen with --lora_skip '*.experts'"
             raise CompatibilityError("lora", rule, remedy)
         self._layout(layers)
@@ -164,7 +164,7 @@ class Lora(Technique):
         if self.config.base != "none" and ratios:
             context.note(
                 f"lora: frozen weights are rounded to {self.config.base} (SQNR {min(ratios):.1f} dB or better); "
-                "--lora_base none keeps them as they are"
+                "--lora_base none does not round them"
             )
 
     def _tell_files(self, context: Context) -> None:
@@ -175,7 +175,7 @@ class Lora(Technique):
         else:
             told = (
                 "checkpoints hold the whole model, with adapters merged; the adapters alone go to the folder "
-                f"{AdapterFiles.name} beside the receipt, in PEFT's format"
+                f"{AdapterFiles.name} next to the receipt, in PEFT's format"
             )
         context.note(f"lora: {told}")
 
@@ -255,8 +255,8 @@ class Lora(Technique):
         held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
         for name, layer in self.layers.items() if context.optimizers else ():
             if name not in self._copied and not held.issuperset(id(matrix) for matrix in adapters(layer)):
-                rule = f"optimizer must hold the adapters of {name}, but it was made before they were"
-                remedy = "let the trainer make the optimizer, or make it from the parameters after attach"
+                rule = f"the optimizer does not hold the adapters of {name}, because it was created before them"
+                remedy = "let the trainer create the optimizer, or create it from the parameters after attach"
                 raise CompatibilityError("lora", rule, remedy)
         first = next(iter(self.layers.values()))
         self._device = first.plain.device
@@ -274,12 +274,12 @@ class Lora(Technique):
         for name, layer in self.layers.items():
             if isinstance(layer, AdaptedStack) and is_sharded(layer.weight):
                 # its adapters would be gathered apart
-                rule = f"{name} must not be sharded, got a stack of experts that is"
+                rule = f"{name} is a sharded stack of experts, which is not supported"
                 raise CompatibilityError("lora", rule, "skip it, or train in DDP")
             if hasattr(layer, "set_reshard_after_forward"):
                 # nothing of it would be gathered after the merging
-                rule = f"{name} must be sharded with the block that it is in, got one that is sharded by itself"
-                raise CompatibilityError("lora", rule, "name the blocks around it")
+                rule = f"{name} is sharded on its own, but must be sharded together with its block"
+                raise CompatibilityError("lora", rule, "shard the block that contains it instead")
 
     @property
     def _is_sharded(self) -> bool:
@@ -329,8 +329,8 @@ class Lora(Technique):
         if found := [ratio for ratio in ratios if ratio is not None]:
             context.note(
                 f"lora: weights were loaded into {len(found)} layers before the end of training: they were rounded to "
-                f"{self.config.base} again (from {min(found):.1f} dB) and their adapters began anew; load them after "
-                "training to keep them as they are"
+                f"{self.config.base} again (from {min(found):.1f} dB) and their adapters were reset; load them after "
+                "training to keep them unrounded"
             )
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
@@ -403,7 +403,7 @@ class Lora(Technique):
                 fill_(matrix, value)
         names = {plain_name(name): name for name in context.model.state_dict()}
         if unknown := next((name for name in modules if name not in names), None):
-            raise CheckpointError(folder, f"weights must be of this model, got {unknown}", "check the path")
+            raise CheckpointError(folder, f"weights must be those of this model, got {unknown}", "check the path")
         context.model.load_state_dict({names[name]: value for name, value in modules.items()}, strict=False)
         return True
 
@@ -461,7 +461,7 @@ class Lora(Technique):
             told = dict(state["base"]) if "base" in state else None
             device, digests = (str(told["device"]), dict(told["digests"])) if told else ("", {})
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            rule = f"state must be one that lora saved with these layers, rank and base, got {error!r}"
+            rule = f"the saved state does not fit these layers, rank and base: {error!r}"
             remedy = "resume with the options of the saved run, or start from its plain weights"
             raise CheckpointError("lora", rule, remedy) from error
         if digests:
@@ -507,7 +507,7 @@ class Lora(Technique):
             sizes = f"{size_text(report['bytes_after'])} instead of {size_text(report['bytes_before'])}"
             told.append(f"The frozen base takes {sizes} in {report['base']}{noise}.")
         if report["trained_whole"]:
-            told.append(f"Trained whole: {listed(report['trained_whole'], 3)}.")
+            told.append(f"Trained in full: {listed(report['trained_whole'], 3)}.")
         return told
 
 

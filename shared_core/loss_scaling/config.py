@@ -77,7 +77,7 @@ class LossScaleConfig(TechniqueConfig):
         "deepspeed": DEEPSPEED,
         "fsdp1": "FSDP1 has its own scaler; use FSDP2 or DDP",
         "lbfgs": "LBFGS evaluates its closure many times a step and cannot skip one; use another optimizer",
-        "manual_optimization": "with manual optimization your code calls optimizer.step itself; pass LossScaler to it "
+        "manual_optimization": "with manual optimization your code calls optimizer.step itself; use LossScaler in it "
         "directly",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
@@ -129,7 +129,7 @@ class LossScaleConfig(TechniqueConfig):
         2.0,
         low=0,
         high=14,
-        help="bits kept free between the largest gradient and the format",
+        help="bits kept free between the largest gradient and the format's maximum",
         only_with={"kind": ("auto",)},
     )
     smoothing: float = option(

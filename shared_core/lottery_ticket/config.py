@@ -102,7 +102,7 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     def check_files(self) -> None:
         """Raise `CheckpointError` where there is no ticket file."""
         is_there = self.ticket is None or Path(self.ticket).is_file()
-        told = f"{self.ticket} must be a ticket file, but there is none"
+        told = f"the ticket file {self.ticket} does not exist"
         require(is_there, self.key, told, "check the path", CheckpointError)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

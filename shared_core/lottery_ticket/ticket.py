@@ -113,7 +113,7 @@ def read_ticket(path: Path | str) -> Ticket:
         CheckpointError: If the file is missing, damaged, not a ticket, or has a newer format.
     """
     path = Path(path)
-    told = f"{path} must be a ticket file, but there is none"
+    told = f"the ticket file {path} does not exist"
     require(path.is_file(), "lottery", told, "check the path", CheckpointError)
     try:
         with safe_open(path, framework="pt") as file:

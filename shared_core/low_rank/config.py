@@ -39,7 +39,7 @@ def parse_rank(given: Any) -> RankRule:
             raise ValueError
         return RankRule("number" if is_number else kind if colon else "share", value)
     except ValueError:
-        shares = "a share in (0, 1], energy:, budget: or sensitivity: with such a share"
+        shares = "a share in (0, 1], energy:, budget: or sensitivity: followed by such a share"
         rule = f"rank must be a whole number from 1, {shares}, or a report (.json), got {given!r}"
         raise ConfigError("low_rank", rule, "16, 0.25, energy:0.95 and budget:0.5 are examples") from None
 
@@ -147,7 +147,7 @@ class LowRankConfig(TechniqueConfig):
     def validate(self) -> None:
         """Refuse an invalid rank, and force together with a rank that is chosen by its savings."""
         if self.rule.kind in ("budget", "sensitivity") and self.force:
-            rule = f"needs a number, a share or energy, got rank {self.rank!r}, chosen by what it saves"
+            rule = f"needs a rank given as a number, a share or energy:, got {self.rank!r}"
             raise ConfigError("low_rank", f"force {rule}", "leave force out")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:

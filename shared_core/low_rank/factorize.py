@@ -117,7 +117,7 @@ def factorize(
     if config.merge:
         raise ConfigError("low_rank", "merge must be left out here, got true", "call shared_core.low_rank.merge(model)")
     if factorized(model):
-        raise CompatibilityError("low_rank", "model must not be factorized already", "merge it first")
+        raise CompatibilityError("low_rank", "the model is already factorized", "merge it first")
     data = _checked(config, batches)
     before = sum(parameter.numel() for parameter in model.parameters())
     layers, left_out = select(model, config)
@@ -203,7 +203,7 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
     if not needs:
         return []
     if world_size() > 1:
-        rule = f"batches must run in one process, got {world_size()}"
+        rule = f"calibration must run in one process, got {world_size()}"
         raise CompatibilityError("low_rank", rule, "factorize before starting several processes")
     if not (data := list(itertools.islice(() if batches is None else batches, config.calibration_batches))):
         raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")

@@ -392,7 +392,7 @@ class InputStatistics:
                 # One NaN input makes all directions NaN. Stop instead of factorizing noise.
                 if total is None or not bool(total.isfinite().all()):
                     got = "no input" if total is None else "NaN or infinity"
-                    rule = f"{name} must be reached by the calibration batches with finite inputs, got {got}"
+                    rule = f"{name} must get finite inputs from the calibration batches, got {got}"
                     raise TrainingError("low_rank", rule, "leave it out with skip, or use other batches")
                 moments[name, scheme] = total
         return moments

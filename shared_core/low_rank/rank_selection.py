@@ -44,7 +44,7 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     # Every layer gets its cheapest choice. The rest is distributed step by step.
     left = budget - sum(points[0][0] for points in choices.values())
     if left < 0:
-        rule = f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}"
+        rule = f"budget must allow rank 1 in every layer, {budget - left} parameters, got {budget}"
         raise ConfigError("low_rank", rule, "raise it")
     # Steps along each layer's concave hull, by value per parameter: greedy order is optimal for hulls.
     steps = [
@@ -160,7 +160,7 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
 def _check_weight(name: str, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh") or weight.is_meta:
         what = "a weight without values" if weight.is_meta else "a sharded weight"
-        rule = f"{name} must be factorized while its weight is whole, got {what}"
+        rule = f"{name} cannot be factorized, because it has {what}"
         raise CompatibilityError("low_rank", rule, "load the model in full first")
     if not bool(weight.isfinite().all()):
         raise TrainingError("low_rank", f"{name} must be finite, got NaN or infinity in its weight")
@@ -169,7 +169,7 @@ def _check_weight(name: str, weight: Tensor) -> None:
 def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
-        rule = f"at least one layer must be factorized, got none with rank {config.rank!r} ({told})"
+        rule = f"no layer can be factorized with rank {config.rank!r} ({told})"
         raise MatchError("low_rank", rule, "choose other layers or a lower rank, or use force")
 
 

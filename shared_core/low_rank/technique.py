@@ -80,7 +80,9 @@ class LowRank(Technique):
         self.layers = factorized(model)
         if self.layers:
             self._stays = True
-            context.services.say(f"efftrain: low_rank: {len(self.layers)} layers are already factorized and stay so")
+            context.services.say(
+                f"efftrain: low_rank: {len(self.layers)} layers are already factorized and stay as they are"
+            )
         elif resumed is not None:
             self.layers = self._as_saved(model, resumed)
         else:
@@ -160,8 +162,8 @@ class LowRank(Technique):
         for name, layer in self.layers.items():
             wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
             if context.optimizers and not held | unheld >= wanted:
-                rule = f"optimizer must hold the factors of {name}, but it was made before them"
-                remedy = "let the trainer make the optimizer, or make it from the parameters after attach"
+                rule = f"the optimizer does not hold the factors of {name}, because it was created before them"
+                remedy = "let the trainer create the optimizer, or create it from the parameters after attach"
                 raise CompatibilityError("low_rank", rule, remedy)
 
     def plan(self, context: Context) -> Plan:

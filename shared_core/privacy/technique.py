@@ -146,7 +146,7 @@ class DifferentialPrivacy(Technique):
         if value is None:
             raise TrainingError(
                 "dp",
-                "training batches must be drawn by Poisson sampling, got none",
+                "training batches must be drawn by Poisson sampling, but were not",
                 "pass the DataLoader to efftrain.hf.prepare, to training(loader=...) or, with Fabric, "
                 "to fabric.setup_dataloaders, and train on the returned loader",
             )

@@ -73,7 +73,7 @@ class Calibration:
             self._count(batch)
         if isinstance(self._policy, UnitPruning):
             if not calls:
-                raise ConfigError("prune", "loss must call the model as a whole, got no such call", "call model(...)")
+                raise ConfigError("prune", "loss must call the model as a whole, but did not", "call model(...)")
             self._policy.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
 
     def run(self, config: PruneConfig, batches: Sequence[Any], progress: Callable[[int, int], None] | None) -> None:

@@ -105,7 +105,7 @@ class Penalty:
                 if isinstance(module, _BATCH_NORMS) and module.weight is not None and module.weight.requires_grad
             }
             if not self._modules:
-                rule = "regularizer bn_l1 must find a batch norm with a scale"
+                rule = "regularizer bn_l1 needs a batch norm with a scale, but there is none"
                 raise MatchError("prune", rule, "use l1 or group_lasso")
         self._rates: dict[str, float] = {}
 

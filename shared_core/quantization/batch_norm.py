@@ -424,7 +424,7 @@ def _why_not(flow: Flow, node: Node) -> str | None:
         return reason
     layer = node.inputs[0] if node.inputs else None
     if layer is None or stock_kind(type(layer.module)) not in LAYERS:
-        return f"it follows {layer}, which is no Linear or Conv layer"
+        return f"it follows {layer}, which is not a Linear or Conv layer"
     reason = flow.why_not(layer) or (sole_user(layer)[1] or None)
     if reason is not None:
         return f"layer {layer.label!r}: {reason}"
@@ -534,7 +534,7 @@ def check_same_function(before: Tensor, after: Tensor, where: str) -> None:
             where,
             f"outputs on example_inputs would change by {error.max().item():.3g}, where the "
             f"largest output is {before.abs().max().item():.3g}",
-            "the model uses a layer in a way that tracing does not show; it is unchanged",
+            "the model uses a layer in a way that tracing does not show. It was not changed",
         )
 
 
@@ -612,5 +612,5 @@ def batch_norm_of(model: nn.Module, layer: str, name: str, where: str) -> nn.Mod
     full = ".".join([*parts[: max(len(parts) - above, 0)], name.lstrip(".")])
     found = {plain_name(own): module for own, module in model.named_modules()}.get(full)
     if not isinstance(found, nn.modules.batchnorm._BatchNorm):
-        raise MatchError(where, f"batch_norm of {layer} is {full!r}, which is no batch norm of the model")
+        raise MatchError(where, f"batch_norm of {layer} is {full!r}, which is not a batch norm of the model")
     return found

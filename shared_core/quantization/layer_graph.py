@@ -133,7 +133,7 @@ def chosen_layers(
     """Return the named layers in the order of `names`, or all if `names` is None."""
     for name in names or ():
         if name not in able:
-            raise MatchError(where, f"{name!r} is no {kind}{nearest(name, able)}")
+            raise MatchError(where, f"{name!r} is not a {kind}{nearest(name, able)}")
     chosen = dict(able) if names is None else {name: able[name] for name in names}
     if not chosen:
         raise MatchError(where, f"must match at least one {kind}, got none")

@@ -261,7 +261,7 @@ def check_place(path: Path, where: str, made: Path | None = None) -> None:
     """Raise an error before any work if the page cannot be written there."""
     exists = path.parent.is_dir() or (made is not None and path.parent.resolve() == made.resolve())
     is_page = path.suffix == ".html" and exists
-    require(is_page, f"{where} must be an .html file in a folder that exists, got {path}", "")
+    require(is_page, f"{where} must be an .html file in an existing folder, got {path}", "")
     for target in (path, path.with_suffix(".md")):
         told, is_free = f"{where} must be a file, got {target}", target.is_file() or not target.exists()
         require(is_free, told, "", "choose another name", CheckpointError)

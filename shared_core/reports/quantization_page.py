@@ -42,7 +42,7 @@ def _asked(values: Values) -> list[Block]:
     options = [option for option in values["config"].items() if option[1] not in (None, [], ())]
     return [
         Table(["option", "value"], [[name.replace("_", "-"), value] for name, value in given.items()]),
-        "Of the quantization, with defaults:",
+        "Options of the quantization, with defaults:",
         Table(["option of qat", "value"], options),
     ]
 
@@ -90,8 +90,8 @@ def _outputs(values: Values) -> list[Block]:
     measured = {name: value for name, value in found.items() if value is not None}
     unknown = [name for name in found if name not in measured]
     return [
-        f"Signal to quantization noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(values)} of "
-        "the whole model's output. Of each layer's output below, given the inputs that it has in the float model.",
+        f"Signal to quantization noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(values)} for "
+        "the whole model's output. Below, for each layer's output, given its inputs in the float model.",
         bar_plot(measured, "SQNR (dB)", "Signal to quantization noise of the outputs, by layer", lowest=True),
         Table(
             ["layer", "SQNR (dB)"],
@@ -146,7 +146,7 @@ def _sensitivity(values: Values) -> list[Block]:
     costs = {name: next(iter(entry.values())) for name, entry in found["layers"].items()}
     ranked = sorted(found["layers"].items(), key=lambda layer: -costs[layer[0]])
     return [
-        f"What rounding the weight of one layer alone to nearest costs: {what}.",
+        f"Cost of rounding the weight of one layer alone to nearest: {what}.",
         bar_plot(costs, what, "Cost of each layer quantized alone"),
         Table(
             ["layer", "bits", found["metric"]], [[name, int(next(iter(bits))), costs[name]] for name, bits in ranked]
@@ -183,7 +183,7 @@ def _planned(plan: Values) -> str:
 def _robustness(values: Values) -> list[Block]:
     found = values["attacks"]
     if found is None:
-        return ["Not measured; --attack measures accuracy under FGSM and PGD where the task is images."]
+        return ["Not measured; --attack measures accuracy under FGSM and PGD for image models."]
     rows = found["rows"]
     clean = {row["model"]: row["clean"] for row in rows}
     lines = {_NAMES[name]: [(0.0, before), *_weakest(rows, name)] for name, before in clean.items()}
@@ -196,8 +196,8 @@ def _robustness(values: Values) -> list[Block]:
     return [
         f"Accuracy on {rows[0]['examples']:,} examples, unchanged and with no input element changed by more than eps, "
         f"within {bounds}; PGD takes {found['steps']} steps from a random start. In a quantized model the gradient "
-        "passes straight through the rounding and is not the slope of what is computed: attacks made on the float "
-        "model are tried as well, and the plot has the lowest accuracy of each strength.",
+        "passes straight through the rounding and is not its true slope. So attacks made on the float "
+        "model are tried too, and the plot shows the lowest accuracy at each strength.",
         line_plot(lines, "eps", "accuracy", "Lowest accuracy under attack, against the strength of the attack"),
         table_of(rows, columns),
     ]
@@ -222,7 +222,7 @@ def _latency(values: Values) -> list[Block]:
         for name, time in found.items()
     ]
     return [
-        "CPU time of one forward on one thread, not compiled, the median of rounds that take turns, on "
+        "CPU time of one forward pass on one thread, not compiled, median of alternating rounds, on "
         f"{machine['cpu']} ({machine['instructions']}), torch {machine['torch']}. A form without kernels for this "
         "model is left out.",
         Table(["form", "milliseconds", "times faster than float32", "times faster than bfloat16"], rows),
@@ -232,7 +232,7 @@ def _latency(values: Values) -> list[Block]:
 def _notes(values: Values) -> list[Block]:
     left = Table(["left in float", "why"], list(values["left_out"].items()))
     return [
-        f"Calibration batches: {values['batches']}.", left if left.rows else "No layer was refused.", *values["notes"]
+        f"Calibration batches: {values['batches']}.", left if left.rows else "No layer was left in float.", *values["notes"]
     ]  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         files = "; ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
-        told = f"files must hold what efftrain writes, got {error!r} in {files}"
+        told = f"cannot read files that efftrain should have written: {error!r} in {files}"
         raise CheckpointError("eff report", told) from error
 
 

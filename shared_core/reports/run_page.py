@@ -71,7 +71,7 @@ def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
     ] or ["It loads as it would without efftrain: `from_pretrained` of this folder."]
     if has_deployment:
         lines.append(
-            "Beside the weights, `eff_deployment.json` has what quantized inference needs, such as ranges of inputs: "
+            "Next to the weights, `eff_deployment.json` has what quantized inference needs, such as ranges of inputs: "
             "`eff export FOLDER --out model.onnx` reads it (`--format` has other runtimes)."
         )
     return lines
@@ -293,7 +293,7 @@ def as_values(run: RunFolder) -> dict[str, Any]:
 
 def _one(run: RunFolder) -> tuple[str, list[Section]]:
     found = changes(run)
-    table = change_table(found) if found else "The files of this run hold no figure of before and after."
+    table = change_table(found) if found else "The files of this run have no figures from before and after."
     sections = [Section("Before and after", [table])]
     if run.receipt:
         recipe: list[Block] = ["No technique was switched on."]
@@ -327,8 +327,8 @@ def _several(runs: Sequence[RunFolder]) -> tuple[str, list[Section]]:
 
     sections = [
         Section("Runs", [_overview(named)]),
-        Section("Figures", ["Those after; a dash where a run does not hold one.", beside("figure", figures)]),
-        Section("Options", ["A dash: the default, or a technique that is off.", beside("option", options)]),
+        Section("Figures", ["Values after training. A dash means that the run has none.", beside("figure", figures)]),
+        Section("Options", ["A dash means the default, or a technique that is off.", beside("option", options)]),
         *_curve_sections(named),
     ]
     notes = [f"{name}: {note}" for name, run in named.items() for note in run.notes]

@@ -6,23 +6,23 @@ from shared_core.reports.page import Block, Section, Table, show
 from shared_core.runs.try_out import FLOORS, TRIMMED, Figure, Findings, Row
 
 _RULES = (
-    "Two runs take turns of {block} steps, so that what else the machine does slows both alike: a plain one and one "
-    "with the technique, both with the same random numbers. Each pair has others. The first turn does not count.",
+    "Each run with a technique takes turns of {block} steps with a plain run, so that other load on the machine slows "
+    "both alike. Both use the same random numbers, and each pair uses others. The first turn does not count.",
     "Step time: the mean over turns of the logarithm of (time with / time without), a share of {trimmed:g} left out at "
     "each end. A difference is noise if it is at most two standard errors of that mean, or at most what two plain runs "
-    "differed by and two standard errors of it, or at most {time:g} %.",
-    "All other figures: noise is a difference to the mean of the n plain runs of at most t·s·√(1/r + 1/n), with s "
+    "differed by plus two standard errors, or at most {time:g} %.",
+    "All other figures: noise is a difference from the mean of the n plain runs of at most t·s·√(1/r + 1/n), with s "
     "their standard deviation, r the runs with the technique, t the 95 % quantile of Student's distribution for n - 1; "
     "but never less than {memory:g} % of memory, {metric:g} % of the metric, {packed:g} % of a packed file.",
     "Keep: something is better, and the metric is not worse. Your choice: something is better, and the metric is "
-    "worse. Leave out: something is worse, and nothing is better. Else the steps were too few to show anything.",
+    "worse. Leave out: something is worse, and nothing is better. Otherwise the runs were too short to tell.",
     "Nothing is advised before the plain runs learn: their mean training loss must be lower in the last quarter of the "
     "steps than in the first, by more than two standard errors and more than {metric:g} %.",
-    "Packed file: what zlib leaves of it; zeros and weights on a grid show there, not in a file of float32. What a "
-    "model is worth after training (eff export, eff shrink, eff compress) is measured by these commands.",
-    "A run of {steps} steps is not the whole one: schedules were made to fit it, and what needs long training may look "
-    "worse here than it is. Random numbers differ in the order of the data and in dropout; first weights are the "
-    "script's own, so runs with other ones would differ more.",
+    "Packed file: its size after zlib, which shows zeros and quantized weights better than a float32 file does. To "
+    "measure size and speed after training, use eff export, eff shrink and eff compress.",
+    "A run of {steps} steps is not the full training: schedules are shortened, and what needs long training may look "
+    "worse than it is. Runs differ in the order of the data and in dropout, but start from the script's own "
+    "weights, so runs from other weights would differ more.",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def print_findings(found: Findings) -> None:
     """Print the table without its last column, and the advice as lines."""
     table = _table(found)
     blocks: list[Block] = [
-        f"beside {found.num_plain} plain runs; (noise): no more than they differ",
+        f"compared with {found.num_plain} plain runs; (noise): no more than they differ from each other",
         Table(table.headings[:-1], [row[:-1] for row in table.rows]),
         *(f"{row.name}: {row.advice}" for row in found.rows),
         *(f"note: {note}" for note in found.notes),

@@ -132,7 +132,7 @@ def _checked_teacher(name: str) -> str:
     for part in map(str.strip, name.split(",")):
         # A moving average belongs to the same run, so it cannot be a stage's first teacher.
         told = "teacher must be an existing model, got ema"
-        require(part != EMA, "chain", told, "the first may go without one")
+        require(part != EMA, "chain", told, "the first stage can train without a teacher")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
         if prefix:
@@ -401,7 +401,7 @@ class TeacherChain:
             check_same(file, {name: getattr(row, name) for name in plan}, plan, "chain")
             # A stage's model is the next one's teacher.
             model = self.folder / row.model
-            told = f"the model of {stage.name} must exist, got none at {model}"
+            told = f"the model of {stage.name} is missing: {model}"
             require(model.exists(), file, told, "restore it, or choose another folder", CheckpointError)
         told = f"chain must have at least the {len(self._rows)} finished stages, got {len(self.stages)}"
         remedy = "pass the same stages or more, or choose another folder"

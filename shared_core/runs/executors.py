@@ -133,7 +133,7 @@ class LocalExecutor:
                 environment = {**os.environ, **variables}
                 return GroupedProcess(arguments, env=environment, pass_fds=self._descriptors, stdout=written)
         except OSError as error:
-            raise ConfigError(self._where, f"command must be one that can be started, got {error}") from error
+            raise ConfigError(self._where, f"cannot start the command: {error}") from error
 
 
 class SubmititExecutor:
@@ -162,7 +162,7 @@ class SubmititExecutor:
         def result() -> int:
             if (failed := job.exception()) is not None:
                 last = str(failed).strip().splitlines()[-1:] or [""]
-                told = f"job {job.job_id} must finish, got {type(failed).__name__}: {last[0]}"
+                told = f"job {job.job_id} failed with {type(failed).__name__}: {last[0]}"
                 raise TrainingError(self._where, told, f"see {job.paths.stderr} and {log}")
             return int(job.result())
 
@@ -173,7 +173,7 @@ class SubmititExecutor:
             return
         submitit = importlib.import_module("submitit")
         job = str(known.get("job"))
-        told = f"job {job} of a stopped search must have ended, but it waits or runs"
+        told = f"job {job} of a stopped search is still waiting or running"
         is_done = submitit.SlurmJob(self._folder, job).done(force_check=True)
         require(is_done, self._where, told, f"wait for it, or scancel {job}", TrainingError)
 
@@ -198,7 +198,7 @@ class RayExecutor:
                 return int(self._ray.get(reference))
             except self._ray.exceptions.RayError as error:
                 first = (str(error).splitlines() or [""])[0]
-                told = f"Ray's task must finish, got {first}"
+                told = f"the Ray task failed: {first}"
                 raise TrainingError(self._where, told, f"see {log}") from error
 
         return RemoteRun(

@@ -264,7 +264,7 @@ class LotterySearch:
         self.mode = checked(mode, Mode, "lottery", "mode")
         self.quality = checked(quality, Quality, "lottery", "quality")
         self.metric = metric
-        told = f"control_rounds needs controls, got {[*control_rounds]} without"
+        told = f"control_rounds {[*control_rounds]} needs controls, got none"
         require(controls or not control_rounds, "lottery", told, f"add {' or '.join(CONTROLS)}")
         self.control_rounds = self.control_rounds or tuple(range(1, rounds + 1))
         for name in _CHOSEN_HERE:

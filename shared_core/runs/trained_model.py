@@ -26,7 +26,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
     if pattern is not None:
         # Of several files the newest: a script may have written others before.
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-        require(found, "chain", f"{folder} must hold a model under {pattern!r}, got nothing there", "", CheckpointError)
+        require(found, "chain", f"{folder} has no model under {pattern!r}", "", CheckpointError)
         return found[-1]
     if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
         return folder
@@ -46,8 +46,8 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         return next((file for file in files if file.resolve() == best.resolve()), newest)
     raise CheckpointError(
         "chain",
-        f"{folder} must hold the trained model, a Transformers folder, checkpoint-* or .ckpt, got none",
-        "the script must save it there (save_model, ModelCheckpoint), or pass its place under {out} (--model)",
+        f"{folder} has no trained model (a Transformers folder, checkpoint-* or .ckpt)",
+        "the script must save it there (save_model, ModelCheckpoint), or pass its path under {out} (--model)",
     )
 
 

@@ -168,7 +168,7 @@ class TryOut:
                     progress(min(2 * turns * number + count, 2 * turns * (number + 1)), total)
                 first, second = (Reading(name, number, run.result()) for name, run in zip(names, runs, strict=True))
             for reading, run in ((first, runs[0]), (second, runs[1])):
-                told = f"the script must run without techniques, got {reading.error}"
+                told = f"the script failed without techniques: {reading.error}"
                 remedy = f"its output: {run.log}; put options of eff try before the script, its own after it"
                 is_sound = reading.variant != PLAIN or reading.error is None
                 require(is_sound, _WHERE, told, remedy, TrainingError)
@@ -333,10 +333,10 @@ class Row:
         found = {kind: [_WORDS[name] for name, one in self.figures.items() if one.verdict == kind] for kind in _KINDS}
         good, bad = found["better"], found["worse"]
         if not good:
-            return f"leave out: worse {_and(bad)}, better nothing" if bad else "no difference seen in so few steps"
+            return f"leave out: worse {_and(bad)}, nothing better" if bad else "no difference seen in so few steps"
         if _WORDS["metric"] in bad:
-            return f"your choice: better {_and(good)}, for worse {_and(bad)}"
-        return f"keep: better {_and(good)}" + (f", for worse {_and(bad)}" if bad else "")
+            return f"your choice: better {_and(good)}, but worse {_and(bad)}"
+        return f"keep: better {_and(good)}" + (f", but worse {_and(bad)}" if bad else "")
 
 
 _KINDS = ("better", "worse")

@@ -250,7 +250,7 @@ class PeftAdapter:
         kind = str(getattr(self._config.peft_type, "value", self._config.peft_type))
         if others or kind != "LORA" or self._config.is_prompt_learning:
             got = f"{[self._name, *others]}" if others else f"{kind}, whose weights cannot be averaged"
-            rule = f"PEFT model must have one adapter, of LoRA, got {got}"
+            rule = f"PEFT model must have one LoRA adapter, got {got}"
             raise CompatibilityError("soup", rule, "delete the other adapters, or leave soup out")
         present = Ingredient("the model's adapter", ADAPTER, None, self.weights, self.fields())
         check_adapters(present, present)

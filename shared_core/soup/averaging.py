@@ -253,7 +253,7 @@ def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]
     for group in groups.values():
         key = next((name for name in group if like.has(name)), None)
         if key is None:
-            raise _stranger(like, f"checkpoint must hold all tensors of the model, got none named {group[0]!r}")
+            raise _stranger(like, f"checkpoint must hold all tensors of the model, but has no {group[0]!r}")
         shape = like.spec(key).shape
         if shape != tuple(into[key].shape):
             raise _stranger(like, f"{key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}")

@@ -239,7 +239,7 @@ def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path, 
 def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path, say: Say) -> bool:
     inner = index_folder(source)
     if inner is None:
-        raise CheckpointError(source, "folder must still hold its distributed checkpoint, got none", "it was removed")
+        raise CheckpointError(source, "the folder no longer holds its distributed checkpoint", "restore it")
     write_distributed(state_dict, inner, folder / inner.relative_to(source))
     if not (inner / LIGHTNING_META).exists():
         return False

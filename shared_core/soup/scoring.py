@@ -212,7 +212,7 @@ def scores_in_processes(
                 yield futures[future], score
     except BrokenProcessPool as error:
         raise EffError(
-            "soup", f"processes must stay alive, but one died ({error})", "use fewer, as memory may have run out"
+            "soup", f"an evaluation process died ({error})", "use fewer jobs, as memory may have run out"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

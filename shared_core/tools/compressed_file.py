@@ -125,7 +125,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     head = file.read(HEADER.size)
     # The magic identifies the file before any number in it is used.
     if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
-        raise damaged(path, "must begin as a file of `eff compress` does", repr(head[: len(MAGIC)]))
+        raise damaged(path, "must start like a file that `eff compress` wrote", repr(head[: len(MAGIC)]))
     _, version, size, offset, packed, crc = HEADER.unpack(head)
     if version != VERSION:
         rule = f"{path} must have format {VERSION}, got {version}"
@@ -151,7 +151,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     total = sum(entry.num_bytes for entry in index.tensors) + sum(entry.size for entry in index.files)
     limit = FREE_BYTES + FREE_RATIO * length if max_bytes is None else max_bytes
     if total > limit:
-        rule = f"{path} must restore to at most {limit} bytes, got {total} declared by a file of {length}"
+        rule = f"{path} ({length} bytes) must restore to at most {limit} bytes, but declares {total}"
         raise CheckpointError("decompress", rule, "if you trust it, pass max_bytes (eff decompress: --max-bytes)")
     return index
 

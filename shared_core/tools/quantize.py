@@ -228,7 +228,7 @@ class QuantizationStudy:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
         judge, largest_loss, config = self.judge, self.options.largest_loss, self.config
         if self.data is None or judge is None or largest_loss is None:
-            raise ConfigError("quantize", "largest_loss needs judge and data, got it without", "add them")
+            raise ConfigError("quantize", "largest_loss needs judge and data", "add them")
         kept = {} if self.options.all_layers else keep_high(self.network, self.data[0])
         keep = {name: why for name, why in kept.items() if name in costs}
         if costs.keys() <= keep.keys():

@@ -45,7 +45,9 @@ class StudyOptions(Options):
         None, "Quantize as many layers as possible while --eval loses at most this, in its own unit.", low=0
     )
     all_layers: bool = option(False, "Also quantize layers kept in float by default, such as first and last.")
-    attack_eps: str = option("2/255,8/255", "Largest changes of an input, in its own unit, such as 2/255,0.03.")
+    attack_eps: str = option(
+        "2/255,8/255", "Strengths of the attack: largest change of an input value, such as 2/255,0.03."
+    )
     attack_range: str = option("0,1", "Smallest and largest input value as LOW,HIGH, or none.")
     attack_steps: int = option(20, "Steps of PGD, each of 2.5·eps/steps.", low=1)
 

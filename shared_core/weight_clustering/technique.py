@@ -152,7 +152,7 @@ class WeightClustering(Technique):
         """Leave weights unchanged that no optimizer holds."""
         targets, weights = self._targets, self._targets.weights()
         out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
-        told = "must find at least one weight that an optimizer holds, got none"
+        told = "no optimizer trains any of the weights to share"
         require(len(out) < len(weights), "cluster", told, "", MatchError)
         modules = {name: module for name, module in targets.modules.items() if name not in out}
         self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)

@@ -323,5 +323,5 @@ def _size(config: Mapping[str, Any], *names: str, default: int | None = None) ->
     found = next((config[name] for name in names if config.get(name)), default)
     if isinstance(found, int) and found > 0:
         return found
-    rule = f"config must have {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0"
+    rule = f"config must have a number above 0 as {' or '.join(names)}"
     raise ConfigError("plan", f"{rule}, got {found!r:.80}", "pass --params instead")

@@ -206,7 +206,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if teacher_log_probs is not None:
         rule = "teacher_logits must be given, got teacher_log_probs"
-        raise ConfigError(where, rule, "probabilities do not tell them")
+        raise ConfigError(where, rule, "logits cannot be computed from probabilities")
     student, teacher, count = counted_rows(where, student, teacher, mask)
     dtype = compute_dtype(student.dtype)
     return student.to(dtype), teacher.to(dtype), count

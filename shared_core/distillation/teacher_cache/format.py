@@ -103,7 +103,7 @@ class Manifest:
         """
         path = folder / MANIFEST_FILE
         if not path.is_file():
-            rule = f"{folder} must be a folder that `eff cache-teacher` wrote, got no {MANIFEST_FILE} in it"
+            rule = f"{folder} was not written by `eff cache-teacher`: it has no {MANIFEST_FILE}"
             raise CheckpointError(WHERE, rule)
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
@@ -172,7 +172,7 @@ def _are_fingerprints(value: Any) -> bool:
 
 
 def _refuse(path: Path, what: str, kind: str = "file of this cache", cause: Exception | None = None) -> NoReturn:
-    raise CheckpointError(WHERE, f"{path} must be a whole {kind}, got {what}", "write the cache again") from cause
+    raise CheckpointError(WHERE, f"{path} is not a complete {kind}, got {what}", "write the cache again") from cause
 
 
 Array = npt.NDArray[Any]
@@ -348,7 +348,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _mapped(path: Path, expected: _Expected) -> dict[str, Array]:
     """Return the tensors of a file as arrays over its pages: of these dtypes and sizes, equal where a name is given."""
     if not path.is_file():
-        raise CheckpointError(WHERE, f"{path} must exist, got none", "the cache is not whole, write it again")
+        raise CheckpointError(WHERE, f"{path} does not exist", "the cache is incomplete, write it again")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -410,7 +410,7 @@ class CachedTargets(NamedTuple):
             raise TrainingError(WHERE, f"the student must have outputs of the teacher's shape {shapes}")
         mask = mask.to(self.mask.device)
         if lacking := int((mask & ~self.mask).sum()):
-            rule = f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none"
+            rule = f"{lacking} of the {int(mask.sum())} positions in the loss have no cached target"
             raise TrainingError(WHERE, rule, "write the cache without --labeled, or with these labels")
         return mask
 
@@ -452,7 +452,7 @@ class TeacherCache:
         self.manifest = Manifest.read(self.path)
         """The description of the cache's contents."""
         if not self.manifest.complete:
-            rule = f"{self.path} must be complete, got one whose writing was interrupted"
+            rule = f"{self.path} is incomplete, because writing it was interrupted"
             raise CheckpointError(WHERE, rule, "run the same command again with --resume")
         index = self.path / index_name(len(self.manifest.shards))
         self._index = Index(index)
@@ -525,7 +525,7 @@ class TeacherCache:
         if vocabulary not in (None, made.vocabulary):
             yield (
                 f"the student must have the {made.vocabulary} classes of {self.path}, got {vocabulary}",
-                "both must share labels or vocabulary; one that is only padded can be cut when the cache is written",
+                "both must share labels or vocabulary. If only padding differs, write the cache with --vocabulary",
             )
         for name, value in fingerprints.items():
             known = [each for each in self._made_with(name) if each]
@@ -601,19 +601,19 @@ class TeacherCache:
         if field is not None:
             padding = rows.paddings[field]
             if (padding.stops - padding.starts).tolist() != lengths:
-                raise CheckpointError(WHERE, f"{self.path} must hold examples as long as its keys say", "it is damaged")
+                raise CheckpointError(WHERE, f"{self.path} has lengths that differ from its keys", "it is damaged")
             return padding.length, padding.starts
         if len(set(lengths)) > 1:
             raise CheckpointError(
                 WHERE,
                 f"examples of a batch must have outputs of one length, got {sorted(set(lengths))}",
-                f"{self.path} was written from batches that were padded otherwise: batch alike",
+                f"{self.path} was written from batches with other padding: use the same batches",
             )
         return lengths[0] if lengths else 0, np.zeros(len(lengths), dtype=np.int64)
 
     def _open_shard(self, number: int) -> Shard:
         if not 0 <= number < len(self.manifest.shards):
-            raise CheckpointError(WHERE, f"{self.path} must have shard {number}", "its index is damaged")
+            raise CheckpointError(WHERE, f"{self.path} has no shard {number}", "its index is damaged")
         return Shard(self.path, self.manifest, number)
 
 

@@ -77,7 +77,7 @@ def tensors_of(inputs: Any) -> dict[str, Tensor]:
         named = dict(enumerate(inputs if isinstance(inputs, tuple | list) else [inputs]))
     found = {str(name): value for name, value in named.items() if isinstance(value, Tensor) and value.ndim}
     if not found:
-        rule = f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} without"
+        rule = f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__}"
         raise ConfigError(WHERE, rule, "let the collator return tensors")
     return found
 
@@ -122,7 +122,7 @@ def example_rows(inputs: Any, fields: Sequence[str]) -> ExampleRows:
     paddings: dict[str, Padding] = {}
     for number, (name, tensor) in enumerate(chosen.items()):
         if tensor.shape[0] != count:
-            rule = f"{name} must have the batch's {count} examples first, got shape {tuple(tensor.shape)}"
+            rule = f"{name} must have the batch's {count} examples as first dimension, got shape {tuple(tensor.shape)}"
             raise ConfigError(WHERE, rule)
         padding = _padding(tensor, tensors.get(mask_of(name)))
         if tensor.ndim > 1:
@@ -323,7 +323,7 @@ def folder_fingerprint(folder: Path | str) -> str:
     folder = Path(folder)
     weights = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS and file.is_file())
     if not weights:
-        raise CheckpointError(WHERE, f"{folder} must hold the teacher's weights, got none", "check the path")
+        raise CheckpointError(WHERE, f"{folder} has no weights of the teacher", "check the path")
     digest = hashlib.blake2b(digest_size=_BYTES)
     config = _json(folder / "config.json")
     digest.update(_canonical({name: item for name, item in config.items() if name not in _NOT_THE_MODEL}))
@@ -405,7 +405,7 @@ def _vocabulary_in(folder: Path) -> dict[str, int] | None:
             return None
         return {**known, **{str(token["content"]): int(token["id"]) for token in added}}
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(folder / "tokenizer.json", f"file must be a tokenizer's, got {error!r}") from error
+        raise CheckpointError(folder / "tokenizer.json", f"file is not a tokenizer: {error!r}") from error
 
 
 def _older_vocabulary_in(folder: Path) -> dict[str, int] | None:

@@ -96,7 +96,7 @@ def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
     check_temperature(WHERE, temperature)
     if logits.ndim != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
         told = f"{logits.dtype} {tuple(logits.shape)} and top_k {top_k}"
-        raise ConfigError(WHERE, f"logits must be floats (rows, classes), top_k of 1 to all classes, got {told}")
+        raise ConfigError(WHERE, f"logits must be floats (rows, classes), and top_k in 1 to classes, got {told}")
     rows, classes = logits.shape
     chunk = max(1, _CHUNK_ELEMENTS // classes)  # copies of (rows, C) in float32 would outgrow the logits themselves
     parts = [_top_k(logits[at : at + chunk], temperature, top_k) for at in range(0, max(rows, 1), chunk)]
@@ -170,7 +170,7 @@ class StoreWriter:
         if (folder / MANIFEST_FILE).exists():
             self._go_on(Manifest.read(folder))
         elif any(folder.iterdir()):
-            raise CheckpointError(WHERE, f"{folder} must hold a cache or nothing, got something else")
+            raise CheckpointError(WHERE, f"{folder} must be empty or hold a cache, got other files")
         # Nobody writes a shard before all have seen which are there.
         self._job.meet("shards found")
         self._first = self._shards
@@ -218,7 +218,7 @@ class StoreWriter:
             call = Forward((), dict(batch), None)
         else:
             call = Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
-        where = naming(batch, f"{WHERE}: batch {number}", "return others from the function of the data")
+        where = naming(batch, f"{WHERE}: batch {number}", "return batches that the teacher accepts")
         with where, without_cache(self._caches):
             output = ask_teacher(self._teacher.eval(), self._teacher, call)
         return find_logits(output, self._settings.logits, "teacher")
@@ -228,8 +228,8 @@ class StoreWriter:
         if self._job.size > 1 and _is_free(made):
             raise CompatibilityError(
                 WHERE,
-                "the teacher's outputs must be one an example, or follow the positions of an input, for several "
-                "processes to know their number, got others",
+                "several processes need a teacher with one output per example, or one per position of an "
+                "input, to know how many there are",
                 "write the cache in one process",
             )
         if self._job.is_main:
@@ -238,7 +238,7 @@ class StoreWriter:
 
     def _compare(self, name: str, mine: bytes) -> None:
         if any(other != mine for other in self._job.exchange(name, mine)):
-            rule = f"teacher and data must be the same in every process, got others by the {name}"
+            rule = f"teacher and data must be the same in every process, but the {name} differs"
             raise TrainingError(WHERE, rule, "seed what is random in the functions that return them")
 
     def _is_there(self, rows: ExampleRows, fresh: list[int]) -> bool:
@@ -251,8 +251,8 @@ class StoreWriter:
 
     def _check_there(self, is_next: bool) -> None:
         if not is_next:
-            rule = f"{self._folder / shard_name(self._shards)} must hold the examples that come next, got others"
-            raise CheckpointError(WHERE, rule, "remove it, or give the data that the writer had that was stopped")
+            rule = f"{self._folder / shard_name(self._shards)} does not hold the next examples of this data"
+            raise CheckpointError(WHERE, rule, "remove it, or give the data of the interrupted run")
 
     def finish(self) -> Manifest:
         """Write the last shard, the index, and the manifest that says that all is there."""
@@ -310,8 +310,8 @@ class StoreWriter:
             given.append((name, made.fingerprints[name], asked.fingerprints[name]))
         for name, there, here in given:
             if there != here:
-                rule = f"{name} must be as {self._folder} was begun with, {there}, to go on in it, got {here}"
-                raise CheckpointError(WHERE, rule, "use the same, or write another folder")
+                rule = f"{name} must be {there}, with which {self._folder} was started, got {here}"
+                raise CheckpointError(WHERE, rule, "use the same, or write to another folder")
         self._manifest = made
         # A shard is renamed into place when whole, so each that exists counts, also without the index.
         while (self._folder / shard_name(self._shards)).exists():
@@ -335,7 +335,7 @@ class StoreWriter:
     def _labeled_positions(self, batch: Any) -> Array:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.ndim != 2:
-            rule = "batches must hold labels (examples, positions) to store only positions that have one, got none"
+            rule = "labeled needs batches with labels (examples, positions), got none"
             raise ConfigError(WHERE, rule, "let the collator add them")
         counted: Array = (labels != IGNORED).cpu().numpy()
         if self._settings.causal:
@@ -359,8 +359,8 @@ class StoreWriter:
             elif self._known[key] != mark:
                 raise ConfigError(
                     WHERE,
-                    f"examples with the same inputs must have labels at the same positions, got number {row} of batch "
-                    f"{number} with others",
+                    f"examples with the same inputs must have labels at the same positions, but example {row} of batch "
+                    f"{number} differs",
                     "store all positions (labeled=False)",
                 )
         return fresh
@@ -428,7 +428,7 @@ def _misfit(made: Manifest | None, rows: ExampleRows, logits: Tensor, vocabulary
     if vocabulary > classes:
         return f"vocabulary must be at most the teacher's {classes} classes, got {vocabulary}"
     if made is not None and (made.vocabulary, made.per_example) != (vocabulary, logits.ndim == 2):
-        return f"logits must have {made.vocabulary} classes, and positions if those before had some, got {shape}"
+        return f"logits must have {made.vocabulary} classes, and positions if earlier batches had them, got {shape}"
     if made is not None and made.positions and (length := rows.paddings[made.positions].length) != logits.shape[1]:
         return f"logits must have a position for each of {made.positions}'s {length}, got {shape}"
     return ""
@@ -562,7 +562,7 @@ def write_teacher_cache(
     was_training = teacher.training
     try:
         # Keeps other writers out of the folder; the lock goes with the process, killed or not.
-        rule = f"{WHERE}: {folder} must be free, but another process writes it; wait for it, or stop it"
+        rule = f"{WHERE}: {folder} is in use, because another process writes to it; wait for it, or stop it"
         with exclusive(os.open(folder, os.O_RDONLY), rule) if job.is_main else contextlib.nullcontext():
             writer = StoreWriter(teacher, folder, settings, shard_bytes, job)
             for number, batch in enumerate(batches, 1):
@@ -576,8 +576,8 @@ def write_teacher_cache(
 
 def _make_folder(folder: Path, *, resume: bool) -> None:
     if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        rule = f"{folder} must be a new or empty folder, got one that holds something"
-        raise CheckpointError(WHERE, rule, "choose another one, or go on in it with resume")
+        rule = f"{folder} must be a new or empty folder, got one with files"
+        raise CheckpointError(WHERE, rule, "choose another one, or continue it with resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

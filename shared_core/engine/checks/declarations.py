@@ -43,7 +43,7 @@ def check(config: type[TechniqueConfig], known: Collection[str], where: str) -> 
         pair = getattr(config, name)
         if pair is not None and not (isinstance(pair, tuple) and [type(text) for text in pair] == [str, str]):
             raise ConfigError(
-                where, f"{name} must be a tuple of two texts, the reason and an alternative, got {pair!r}"
+                where, f"{name} must be a tuple of two strings, the reason and an alternative, got {pair!r}"
             )
     # A key may belong to a package that is not installed, so an unknown one is no error.
     named = {name: getattr(config, name) for name in (*_ORDER, "conflicts")}
@@ -65,4 +65,4 @@ def _check_switches(config: type[TechniqueConfig], where: str) -> None:
             raise ConfigError(where, f"the switch {name!r} is not an option{nearest(name, options)}", remedy)
         if bool in {hint := config.hints()[name], *get_args(hint)}:
             told = f"the switch {name!r} must not be a bool: a technique is on if the flag is given, even with false"
-            raise ConfigError(where, told, "make it a number, or a Literal of the ways to work")
+            raise ConfigError(where, told, "make it a number, or a Literal of the choices")

@@ -252,7 +252,7 @@ class OptimizerParameters:
         if any(parameter in replaced for optimizer in self._optimizers for parameter in optimizer.state):
             raise TrainingError(
                 "session",
-                "the optimizer has stepped already, but its model is only now sharded",
+                "the optimizer stepped before its model was sharded",
                 "create a new optimizer",
             )
         for group in self._groups():

@@ -37,7 +37,7 @@ mean 'eval_accuracy'? Report NaN for a metric without a value yet
     if metric not in reported:
         hint = nearest(metric, reported) or "; evaluation reports no metrics"
         raise ConfigError(
-            f"{option} must be one that evaluation reports, got {metric!r}{hint}{'' if hint.endswith('?') else '.'} "
+            f"{option} must be an evaluation metric, got {metric!r}{hint}{'' if hint.endswith('?') else '.'} "
             "Report NaN for a metric without a value yet"
         )
 

@@ -171,7 +171,7 @@ class StepWatch:
     def _others(self, name: str) -> TrainingError:
         return TrainingError(
             "session",
-            "a step was made by an optimizer that begin was not given" + (f": another {name}" if name else ""),
+            "an optimizer stepped that was not passed to begin" + (f": another {name}" if name else ""),
             "change param_groups instead of replacing the optimizer, or finish this session and start another",
         )
 

@@ -167,7 +167,7 @@ class SavedFiles:
         if self._part is None or not (lines := self._part.differences(folder)):
             return
         with self._noting_differences():
-            raise ReceiptError(str(folder), f"files must hold what training ended with, got {'; '.join(lines[:5])}")
+            raise ReceiptError(str(folder), f"the saved files differ from the trained model: {'; '.join(lines[:5])}")
 
     @staticmethod
     def refuse_on_all(found: str) -> None:

@@ -123,7 +123,7 @@ class BackwardWatch:
                 carriers.clear()
                 return
             if not carriers:
-                rule = f"a forward of {name} must have one backward, got a second"
+                rule = f"each forward of {name} must have only one backward, got a second"
                 raise TrainingError(self._where, rule, "add up the losses, or use criterion taylor")
             carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
             (kept,) = carrier.grad_fn.saved_tensors
@@ -414,6 +414,6 @@ class Wanda(GatheringScorer):
             total = self._former[name].to(weight.device)
         if total is None:
             remedy = "exclude the layer with skip, or calibrate on batches that reach it"
-            raise TrainingError("prune wanda", f"{name} must have seen an input, got none", remedy)
+            raise TrainingError("prune wanda", f"{name} got no input", remedy)
         scores = wide(weight).abs()
         return scores.mul_(over_inputs(self.modules[name], total.sqrt().to(scores.dtype), weight.shape))

@@ -135,7 +135,7 @@ def group_scores(
     shapes, got = ([tuple(tensor.shape) for tensor in tensors] for tensors in (weights, extras))
     rule = ""
     if criterion not in GROUP_CRITERIA:
-        rule = f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
+        rule = f"criterion must be a known one, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
     elif not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
         rule = f"weights must be (units, k) with the same number of units, got shapes {shapes}"
     elif criterion in _EXTRAS and got != shapes:

@@ -136,7 +136,7 @@ def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Ite
         uses.close()
     missing = [name for name in modules if name not in uses.positions]
     if missing:
-        rule = f"every layer must have been called, got no call of {', '.join(missing[:5])}"
+        rule = f"every layer must be called, got no call of {', '.join(missing[:5])}"
         raise TrainingError("observe_positions", rule, "run the model on a batch that reaches them")
     found.update({name: uses.positions[name] / len(forwards) for name in modules})
 

@@ -255,7 +255,7 @@ def make_scorer(
         tensor([2.0000, 0.5000])
     """
     if criterion not in SCORERS:
-        raise ConfigError("prune", f"criterion must be one that exists, got {criterion!r}{nearest(criterion, SCORERS)}")
+        raise ConfigError("prune", f"criterion must be a known one, got {criterion!r}{nearest(criterion, SCORERS)}")
     return SCORERS[criterion](modules, generator=generator, **options)
 
 

@@ -123,7 +123,7 @@ def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
             found[plain_name(name)] = entry
         elif type(module) in STOCK:
             warnings.warn(
-                f"convert: {name} stays in float: it saw no finite input in training", UserWarning, stacklevel=3
+                f"convert: {name} stays in float, because it got no finite input in training", UserWarning, stacklevel=3
             )
             restore(module)
     if not found:
@@ -161,7 +161,7 @@ _GROUPS = (32, 64, 128)  # group sizes of aten::_weight_int4pack_mm_for_cpu that
 def wants_kernels(backend: str) -> bool:
     """Return True if the backend uses more than the reference layers."""
     if backend not in _BACKENDS:
-        raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
+        raise ConfigError("convert", f"backend must be a known one, got {backend!r}{nearest(backend, _BACKENDS)}")
     if backend == "torchao" and not _has_torchao():
         raise MissingExtraError(WHERE, "torchao", "torchao")
     return backend != "reference"

@@ -301,7 +301,7 @@ def _calibrate(
     if missing:
         raise TrainingError(
             WHERE,
-            f"calibration brought no finite input to {', '.join(missing[:5])}",
+            f"calibration gave no finite input to {', '.join(missing[:5])}",
             "skip these layers, or check the batches for NaN",
         )
     odd = [name for name, count in zip(technique.policy.static, bank.non_finite.tolist(), strict=False) if count]

@@ -137,7 +137,7 @@ def take_cache_scales_(model: nn.Module, ranges: Mapping[str, Any]) -> dict[str,
     layers = _attention_layers(model) if found else {}
     for name, entry in found.items():
         if name not in layers:
-            raise MatchError("apply_ranges", f"{name!r} is no attention layer of the model{nearest(name, layers)}")
+            raise MatchError("apply_ranges", f"{name!r} is not an attention layer of the model{nearest(name, layers)}")
         _check(entry, f"apply_ranges: {name}", ConfigError)
         vars(layers[name])["kv_cache_scales"] = {scale: float(entry[scale]) for scale in _SCALES}
     return {name: entry for name, entry in ranges.items() if name not in found}

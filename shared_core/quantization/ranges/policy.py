@@ -169,7 +169,7 @@ class ObservedRanges:
             if names := [name for name, is_lost in zip(self.rows, lost, strict=True) if is_lost]:
                 raise TrainingError(
                     "qat",
-                    f"calibration batches brought no finite input to {', '.join(names[:5])}",
+                    f"calibration batches gave no finite input to {', '.join(names[:5])}",
                     "raise qat.calibration_batches, or check the batches for NaN",
                 )
             bank.refresh()

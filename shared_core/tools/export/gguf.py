@@ -82,7 +82,7 @@ def _file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str
     for part, rows in parts.items():
         other = names.get_name(part, try_suffixes=(".weight", ".bias"))
         if other is None:
-            rule = f"{name} must have a name in llama.cpp's {config.model_type}, got none"
+            rule = f"llama.cpp's {config.model_type} has no tensor for {name}"
             raise CompatibilityError(_WHERE, rule, "export a causal model")
         stacked = "" if leaf in ("weight", "bias") else ".weight"
         found[f"{other}{stacked}"] = _ordered(part, rows, config).contiguous()
@@ -256,7 +256,7 @@ def _kind(described: dict[str, Any]) -> tuple[str, str]:
     if name is None:
         rule = "tokenizer must be BPE that splits text as Llama's, Qwen2's or GPT-2's does, for llama.cpp, got"
         got = f"{model.get('type')} with {split or [part.get('type') for part in parts]}"
-        raise CompatibilityError(_WHERE, f"{rule} {got}", "pass no tokenizer, and give llama.cpp tokens by number")
+        raise CompatibilityError(_WHERE, f"{rule} {got}", "leave the tokenizer out, and give llama.cpp token ids")
     return kind, name
 
 
@@ -268,7 +268,9 @@ def _tokens(described: dict[str, Any], size: int, kind: str) -> tuple[list[str],
     added = {token["content"]: token for token in described.get("added_tokens", [])}
     numbers = {**model["vocab"], **{content: token["id"] for content, token in added.items()}}
     if (largest := max(numbers.values())) >= size:
-        raise CompatibilityError(_WHERE, f"tokenizer must have at most the model's {size} tokens, got number {largest}")
+        raise CompatibilityError(
+            _WHERE, f"tokenizer must have at most the model's {size} tokens, got token id {largest}"
+        )
     for content, number in numbers.items():
         tokens[number], found = content, TokenType.NORMAL
         if content == model.get("unk_token"):
@@ -485,7 +487,7 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
         for other, rows in _file_tensors(name, expected, config, of_file).items():
             weight = torch.from_numpy(gguf.dequantize(found[other].data, found[other].tensor_type).copy())
             if not torch.equal(weight.view_as(rows), rows):
-                rule = f"{name} must have the model's codes in the file, got others"
+                rule = f"quantized weights of {name} differ between the file and the model"
                 raise CompatibilityError(_WHERE, rule, "nothing was written")
         peak = float(value.detach().abs().max())
         worst = max(worst, float((expected - value.detach()).abs().max()) / peak if peak else 0.0)

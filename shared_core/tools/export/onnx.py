@@ -304,7 +304,7 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_
     check_inputs(example_inputs, "export_onnx")
     shape = tuple(next(leaf for leaf in tree_leaves(plain(example_inputs)) if isinstance(leaf, Tensor)).shape)
     if dynamic_length and (len(shape) < 2 or shape[1] < _SHORTEST):
-        rule = f"dynamic_length needs example_inputs of (batch, length, ...), {_SHORTEST} long at least"
+        rule = f"dynamic_length needs example_inputs of (batch, length, ...), with a length of at least {_SHORTEST}"
         raise ConfigError("export_onnx", f"{rule}, got {shape}", "use longer ones or leave it out")
 
 
@@ -376,7 +376,7 @@ def _export(
     for place, axis in enumerate(("batch", "length")):
         stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
         if axis in asked and not stays:
-            rule = f"model must take any {axis} for it to be dynamic, but its forward fixes it"
+            rule = f"the model's forward fixes the {axis}, so it cannot be dynamic"
             raise CompatibilityError("export_onnx", rule, f"make it depend on the inputs' shapes{hint}")
     return program, taken
 

@@ -221,7 +221,7 @@ def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
     """Return the error for a layer whose weight is not on the grid of its codes."""
     got = f"{scheme.weight} of {scheme.weight_bits} bits that are not"
     remedy = "export what qat or eff quantize saved, unchanged"
-    return CompatibilityError(where, f"{name} must have weights on the grid of its codes, got {got}", remedy)
+    return CompatibilityError(where, f"{name} must have weights on its quantization grid, got {got}", remedy)
 
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:

@@ -64,7 +64,7 @@ def check_inputs(inputs: Any, where: str) -> None:
     """Raise an error for example inputs without a tensor."""
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
         rule = f"example_inputs must hold a tensor, got {type(inputs).__name__}"
-        raise ConfigError(where, rule, "pass what the model is called with")
+        raise ConfigError(where, rule, "pass the inputs of the model's forward")
 
 
 def quantized_reference(
@@ -75,7 +75,7 @@ def quantized_reference(
     reference = with_stock_classes(conv1d_as_linear(copy.deepcopy(model))).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module) and not module.quantizer.bank.quantizing:  # type: ignore[union-attr]
-            rule = f"{name} must be quantized, got a layer before qat's begin"
+            rule = f"{name} is not quantized yet, because qat has not begun"
             raise CompatibilityError(where, rule, "train past it, or let qat finish")
     # Before the ranges are read: a merged batch norm scales the weight, which changes its codes.
     merge_folds_(reference)

@@ -144,7 +144,7 @@ def _check_folder(
     for name, weight in weights.items():
         found = made[name].dequantize().float() if hasattr(made[name], "qdata") else None
         if found is None or not torch.equal(found, weight.to(dtype).float()):
-            rule = f"{name} must have the model's weights in the folder, got others"
+            rule = f"weights of {name} differ between the folder and the model"
             raise CompatibilityError(_WHERE, rule, "nothing was written")
     if expected is None:
         return None, None

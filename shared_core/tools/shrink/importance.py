@@ -119,7 +119,7 @@ def _run_on(model: nn.Module, batches: Sequence[Any], run: Run) -> Iterator[Any]
 
 def _check_reached(module: str, reached: bool) -> None:
     if not reached:
-        raise TrainingError("shrink", f"calibration must reach {module}, got no call", "use other batches")
+        raise TrainingError("shrink", f"calibration must reach {module}, but never called it", "use other batches")
 
 
 def mask_of(batch: Any) -> Tensor | None:

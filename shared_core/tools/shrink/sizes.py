@@ -122,7 +122,7 @@ def shrink_to(
     batches = list(calibration)
     require(batches, "shrink", "calibration must hold batches, got none")
     if not configured.is_configured(model):
-        raise CompatibilityError("shrink", f"sizes must be those of a model's config, got {type(model).__name__}")
+        raise CompatibilityError("shrink", f"sizes need a model with a config, got {type(model).__name__}")
     cut = _Cut(model, batches, example_inputs, criterion, layer_criterion, loss, torch.Generator().manual_seed(seed))
     widths = values_of(model.config, sizes)
     if not widths:
@@ -383,7 +383,7 @@ def _shapes(model: nn.Module, config: Any) -> configured.Shapes:
         return configured.built_shapes(model, type(config).from_dict(config.to_dict()))
     except Exception as error:  # a config's checks and a model's code may raise anything
         told = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-        raise ConfigError("shrink", f"sizes must be what {type(config).__name__} allows, it says: {told}") from error
+        raise ConfigError("shrink", f"{type(config).__name__} does not allow these sizes: {told}") from error
 
 
 def _described(
@@ -414,7 +414,7 @@ def _described(
             _check_free(model, traced, found, counts, query_heads=alone is not None)
             return numbers, counts, found
     names = ", ".join(".".join(map(str, path)) for path in values)
-    rule = f"{names} must be numbers that only take channels, neurons or heads from {type(model).__name__}, got others"
+    rule = f"{names} must only remove channels, neurons or heads from {type(model).__name__}, but changes more"
     remedy = "where a head's size is hidden_size / attention_heads, change both; or leave a size out"
     raise CompatibilityError("shrink", rule, remedy)
 
