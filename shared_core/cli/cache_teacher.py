@@ -43,7 +43,7 @@ class CacheOptions(CommandOptions):
     vocabulary: int | None = option(None, "Number of classes to use, if the student's vocabulary is smaller.")
     logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
     tokenizer: str | None = option(
-        None, "A folder or module:function. Default: the teacher's tokenizer.", reads="model"
+        None, "The tokenizer: a folder or module:function. Default: the teacher's.", reads="model"
     )
     trust_remote_code: bool = option(False, "Run the code in the teacher's folder.")
     device: str = option("auto", "Where the teacher runs: auto, cpu, cuda, cuda:1, ...")

@@ -64,8 +64,8 @@ class ExportOptions(ModelOptions):
     dynamic_length: bool = option(False, "Also make the inputs' second axis dynamic.", only_with=_ONNX)
     kind: Literal["onnx", "executorch", "compressed-tensors", "torchao", "gguf"] = option(
         "onnx",
-        "onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; torchao for "
-        "transformers; gguf for llama.cpp.",
+        "Format of the file: onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; "
+        "torchao for transformers; gguf for llama.cpp.",
         flag="--format",
     )
     opset: int = option(21, "ONNX opset version.", low=21, high=23, only_with=_ONNX)

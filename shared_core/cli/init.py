@@ -31,8 +31,10 @@ class InitOptions(CommandOptions):
 
     key: ClassVar[str] = "eff init"
 
-    goal: Goal | None = option(None, "The goal. Without it, eff init asks on a terminal.")
-    model: str | None = option(None, "transformer, cnn, other; or a Hugging Face folder or module:function to inspect.")
+    goal: Goal | None = option(None, "What to improve. Without it, eff init asks on a terminal.")
+    model: str | None = option(
+        None, "Kind of model (transformer, cnn, other), or a folder or module:function to inspect."
+    )
     trainer: Literal["hf", "lightning"] | None = option(None, "The trainer of the run.")
     out: Path = option(Path("recipe.yaml"), "The file to write.")
     force: bool = option(False, "Overwrite --out.")

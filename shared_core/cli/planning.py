@@ -30,8 +30,8 @@ _GIB = 2**30
 class RunOptions(CommandOptions):
     """Settings of a run that determine its memory."""
 
-    precision: str = option("mixed", "fp32, mixed (weights in fp32) or 16-true.")
-    optimizer: str = option("adamw", "adamw, adamw_8bit, sgd_momentum or sgd.")
+    precision: str = option("mixed", "Precision: fp32, mixed (weights in fp32) or 16-true.")
+    optimizer: str = option("adamw", "Optimizer: adamw, adamw_8bit, sgd_momentum or sgd.")
     micro_batch: int = option(1, "Examples per device and forward pass.")
     seq_len: int = option(2048, "Tokens per example, for a language model.", flag="--length")
     teacher_params: float = option(0.0, "Parameters of the teacher, with distillation.", low=0)
@@ -58,13 +58,13 @@ class PlanOptions(RunOptions):
     hidden: int | None = option(None, "With --params: width. Default: the usual one for this size.")
     vocab: int = option(32_000, "With --params: size of the vocabulary.")
     gpus: int = option(1, "Number of devices, with one process each.")
-    strategy: str | None = option(None, "single, ddp or fsdp2. Default: fsdp2 on several devices.")
+    strategy: str | None = option(None, "Strategy: single, ddp or fsdp2. Default: fsdp2 on several devices.")
     accumulate: int = option(1, "Micro-batches per optimizer step.")
     attention: str | None = option(
-        None, "fused, or eager (keeps the scores). Default: the class's own with --model, else fused."
+        None, "Attention: fused, or eager (keeps the scores). Default: the class's own with --model, else fused."
     )
-    memory: float | None = option(None, "GiB per device. The exit code is 1 if that is not enough.", above=0)
-    bandwidth: float | None = option(None, "GB/s that a device can send, for the time of the traffic.", above=0)
+    memory: float | None = option(None, "Available GiB per device. The exit code is 1 if that is not enough.", above=0)
+    bandwidth: float | None = option(None, "GB/s that a device can send, to estimate the time of the traffic.", above=0)
     as_json: bool = option(False, "Print JSON, in bytes, instead of a table.", flag="--json")
 
     def validate(self) -> None:
@@ -471,7 +471,7 @@ class PrivacyOptions(CommandOptions):
 def privacy(asked: PrivacyOptions) -> None:
     """Compute the epsilon of DP-SGD with Poisson sampling, or the noise for an epsilon.
 
-    It lists every accountant.
+    It prints the result of every accountant.
     """
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
 

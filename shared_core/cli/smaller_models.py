@@ -271,7 +271,7 @@ class ShrinkOptions(LossOptions):
     inputs: str | None = option(
         None, "module:function that returns example inputs. Default: generated, for a folder.", reads="function"
     )
-    multiple_of: int = option(1, "Leave a multiple of this many neurons or channels.")
+    multiple_of: int = option(1, "Keep a multiple of this many neurons or channels.")
     allow_inexact: bool = option(False, "Also narrow the inputs of layer norms, which is not exact.")
     layers: int | None = option(None, "Cut to this many layers.")
     hidden_size: int | None = option(None, "Cut the residual stream to this many channels.")

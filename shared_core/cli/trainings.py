@@ -68,7 +68,7 @@ _Script = Annotated[
 def run(context: typer.Context, script: _Script) -> None:
     """Run your training script, unedited, with the techniques that flags switch on.
 
-    The script uses a trainer or Accelerate. Put our flags anywhere after it: --prune_sparsity, --qat_scheme and others
+    The script uses a trainer or Accelerate. Put the flags anywhere after it: --prune_sparsity, --qat_scheme and others
     (see `eff flags`), --eff_recipe FILE, --eff_allow_partial, and --eff_total_steps N for a loop without a scheduler.
     The script gets all other flags, including --help, and everything after `--`. Techniques also apply to scripts that
     it starts, as $(which trl) and accelerate.commands.launch do.
@@ -188,7 +188,7 @@ def try_out(
         typer.Option("--eval-batches", help="Maximum number of validation batches; 0: all."),
     ] = 100,
     metric: Annotated[
-        str | None, typer.Option(help="Metric to compare, by the trainer's name. Default: a loss.")
+        str | None, typer.Option(help="Metric to compare, as the trainer names it. Default: a loss.")
     ] = None,
     mode: Annotated[str, typer.Option(help="Whether a larger (max) or smaller (min) metric is better.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for the page, its JSON and the runs' logs.")] = Path("eff_try"),
@@ -247,7 +247,7 @@ class LotteryOptions(TicketOptions, RunnerOptions):
         "your training command, `python my_train.py ARGS`. {round} is replaced by the run's name."
     )
     out: Path = option(help="Folder of the search. A stopped search continues from it.")
-    rounds: int = option(10, "Runs after the dense one.", low=1)
+    rounds: int = option(10, "Number of sparse runs after the dense one.", low=1)
     rewind_to: Position | None = option(
         None, "Step k to rewind to: 500, 0.05 (of the run) or 2ep. Default: 0.", flag_type=str
     )
@@ -255,7 +255,7 @@ class LotteryOptions(TicketOptions, RunnerOptions):
         (), "Also train this control: random_reinit or random_mask. Repeatable.", flag="--control"
     )
     control_rounds: tuple[int, ...] = option((), "Train controls only in these rounds, such as 5,10.", flag_type=str)
-    metric: str | None = option(None, "Validation metric of the curve, by the trainer's name.")
+    metric: str | None = option(None, "Validation metric of the curve, as the trainer names it.")
     mode: Literal["auto", "max", "min"] = option("auto", "Whether a larger (max) or smaller (min) metric is better.")
     quality: Literal["last", "best"] = option("last", "Which validation of a run to compare.")
     plot: Path | None = option(None, "Also plot the curve to this file (.png, .svg, .pdf).")
@@ -378,7 +378,7 @@ class ChainOptions(RunnerOptions):
     students: tuple[str, ...] = option((), "Values of {student}, one per stage: --students medium small.")
     generations: int | None = option(None, "Instead of --students: how often to train the same student. Default: once.")
     model: str | None = option(None, "Glob for the model that the script writes in {out}, if it is not found.")
-    metric: str | None = option(None, "Metric to show per stage, by the trainer's name.")
+    metric: str | None = option(None, "Metric to show per stage, as the trainer names it.")
     resume: bool = option(False, "Keep the folder of an unfinished stage. Your script must resume by itself.")
 
 

@@ -68,12 +68,12 @@ class Fp8Config(TechniqueConfig):
     recipe: Literal[
         "tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"
     ] = option(
-        help="one scale per tensor (tensorwise, or delayed: from past steps), per row (rowwise, powers of two), 1x128 "
-        "and 128x128 (blockwise) or 1x32 (mx, powers of two); emulated: s2fp8, hfp8, mxfp4, nvfp4, int16"
+        help="how to scale: per tensor (tensorwise, or delayed: from past steps), per row (rowwise, powers of two), "
+        "per 1x128 and 128x128 (blockwise) or 1x32 (mx, powers of two); emulated: s2fp8, hfp8, mxfp4, nvfp4, int16"
     )
     format: Literal["auto", "hybrid", "e4m3"] = option(
         "auto",
-        help="hybrid: e4m3 forward, e5m2 gradients; e4m3: both; auto: the recipe's default",
+        help="number format; hybrid: e4m3 forward, e5m2 gradients; e4m3: both; auto: the recipe's default",
         each={
             "hybrid": {"recipe": _HYBRID},
             "e4m3": {"recipe": tuple(name for name, (forward, _) in _FORMATS.items() if forward == "fp8_e4m3")},
@@ -88,8 +88,8 @@ class Fp8Config(TechniqueConfig):
     )
     backend: Literal["auto", "emulated", "scaled_mm", "torchao"] = option(
         "auto",
-        help="auto: torch's scaled_mm on GPUs with FP8, else emulated, with the same numbers; torchao: its float8 "
-        "training",
+        help="kernels; auto: torch's scaled_mm on GPUs with FP8, else emulated, with the same numbers; torchao: its "
+        "float8 training",
         each={"scaled_mm": {"recipe": _SCALED_MM_EVERYWHERE}, "torchao": {"recipe": ("tensorwise", "rowwise")}},
     )
     max_skips: int = option(

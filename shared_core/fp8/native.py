@@ -121,7 +121,7 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
                 return f"{device} refuses {_named(product, recipe, dtype)} ({type(error).__name__}: {line})"
             if found.dtype != dtype or not bool((apart <= allowed).all()):  # NaN is not within bounds
                 worst = (apart / sizes).max().item()
-                return f"{device} computes {_named(product, recipe, dtype)} inexactly (off by {worst:.2g} of its terms)"
+                return f"{device} computes {_named(product, recipe, dtype)} wrongly (off by {worst:.2g} of its terms)"
     return None
 
 

@@ -103,8 +103,8 @@ class LoopDriver:
         raise TrainingError(
             self.name,
             "a loop cannot be copied or pickled",
-            "copy the model, optimizer.state_dict() and loop.session.state_dict(), and pass the last as resumed= to "
-            "another training",
+            "copy the model, optimizer.state_dict() and loop.session.state_dict(), and pass the last one as "
+            "resumed= to another training",
         )
 
     # --- overridden by adapters

@@ -69,8 +69,8 @@ class LoraConfig(TechniqueConfig):
     )
     save: Literal["adapters", "merged"] = option(
         "adapters",
-        help="adapters: save adapter_model.safetensors and adapter_config.json, as PEFT does; merged: save the whole "
-        "model with the adapters added to its weights",
+        help="what to save; adapters: adapter_model.safetensors and adapter_config.json, as PEFT does; merged: the "
+        "whole model with the adapters added to its weights",
     )
     double_quant: bool = option(
         True, help="also quantize the block scales of nf4 and fp4 to 8 bits", only_with={"base": ("nf4", "fp4")}

@@ -100,8 +100,8 @@ class LossScaleConfig(TechniqueConfig):
     }
 
     kind: Literal["dynamic", "static", "enhanced", "auto"] = option(
-        help="dynamic: lower the scale on overflow, raise it after growth_interval good steps; static: fixed; "
-        "enhanced: dynamic above a rising floor; auto: from the largest gradient of the step"
+        help="how to set the scale; dynamic: lower on overflow, higher after growth_interval good steps; static: "
+        "fixed; enhanced: dynamic above a rising floor; auto: from the largest gradient of the step"
     )
     init_scale: float = option(65536.0, above=0, high=FLOAT32_MAX, at_least="min_scale", help="scale of the first step")
     growth_factor: float = option(2.0, above=1, high=FLOAT32_MAX, help="multiplies the scale when it grows")
@@ -111,7 +111,7 @@ class LossScaleConfig(TechniqueConfig):
     max_skips: int = option(50, low=1, help="stop with an error after this many skipped steps in a row")
     floor: str | None = option(
         None,
-        help="step:floor pairs, such as 40000:8192,150000:32768, or auto (the default)",
+        help="lowest scale, as step:floor pairs such as 40000:8192,150000:32768, or auto (the default)",
         only_with={"kind": ("enhanced",)},
     )
     floor_window: int = option(

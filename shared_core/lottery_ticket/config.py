@@ -27,8 +27,9 @@ class TicketOptions(Options):
     out: Any = option(help="Folder for the results.")
     rewind: Literal["weights", "learning_rate", "none"] = option(
         "weights",
-        help="weights: reset the remaining weights to their values at step k; learning_rate: keep their values, and "
-        "replay the schedule from step k; none: keep their values and the last learning rate, which should not be 0.",
+        help="What to rewind after each run. weights: reset the remaining weights to their values at step k; "
+        "learning_rate: keep their values, and replay the schedule from step k; none: keep their values and the last "
+        "learning rate, which should not be 0.",
     )
     rate: float = option(0.2, help="Share of the remaining weights to prune after each run.", above=0, below=1)
     output_rate: float | None = option(
@@ -43,7 +44,7 @@ class TicketOptions(Options):
         only_with={"scope": ("local",)},
     )  # fmt: skip
     scope: Literal["local", "global"] = option(
-        "local", help="local: prune every tensor by its rate; global: one threshold for all weights."
+        "local", help="Where to compare weights. local: in every tensor, by its rate; global: one threshold for all."
     )
     max_layer_sparsity: float | None = option(
         None, help="Largest share to prune from one tensor; others make up for the rest. Default: 0.98, or the round's "
@@ -95,8 +96,8 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     )
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
-        help="random_reinit: train the ticket's masks from step 0 with new weights; random_mask: train random masks "
-        "that keep as many weights per tensor as the ticket.",
+        help="Train a control instead. random_reinit: the ticket's masks from step 0 with new weights; random_mask: "
+        "random masks that keep as many weights per tensor as the ticket.",
     )
 
     def check_files(self) -> None:

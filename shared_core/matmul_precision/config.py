@@ -35,7 +35,7 @@ class MatmulPrecisionConfig(TechniqueConfig):
     logs_nothing: ClassVar[str] = "the same in every step"
 
     precision: Literal["highest", "high", "medium"] = option(
-        help="highest: float32; high: TF32 (10 bits) on GPUs that have it; medium: also bfloat16 (7 bits) on CPUs"
+        help="precision; highest: float32; high: TF32 (10 bits) on GPUs with it; medium: also bfloat16 (7 bits) on CPUs"
     )
 
     @classmethod

@@ -75,7 +75,8 @@ class PrivacyConfig(TechniqueConfig):
         "rdp", help="How to compute epsilon: Rényi moments (rdp), or numerical composition (prv), which is tighter."
     )
     grad_sample_mode: Literal["hooks", "functorch"] = option(
-        "hooks", help="Per-example gradients: norms and sums by rules per layer (hooks), or vmap (functorch)."
+        "hooks",
+        help="How to get per-example gradients: norms and sums by rules per layer (hooks), or vmap (functorch).",
     )
     check_loss: bool = option(
         True,

@@ -130,9 +130,10 @@ class PruneConfig(OverridableConfig):
     every: int = option(10, help="Optimizer steps between updates. The last update is always at end.", low=1)
     scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
-        help="global: one threshold for all layers; tower: one per top-level module (vision and text encoder); local: "
-        "the same sparsity for every tensor; erdos_renyi: more sparsity for large tensors, by layer sizes (kernel: "
-        "also by kernel sizes); auto: local for structures without a cost, else global.",
+        help="How layers share the sparsity. global: one threshold for all layers; tower: one per top-level module "
+        "(vision and text encoder); local: the same sparsity for every tensor; erdos_renyi: more sparsity for large "
+        "tensors, by layer sizes (kernel: also by kernel sizes); auto: local for structures without a cost, else "
+        "global.",
         each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(
@@ -146,8 +147,8 @@ class PruneConfig(OverridableConfig):
     )
     dynamic: Literal["none", "recompute", "rigl"] = option(
         "none",
-        help="none: pruned weights stay zero; recompute: they keep training and may return until end; rigl: from begin "
-        "to end, weak weights are replaced by pruned ones with large gradients.",
+        help="What happens to pruned weights. none: they stay zero; recompute: they keep training and may return until "
+        "end; rigl: from begin to end, those with large gradients replace weak weights.",
         each={
             "rigl": {"granularity": ("unstructured",), "schedule": ("one_shot",)},
             "recompute": {"granularity": _WEIGHTS},

@@ -232,7 +232,7 @@ def _latency(values: Values) -> list[Block]:
 def _notes(values: Values) -> list[Block]:
     left = Table(["left in float", "why"], list(values["left_out"].items()))
     return [
-        f"Calibration batches: {values['batches']}.", left if left.rows else "No layer was left in float.", *values["notes"]
+        f"Calibration batches: {values['batches']}.", left if left.rows else "No layer was left out.", *values["notes"]
     ]  # fmt: skip
 
 

@@ -305,7 +305,7 @@ def test_a_private_loop_trains_on_drawn_batches_alone(make):
         other.model(**next(iter(other.loader)))
     other = Loop(make, PRIVATE)
     other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
-    with pytest.raises(TrainingError, match="must be drawn by Poisson sampling, got none; pass the DataLoader"):
+    with pytest.raises(TrainingError, match=r"Poisson sampling.*; pass the DataLoader"):
         other.steps(1)
     with pytest.raises(CompatibilityError, match=r"got DataLoaderDispatcher; .*dispatch_batches"):
         Loop(make, PRIVATE, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))

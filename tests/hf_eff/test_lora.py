@@ -98,7 +98,7 @@ def test_layers_that_a_class_wants_in_float32_keep_it(make, tmp_path):
         tmp_path, model=T5ForConditionalGeneration(config), data=data, callbacks=[callback], max_steps=1
     ).train()
     left_out = callback.session.receipt()["techniques"]["lora"]["left_out"]
-    assert "wants it in float32" in left_out["encoder.block.0.layer.1.DenseReluDense.wo"]
+    assert "needs it in float32" in left_out["encoder.block.0.layer.1.DenseReluDense.wo"]
 
 
 def test_layers_whose_weights_are_read_past_their_forward_are_left_out(make, tmp_path):
@@ -148,7 +148,7 @@ def test_an_optimizer_made_before_the_adapters_is_refused(make, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = make.trainer(tmp_path, model=model, callbacks=[Lora(rank=2)])
     trainer.optimizer = optimizer
-    with pytest.raises(CompatibilityError, match="optimizer must hold the adapters"):
+    with pytest.raises(CompatibilityError, match=r"optimizer .* adapters"):
         trainer.train()
     assert type(model.classifier) is nn.Linear
     assert type(model.bert.pooler.dense) is nn.Linear

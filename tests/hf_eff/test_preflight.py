@@ -72,9 +72,7 @@ def qa_trainer(make, folder, strict=False, **settings):
 def test_question_answering_reports_no_loss_and_that_is_found_before_training(make, tmp_path):
     trainer = qa_trainer(make, tmp_path, **SAVING)
     attach(trainer, {"soup": {"kind": "greedy"}})
-    with pytest.raises(
-        ConfigError, match=r"soup: metric must be one that evaluation reports, got 'eval_loss'.*eval_f1"
-    ):
+    with pytest.raises(ConfigError, match=r"soup: metric must be .*, got 'eval_loss'.*eval_f1"):
         trainer.train()
     assert trainer.state.global_step == 0
     assert not (tmp_path / "eval_predictions.json").exists()

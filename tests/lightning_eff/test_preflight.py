@@ -31,7 +31,7 @@ def prepared(folder, recipe, namespace=BOTH[0], callbacks=(), **options):
 )
 def test_a_metric_that_validation_does_not_log_is_found_before_training(tmp_path, namespace, sanity, soup, hint):
     trainer = prepared(tmp_path, {"soup": {"kind": "greedy", **soup}}, namespace, num_sanity_val_steps=sanity)
-    with pytest.raises(ConfigError, match=f"soup: metric must be one that evaluation reports, got {hint}"):
+    with pytest.raises(ConfigError, match=f"soup: metric must be .*, got {hint}"):
         fit(trainer, make_module(namespace), val=True)
     assert trainer.global_step == 0
     assert not list(tmp_path.glob("*.ckpt"))

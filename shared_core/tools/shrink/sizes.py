@@ -414,7 +414,7 @@ def _described(
             _check_free(model, traced, found, counts, query_heads=alone is not None)
             return numbers, counts, found
     names = ", ".join(".".join(map(str, path)) for path in values)
-    rule = f"{names} must only remove channels, neurons or heads from {type(model).__name__}, but changes more"
+    rule = f"{names} must only remove channels, neurons or heads from {type(model).__name__}, but would change more"
     remedy = "where a head's size is hidden_size / attention_heads, change both; or leave a size out"
     raise CompatibilityError("shrink", rule, remedy)
 

@@ -282,7 +282,7 @@ def test_the_command_refuses_what_does_not_go_together(room):
         (["--task", "loss", "--eval", "a:b", "--data", "x"], "got both"),
         (["--task", "loss", "--data", "x", "--mode", "max"], "--mode .*--eval"),
         (["--eval", "a:b", "--data", "x"], "--data .*--task"),
-        (["--task", "loss", "--data", room / "data.csv", "--device", "abacus"], "--device must be one of this machine"),
+        (["--task", "loss", "--data", room / "data.csv", "--device", "abacus"], "--device must"),
     ]
     for arguments, match in cases:
         with pytest.raises(ConfigError, match=match):

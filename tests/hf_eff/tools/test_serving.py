@@ -149,7 +149,7 @@ def test_nvfp4_on_no_common_grid_and_needless_calibration_are_refused(folder, tm
     k_proj = model.model.layers[0].self_attn.k_proj
     with torch.no_grad():  # blocks too small for the tensor scale of the others
         k_proj.weight *= 2.0**-20
-    with pytest.raises(CompatibilityError, match="k_proj must have weights on the grid of its codes, got nvfp4"):
+    with pytest.raises(CompatibilityError, match=r"k_proj must have weights on .*, got nvfp4"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out")
     model, ranges = folder("int8_weight")
     with pytest.raises(ConfigError, match=r"calibration .*layers in NVFP4, got none"):
@@ -299,7 +299,7 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         export_compressed_tensors(ragged, tmp_path / "other")
     with torch.no_grad():
         model.lm_head.weight[0, 0] *= 0.999
-    with pytest.raises(CompatibilityError, match="lm_head must have weights on the grid of its codes"):
+    with pytest.raises(CompatibilityError, match="lm_head must have weights on"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "other")
     falcon, _ = qat_result(
         FalconForCausalLM(FalconConfig(num_hidden_layers=1, hidden_size=64, vocab_size=32, num_attention_heads=2)),
@@ -326,7 +326,7 @@ def test_an_exported_folder_is_refused_where_weights_in_float_are_needed(scheme,
         ["prune", "--sparsity", "0.5"],
     ):
         words = [command[0], tmp_path / "out", *command[1:], "--out", tmp_path / "other"]
-        with pytest.raises(CheckpointError, match="out must hold weights in float, got codes; give the folder"):
+        with pytest.raises(CheckpointError, match="out must hold float weights"):
             commands.eff(*words)
     assert not (tmp_path / "other").exists()
 

@@ -218,10 +218,10 @@ def test_the_command_refuses_what_is_no_model(run, tmp_path):
     (tmp_path / "empty").mkdir()
     llama().save_pretrained(tmp_path / "model")
     (tmp_path / "empty" / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"eff shrink: empty must be a model folder with config.json, got none"):
+    with pytest.raises(CheckpointError, match=r"eff shrink: empty .* no config.json"):
         run("empty", "--out", "small")
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match=r"empty must be a model that .* must name a class of .*, got None"):
+    with pytest.raises(CheckpointError, match=r"cannot load empty.* must name a class of .*, got None"):
         run("empty", "--out", "small")
     with pytest.raises(ConfigError, match=r"or an existing model folder, got 'models/nobody'"):
         run("models/nobody", "--out", "small")

@@ -230,7 +230,7 @@ def test_other_criteria_choose_by_weights_or_by_a_seed(criterion):
         ({"layers": 3}, "smaller than the model's, got {'layers': 3}"),
         ({"attention_heads": 6}, "attention_heads must be a multiple of key_value_heads, got 6 and 4"),
         ({"attention_heads": 3, "key_value_heads": 3}, "attention_heads must be 2 x key_value_heads, as they are"),
-        ({"hidden_size": 25}, "sizes must be what LlamaConfig allows, it says: .*multiple of the number of attention"),
+        ({"hidden_size": 25}, "LlamaConfig .*multiple of the number of attention"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_in_one_line(sizes, message):
@@ -244,7 +244,7 @@ def test_models_and_options_that_do_not_fit_are_refused_in_one_line():
         cut(decoder("gemma2", head_dim=4), {"hidden_size": 24})
     with pytest.raises(CompatibilityError, match="cannot lose units"):
         cut(decoder("bloom", WITHOUT_KEYS), {"hidden_size": 24, "attention_heads": 6})
-    with pytest.raises(CompatibilityError, match=r"n_head must be numbers that only take .* change both"):
+    with pytest.raises(CompatibilityError, match=r"n_head must only remove .* change both"):
         cut(decoder("gpt2", WITHOUT_KEYS), {"attention_heads": 4})
     with pytest.raises(CompatibilityError, match=r"must be read by a linear layer"):
         cut(decoder("mixtral", num_local_experts=2), {"intermediate_size": 32})
@@ -255,7 +255,7 @@ def test_models_and_options_that_do_not_fit_are_refused_in_one_line():
     mixed.model.layers[0].mlp.down_proj.weight.data.zero_()
     with pytest.raises(CompatibilityError, match=r"layers must be alike"):
         cut(mixed, {"layers": 2})
-    with pytest.raises(CompatibilityError, match=r"sizes must be those of a model's config, got Linear"):
+    with pytest.raises(CompatibilityError, match=r"with a config, got Linear"):
         cut(torch.nn.Linear(2, 2), {"layers": 1})
     with pytest.raises(ConfigError, match=r"sizes must be numbers of GPT2Config, got 'key_value_heads'"):
         cut(decoder("gpt2", WITHOUT_KEYS), {"key_value_heads": 4})

@@ -286,7 +286,7 @@ class TestRefusals:
                 "1: its weights must not be changed between forward and backward",
             ),
             (Overwrites, None, "a tensor needed for its gradient must not be changed in place"),
-            (lambda: Fickle(4, 4), None, "1: must compute .* in backward"),
+            (lambda: Fickle(4, 4), None, "1: recomputing in backward"),
         ],
         ids=["input inside", "input", "weights", "saved tensor", "values"],
     )
@@ -302,7 +302,7 @@ class TestRefusals:
 
     def test_segments_must_name_modules_that_exist(self):
         net = Net()
-        with pytest.raises(MatchError, match="modules, one at least, got none"):
+        with pytest.raises(MatchError, match="at least one module, got none"):
             apply_segments(net, [])
         with pytest.raises(MatchError, match=r"'layers.9'; did you mean"):
             apply_segments(net, [["layers.9"]])
@@ -320,7 +320,7 @@ class TestRefusals:
         handle.remove()
         apply_segments(net, [["layers.1"]]).remove()
         net.layers[2].gradient_checkpointing = True
-        with pytest.raises(CompatibilityError, match=r"layers\.2 must not be checkpointed already, by the trainer"):
+        with pytest.raises(CompatibilityError, match=r"layers\.2 is already checkpointed"):
             apply_segments(net, [["layers.1"]])
 
 

@@ -186,17 +186,17 @@ class TestRefusals:
             apply_policy(make_cnn(), "budget:0.5")
 
     def test_models_without_blocks(self):
-        with pytest.raises(MatchError, match=r"Linear must have repeated blocks.*include"):
+        with pytest.raises(MatchError, match=r"no repeated blocks.*include"):
             apply_policy(nn.Linear(2, 2), "block")
         with pytest.raises(MatchError, match=r"include pattern 'layer' matches no module"):
             apply_policy(make_llama(), "block", include=["layer"])
-        with pytest.raises(MatchError, match=r"sublayer: 0 must have attention or another part"):
+        with pytest.raises(MatchError, match=r"sublayer: 0 has no attention"):
             apply_policy(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))), "sublayer")
 
     def test_checkpointing_of_transformers(self):
         model = make_llama()
         model.gradient_checkpointing_enable()
-        with pytest.raises(CompatibilityError, match="must not be checkpointed already, by the trainer, the model"):
+        with pytest.raises(CompatibilityError, match="already checkpointed"):
             apply_policy(model, "block")
 
     def test_outputs_of_layers_that_selective_keeps_changed_in_place(self):

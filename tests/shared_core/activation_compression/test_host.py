@@ -127,7 +127,7 @@ def test_a_source_modified_while_it_is_copied_is_an_error_and_later_is_harmless(
 
 def test_a_cpu_has_nothing_to_offload_to():
     session = Session({"activations": {"pack": "none", "offload": True}})
-    with pytest.raises(CompatibilityError, match=r"activations: offload must have activations on a CUDA device"):
+    with pytest.raises(CompatibilityError, match=r"activations: offload must .* CUDA device"):
         session.attach(nn.Linear(2, 2))
 
 

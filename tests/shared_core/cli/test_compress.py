@@ -150,7 +150,7 @@ def test_missing_and_foreign_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"none\.safetensors"):
         run("compress", tmp_path / "none.safetensors", "--out", tmp_path / "m.eff")
     save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="must begin as a file of `eff compress` does"):
+    with pytest.raises(CheckpointError, match="`eff compress`"):
         run("decompress", tmp_path / "w.safetensors", "--out", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

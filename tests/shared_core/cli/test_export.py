@@ -124,7 +124,7 @@ def test_the_command_writes_over_nothing_but_its_own_kind(room):
     weights = room / "model.safetensors"
     save_file(mlp().state_dict(), weights)
     before = weights.read_bytes()
-    with pytest.raises(ConfigError, match=r"--out must be a new file, or a \.onnx file to write anew, got .*exists"):
+    with pytest.raises(ConfigError, match=r"--out must be a new file, .*exists"):
         eff("export_task:build", "--weights", weights, "--out", weights)
     assert weights.read_bytes() == before
 
@@ -133,7 +133,7 @@ def test_the_command_refuses(room):
     model, ranges = trained(mlp, finish=True)
     for arguments, error, message in (
         (["export_task:build", "--out", "m", "--opset", "9"], ConfigError, r"--opset must be in \[21, 23\], got 9"),
-        (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must lie in a folder that exists"),
+        (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must be in"),
         (["export_task:build", "--out", "."], ConfigError, "--out must be a file, got the folder"),
         (["export_task:build", "--out", "m", "--calibration", "export_task:none"], ConfigError, "must return batches"),
         (["export_task:build", "--out", "m", "--format", "pt"], ConfigError,
@@ -187,7 +187,7 @@ def test_a_checkpoint_from_before_the_end_of_qat_is_refused_and_not_written_in_f
                 weights = runpy.run_path("export_task.py")["build"]()[0].state_dict()
                 save_file(weights, folder / "model.safetensors")
     arguments = ("export_task:build", "--weights", "checkpoint-2", "--out", "m.onnx")
-    with pytest.raises(CheckpointError, match=r"must hold a finished model, got a checkpoint of step 2.*save_model"):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2.*save_model"):
         eff(*arguments)
     assert not (room / "m.onnx").exists()
     # a run without qat has nothing to finish

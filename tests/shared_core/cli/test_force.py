@@ -46,7 +46,7 @@ def test_what_fails_leaves_the_old_folder(here):
 def test_a_folder_of_somebody_else_stays(here):
     (here / "out").mkdir()
     (here / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="--force must replace what eff wrote"):
+    with pytest.raises(ConfigError, match="--force replaces only"):
         prune("--sparsity", "0.5", "--force")
     assert (here / "out" / "thesis.tex").exists()
 

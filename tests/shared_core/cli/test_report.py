@@ -113,7 +113,7 @@ def test_a_run_is_watched_until_its_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys.modules["shared_core.cli.trainings"].time, "sleep", later)
     told = eff(run, "--watch", "--seconds", "7").output
-    assert told.startswith(f"nothing is logged yet; waiting for {run}, not there")
+    assert told.startswith(f"nothing is logged yet; waiting for {run}")
     assert told.index("nothing is logged yet") < told.index("step 20:") < told.index("40 steps applied")
     assert [page.count('http-equiv="refresh" content="7"') for page in pages] == [0, 1, 1]
     last = (run / "eff_report.html").read_text()
@@ -225,9 +225,9 @@ def test_without_matplotlib_the_tables_stay(tmp_path, monkeypatch):
     ({"curve.json": "not ours"}, r"none must be a run's folder, .*eff_receipt.json"),
     ({"eff_receipt.json": "{"}, r"eff_receipt.json: file must be JSON, .* another folder"),
     ({"eff_receipt.json": "[1]"}, r"must hold a JSON object, got list"),
-    ({"eff_receipt.json": "{}"}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
-    ({"eff_receipt.json": '{"techniques": 3}'}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
-    ({"lottery.json": "{}", "curve.json": '{"rows": []}'}, r"must hold what efftrain writes, got .* curve.json"),
+    ({"eff_receipt.json": "{}"}, r"report: cannot read .*eff_receipt"),
+    ({"eff_receipt.json": '{"techniques": 3}'}, r"report: cannot read .*eff_receipt"),
+    ({"lottery.json": "{}", "curve.json": '{"rows": []}'}, r"cannot read .* curve.json"),
     ({"metrics.csv": b"\xff\xfe\x00"}, r"metrics.csv: file must be a log of Lightning's CSVLogger"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, files, match):

@@ -119,7 +119,7 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(told))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *asked: "y")
-    with pytest.raises(CheckpointError, match=r"eff init: .* must be a model that can be loaded: [^\n]+$"):
+    with pytest.raises(CheckpointError, match=r"eff init: cannot load [^\n]+$"):
         eff("init", "--goal", "smaller", "--model", tmp_path, "--out", tmp_path / "recipe.yaml")
     assert not (tmp_path / "ran").exists()
 

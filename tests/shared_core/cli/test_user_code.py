@@ -61,11 +61,11 @@ def eff(tmp_path, monkeypatch, capsys):
     [
         (
             ["--eval", "my_code:score"],
-            "--eval my_code:score must run, got KeyError: 'accuracy' at my_code.py:11 in score",
+            "--eval my_code:score failed: KeyError: 'accuracy' at my_code.py:11 in score",
         ),
         (
             ["--criterion", "wanda", "--calibration", "my_code:batches"],  # an OSError, and of a generator
-            "--calibration my_code:batches must run, got FileNotFoundError: [Errno 2] No such file or directory: "
+            "--calibration my_code:batches failed: FileNotFoundError: [Errno 2] No such file or directory: "
             "'data.csv' at my_code.py:18 in read",
         ),
     ],
@@ -75,7 +75,7 @@ def test_an_exception_of_the_users_is_one_line(eff, arguments, told):
 
 
 def test_what_a_function_returned_raises_later(eff):
-    told = "error: eff: your own code must run, got ValueError: no row at my_code.py:28 in __getitem__; EFF_TRACEBACK=1"
+    told = "error: eff: your own code failed: ValueError: no row at my_code.py:28 in __getitem__; EFF_TRACEBACK=1"
     code, errors = eff(*COMMAND, "--criterion", "wanda", "--calibration", "my_code:loader")
     assert code == 1
     assert errors.startswith(told)
@@ -84,9 +84,7 @@ def test_what_a_function_returned_raises_later(eff):
 def test_the_model_cannot_be_built(eff):
     code, errors = eff("prune", "my_code:narrow", *COMMAND[2:])
     assert code == 1
-    assert errors.startswith(
-        "error: eff prune: MODEL my_code:narrow must run, got TypeError: Linear.__init__() missing"
-    )
+    assert errors.startswith("error: eff prune: MODEL my_code:narrow failed: TypeError: Linear.__init__() missing")
     assert "at my_code.py:8 in narrow" in errors
 
 

@@ -235,11 +235,9 @@ def test_only_labeled_positions(tmp_path):
     # the same inputs with other labels have no other place
     other = {**batch, "labels": batch["labels"].clone()}
     other["labels"][1, 2] = 3
-    with pytest.raises(
-        ConfigError, match="same inputs must have labels at the same positions, got number 1 of batch 2"
-    ):
+    with pytest.raises(ConfigError, match="example 1 of batch 2"):
         write_teacher_cache(TokenModel(), [batch, other], tmp_path / "d", labeled=True, causal=True)
-    with pytest.raises(ConfigError, match="must hold labels"):
+    with pytest.raises(ConfigError, match="needs batches with labels"):
         write_teacher_cache(TokenModel(), [{"input_ids": rows[0][None]}], tmp_path / "e", labeled=True)
 
 

@@ -76,21 +76,21 @@ def test_going_on_with_a_finished_one_asks_nothing_and_new_examples_are_added(tm
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"temperature": 3.0}, "temperature must be as .* 2.0, .* got 3.0"),
-        ({"top_k": 4}, "top_k must be as .* 3, .* got 4"),
-        ({"dtype": "float32"}, "dtype must be as"),
-        ({"fields": ["attention_mask"]}, "fields must be as"),
-        ({"fingerprints": {"tokenizer": "x"}}, "tokenizer must be as"),
-        ({"fingerprints": {"template": "x"}}, "template must be as"),
-        ({"vocabulary": 19}, "vocabulary must be as"),
-        ({"labeled": True}, "labeled must be as"),
+        ({"temperature": 3.0}, "temperature must be 2.0, .* got 3.0"),
+        ({"top_k": 4}, "top_k must be 3, .* got 4"),
+        ({"dtype": "float32"}, "dtype must be"),
+        ({"fields": ["attention_mask"]}, "fields must be"),
+        ({"fingerprints": {"tokenizer": "x"}}, "tokenizer must be"),
+        ({"fingerprints": {"template": "x"}}, "template must be"),
+        ({"vocabulary": 19}, "vocabulary must be"),
+        ({"labeled": True}, "labeled must be"),
     ],
 )
 def test_going_on_with_other_settings_is_refused(whole, changed, match):
     before = contents(whole)
     with pytest.raises(CheckpointError, match=match):
         write_teacher_cache(Teacher(), batches(), whole, **{**SETTINGS, **changed}, resume=True)
-    with pytest.raises(CheckpointError, match="teacher must be as"):
+    with pytest.raises(CheckpointError, match="teacher must be"):
         write_teacher_cache(Teacher(seed=1), batches(), whole, **SETTINGS, resume=True)
     assert contents(whole) == before
 
@@ -99,7 +99,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, whole):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
     for resume in (False, True):
-        with pytest.raises(CheckpointError, match=r"must be a new or empty folder|must hold a cache or nothing"):
+        with pytest.raises(CheckpointError, match=r"new or empty folder|hold a cache"):
             write_teacher_cache(Teacher(), batches(), tmp_path / "full", resume=resume)
     with pytest.raises(CheckpointError, match="new or empty"):
         write_teacher_cache(Teacher(), batches(), whole)
@@ -281,7 +281,7 @@ def test_a_shard_that_lies_is_refused(whole, name, change):
         else:
             tensors[name] = change(tensors.get(name))
         save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"whole file|as its keys say"):
+    with pytest.raises(CheckpointError, match=r"complete file|its keys"):
         TeacherCache.open(whole).lookup(batches()[0])
 
 
@@ -290,7 +290,7 @@ def test_an_index_that_lies_is_refused(whole, name):
     file = next(whole.glob("index-*"))
     tensors = load_file(file)
     save_file({**tensors, name: tensors[name] + 1000}, file)
-    with pytest.raises(CheckpointError, match=r"must have shard|no example"):
+    with pytest.raises(CheckpointError, match=r"no shard|no example"):
         TeacherCache.open(whole).lookup(batches()[0])
 
 
@@ -384,7 +384,7 @@ def test_a_shard_beyond_a_gap_must_hold_what_comes_next(tmp_path):
     shutil.copy(tmp_path / "one" / shard_name(3), folder / shard_name(2))
     (error,) = together(write(folder, resume=True), 1)
     assert isinstance(error, CheckpointError)
-    assert "shard-000002.safetensors must hold the examples that come next, got others; remove it" in str(error)
+    assert "shard-000002.safetensors does not hold" in str(error)
 
 
 @pytest.mark.parametrize(("when", "first"), [("first batch", 0), ("end", 1)])
@@ -398,7 +398,7 @@ def test_other_data_in_another_process_is_an_error_of_all(tmp_path, when, first)
     errors = together(work)
     assert any(isinstance(error, TrainingError) for error in errors)
     assert all(isinstance(error, EffError) for error in errors)
-    assert all(f"must be the same in every process, got others by the {when}" in str(error) for error in errors)
+    assert all(f"must be the same in every process, but the {when}" in str(error) for error in errors)
 
 
 def test_another_teacher_in_another_process_is_an_error_of_all(tmp_path):

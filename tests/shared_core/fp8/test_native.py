@@ -264,11 +264,11 @@ def test_scales_in_plain_order_do_not_pass_unseen(recipe, layout, monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda product: product * math.nan, "computes the forward product of mx in float32 otherwise (off by nan"),
-        (lambda product: product * 1.02, "computes the forward product of mx in float32 otherwise (off by 0.0"),
-        (lambda product: product.index_fill(1, torch.tensor(271), 0.0), "otherwise (off by"),
-        (lambda product: product * math.inf, "otherwise (off by"),
-        (lambda product: product.roll(1, 0), "otherwise (off by"),
+        (lambda product: product * math.nan, "computes the forward product of mx in float32 wrongly (off by nan"),
+        (lambda product: product * 1.02, "computes the forward product of mx in float32 wrongly (off by 0.0"),
+        (lambda product: product.index_fill(1, torch.tensor(271), 0.0), "wrongly (off by"),
+        (lambda product: product * math.inf, "wrongly (off by"),
+        (lambda product: product.roll(1, 0), "wrongly (off by"),
     ],
 )
 def test_wrong_numbers_are_told(spoil, reason, monkeypatch):

@@ -311,7 +311,7 @@ def test_wrong_options_are_refused(options, message):
     ("model", "options", "message"),
     [
         (nn.Sequential(nn.Conv1d(4, 4, 1)), {}, r"has none \(1 convolution"),
-        (nn.Sequential(nn.Linear(4, 2)), {}, "only 0, which is trained whole.*--lora_include '0'"),
+        (nn.Sequential(nn.Linear(4, 2)), {}, "only 0, .*--lora_include '0'"),
         (nn.Linear(4, 2), {"include": ["Linear"]}, "it is the model itself"),
         (net(), {"include": ["decoder.*"]}, r"include pattern 'decoder\.\*' matches no module"),
         (net(), {"train": ["had"]}, "train pattern 'had' matches no module"),
@@ -335,7 +335,7 @@ def test_weights_that_are_not_finite_are_refused_and_the_model_stays():
     assert type(model[0]) is nn.Linear
     with torch.no_grad():
         model[2].weight[0, 0] = 1e6
-    with pytest.raises(TrainingError, match=r"within float16 for base=int8, got up to 1e\+06"):
+    with pytest.raises(TrainingError, match=r"float16.* for base=int8, got up to 1e\+06"):
         session(base="int8").attach(model)
 
 

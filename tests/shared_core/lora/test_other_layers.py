@@ -202,4 +202,4 @@ def test_what_is_left_is_told(capsys):
     with pytest.raises(CompatibilityError, match=r"include must name .* got .*: dropout cannot act on the inputs of"):
         attached(mixture("mixtral"), include=tuple(STACKS), dropout=0.1)
     attached(mixture("mixtral"), base="nf4")
-    assert "base nf4 is of linear layers; the experts' stacks stay as they are" in capsys.readouterr().out
+    assert "base nf4 applies to linear layers only" in capsys.readouterr().out

@@ -269,9 +269,9 @@ def test_what_cannot_be_trained_is_refused():
     model, ours = net(), session()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours.attach(model)
-    with pytest.raises(CompatibilityError, match="optimizer must hold the adapters of 0"):
+    with pytest.raises(CompatibilityError, match=r"optimizer .* adapters of 0"):
         ours.begin([optimizer], total_steps=1)
-    with pytest.raises(CompatibilityError, match="must have no adapters yet"):
+    with pytest.raises(CompatibilityError, match="already has PEFT adapters"):
         session().attach(get_peft_model(net(), PeftConfig(target_modules=["0"], r=2)))
     with pytest.raises(CompatibilityError, match="lora with base nf4 cannot be combined with FSDP version 2"):
         check(Recipe.from_dict({"lora": {"rank": 2, "base": "nf4"}}), {"fsdp2"})

@@ -156,7 +156,7 @@ def test_ranks_by_energy_share_number_and_multiple():
 def test_a_layer_that_would_not_shrink_is_left_alone_and_named():
     report = factorize(low_rank_net(), {"rank": "energy:1.0", "min_size": 0})
     assert report.left_out == {"1": "rank 20 saves nothing: 1600 parameters instead of 1600"}
-    with pytest.raises(MatchError, match="none with rank 30"):
+    with pytest.raises(MatchError, match=r"no layer .* rank 30"):
         factorize(low_rank_net(), {"rank": 30, "min_size": 0})
 
 
@@ -166,7 +166,7 @@ def test_a_budget_is_kept_and_goes_to_the_layer_that_needs_it():
     assert ranks["0"] in (2, 3)  # a third direction is rounding alone, and which rounding decides where a rest goes
     assert ranks["1"] > 10
     assert sum(layer["parameters_after"] for layer in report.layers) <= 0.45 * 2 * 1600
-    with pytest.raises(ConfigError, match="rank 1 of every layer"):
+    with pytest.raises(ConfigError, match="rank 1 in every layer"):
         factorize(low_rank_net(), {"rank": "budget:0.01", "min_size": 0})
 
 
@@ -295,7 +295,7 @@ LITTLE = {"rank": 2, "min_size": 0}
     [
         (lambda net: net[0].weight.data.fill_(float("nan")), {}, TrainingError, "must be finite"),
         (lambda net: net.to("meta"), {}, CompatibilityError, "without values"),
-        (lambda net: factorize(net, LITTLE), {}, CompatibilityError, "factorized already"),
+        (lambda net: factorize(net, LITTLE), {}, CompatibilityError, "already factorized"),
         (lambda net: None, {"rank": "budget:0.5", "force": True}, ConfigError, "force "),
         (lambda net: None, {"decomposition": "whitened"}, ConfigError, "batches must be given with whitened"),
         (lambda net: None, {"merge": True}, ConfigError, "merge must be left out"),
@@ -312,7 +312,7 @@ def test_what_cannot_be_factorized_is_refused_untouched(change, options, error, 
 
 
 def test_a_layer_that_saw_no_input_is_refused():
-    with pytest.raises(TrainingError, match="must be reached"):
+    with pytest.raises(TrainingError, match="must get finite inputs"):
         factorize(low_rank_net(), {**LITTLE, "decomposition": "scaled"}, [1], loss=lambda m, b: 0.0)
     assert parse_rank(1).kind == "number"
     assert parse_rank("1.0").kind == "share"

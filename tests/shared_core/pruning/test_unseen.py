@@ -103,7 +103,7 @@ def test_older_inputs_are_scored_by_until_there_are_others_and_are_saved():
         assert each.scores("one", weight).tolist() == [[3.0, 2.0]]
         assert each.report() == {"updates_without_input": {"other": 1, "never": 1}}
         assert not each.has_seen("never")
-        with pytest.raises(TrainingError, match="never must have seen an input"):
+        with pytest.raises(TrainingError, match="never got no input"):
             each.scores("never", weight)
     see("one", 0.0, 1.0)
     assert scorer.scores("one", weight).tolist() == [[0.0, 2.0]]

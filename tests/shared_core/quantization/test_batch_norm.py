@@ -195,7 +195,7 @@ def test_refusals_say_why():
     nn.utils.parametrize.register_parametrization(pruned[0], "weight", nn.Identity())
     assert fuse_batch_norm(pruned).refused
     alone = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)).eval()
-    assert "no Linear or Conv" in fuse_batch_norm(alone).refused["1"]
+    assert "not a Linear or Conv" in fuse_batch_norm(alone).refused["1"]
     free = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval()
     assert "running statistics" in fuse_batch_norm(free).refused["1"]
     sequence = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()

@@ -100,7 +100,7 @@ def test_wrong_plans_are_refused(options, error, message):
 
 def test_a_teacher_folder_without_a_model_and_foreign_files_are_refused(tmp_path, command, big):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="must hold the trained model"):
+    with pytest.raises(CheckpointError, match="has no trained model"):
         plan(teacher=str(tmp_path / "empty"), students=["a"])
     for folder, message in (("big", "has 'checkpoint-9' and no chain.json"), ("a,b", "no comma")):
         with pytest.raises((CheckpointError, ConfigError), match=message):
@@ -180,7 +180,7 @@ def test_what_fails_says_why_and_can_be_gone_on_with(tmp_path, command, big):
     with pytest.raises(TrainingError, match="no distillation"):
         TeacherChain(command, out, **students).run()
     (tmp_path / "lost").touch()
-    with pytest.raises(CheckpointError, match=r"must hold the trained model.*--model"):
+    with pytest.raises(CheckpointError, match=r"has no trained model.*--model"):
         TeacherChain(command, out, **students).run()
     before = len(started(tmp_path))
     table = TeacherChain(command, out, model="hid*", **students).run()

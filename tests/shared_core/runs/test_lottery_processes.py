@@ -83,7 +83,7 @@ def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, sc
     assert len(started(script)) == 3
     with pytest.raises(CheckpointError, match="command is"):
         LotterySearch(**OPTIONS).run_command(["true"], tmp_path / "out")
-    with pytest.raises(ConfigError, match="command must be one that can be started"):
+    with pytest.raises(ConfigError, match="cannot start the command"):
         LotterySearch(**OPTIONS).run_command(["/no/such/program"], tmp_path / "none")
 
 

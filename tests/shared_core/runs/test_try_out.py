@@ -71,10 +71,10 @@ def test_a_metric_is_judged_by_the_prediction_interval_of_the_plain_runs():
 @pytest.mark.parametrize(("values", "advice"), [
     ({}, "no difference seen in so few steps"),
     ({"packed": 100}, "keep: better packed file"),
-    ({"packed": 100, "memory": 2000}, "keep: better packed file, for worse memory"),
-    ({"packed": 100, "metrics": {"eval_loss": 3.0}}, "your choice: better packed file, for worse metric"),
+    ({"packed": 100, "memory": 2000}, "keep: better packed file, but worse memory"),
+    ({"packed": 100, "metrics": {"eval_loss": 3.0}}, "your choice: better packed file, but worse metric"),
     ({"metrics": {"eval_loss": 0.2}}, "keep: better metric"),
-    ({"memory": 2000, "bytes": 900}, "leave out: worse memory and file, better nothing"),
+    ({"memory": 2000, "bytes": 900}, "leave out: worse memory and file, nothing better"),
 ])  # fmt: skip
 def test_advice_follows_from_what_differs(values, advice):
     assert findings(pairs_of(reading("prune", **values))).rows[0].advice == advice
@@ -216,7 +216,7 @@ def test_random_numbers_of_a_run_are_its_own(measured):
 def test_a_script_that_does_not_train_ends_the_try(tmp_path, text, error, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(text)
-    with pytest.raises(TrainingError, match=f"must run without techniques, got {error}"):
+    with pytest.raises(TrainingError, match=f"without techniques: {error}"):
         TryOut("train.py", [], RECIPE, tmp_path / "out").run()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["logs"]
 

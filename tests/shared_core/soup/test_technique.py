@@ -161,7 +161,7 @@ def test_a_metric_that_validation_does_not_report_is_noticed_while_training():
     technique.evaluated(context, {"eval_news_loss": 1.0})
     technique.evaluated(context, {"eval_books_loss": 1.0})  # one of several data sets
     context.step = 4
-    with pytest.raises(ConfigError, match="metric must be one that evaluation reports, got 'eval_loss'; did you mean"):
+    with pytest.raises(ConfigError, match=r"metric must be .*, got 'eval_loss'; did you mean"):
         technique.evaluated(context, {"eval_news_loss": 1.0})
     _, context, _, technique = a_run()
     for context.step in (2, 4, 6):

@@ -103,7 +103,7 @@ def test_an_optimizer_made_anew_in_mid_run_is_refused():
     session, optimizer, model = run("prune")
     step(session, optimizer, model, torch.ones(4, 16))
     anew = torch.optim.SGD(model.parameters(), lr=0.01)
-    with pytest.raises(TrainingError, match="an optimizer that begin was not given"):
+    with pytest.raises(TrainingError, match="not passed to begin"):
         step(session, anew, model, torch.ones(4, 16))
     session.finish()
 

@@ -225,7 +225,7 @@ def corrected(batches=(ONE,), net=None, **options):
     (lambda: equalize(nn.Sequential(nn.Linear(2, 2))), MatchError, "none found"),
     (lambda: corrected(iter([ONE])), ConfigError, "several times"),
     (lambda: corrected([]), ConfigError, "at least one batch"),
-    (lambda: corrected(layers=["9"]), MatchError, "'9' is no Linear"),
+    (lambda: corrected(layers=["9"]), MatchError, "'9' is not a Linear"),
     (lambda: corrected(net=nn.ReLU()), MatchError, "at least one Linear"),
     (lambda: corrected([ONE * float("nan")]), TrainingError, "'0' must be finite"),
     (lambda: corrected(net=nn.Sequential(*[nn.Linear(2, 2)] * 2)), CompatibilityError, "once in a forward"),

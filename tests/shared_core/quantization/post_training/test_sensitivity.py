@@ -165,7 +165,7 @@ def costed(data=None, **options):
     (lambda: traced(probes=1), ConfigError, "probes"),
     (lambda: traced(data=[]), ConfigError, "at least one batch"),
     (lambda: traced(lambda net, batch: net(batch[0])), ConfigError, "scalar"),
-    (lambda: traced(layers=["4"]), MatchError, "'4' is no Linear"),
+    (lambda: traced(layers=["4"]), MatchError, "'4' is not a Linear"),
     (lambda: hessian_trace(nn.ReLU(), cross_entropy, batches(1)), MatchError, "at least one Linear"),
     (lambda: traced(lambda net, batch: cross_entropy(net, batch) * math.nan, probes=2), TrainingError,
      "curvature of '0'"),

@@ -347,14 +347,14 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="weight_codes must be one of auto, signed, unsigned, got 'unsigend'"):
         export_onnx(model, examples(mlp), path, weight_codes="unsigend")
     for few in (torch.ones(3), torch.ones(3, 2)):
-        with pytest.raises(ConfigError, match=r"\(batch, length, ...\), 3 long at least, got \(3"):
+        with pytest.raises(ConfigError, match=r"\(batch, length, ...\).* 3, got \(3"):
             export_onnx(model, few, path, dynamic_length=True)
     with pytest.raises(CompatibilityError, match=r"every length, .* one shorter it did not: .*pass dynamic_length"):
         export_onnx(model, examples(mlp), path, dynamic_length=True)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-    with pytest.raises(CompatibilityError, match=r"take any length.*or pass dynamic_length=False"):
+    with pytest.raises(CompatibilityError, match=r"fixes the length.*or pass dynamic_length=False"):
         export_onnx(plain, torch.ones(2, 4, 3), path, dynamic_length=True)
-    with pytest.raises(CompatibilityError, match=r"take any batch .*batch="):
+    with pytest.raises(CompatibilityError, match=r"fixes the batch.*batch="):
         export_onnx(nn.Unflatten(0, (2, 2)), torch.ones(4, 3), path)
     for scheme in ("fp8", "mxfp4", "nvfp4"):
         other = apply_ranges(mlp(), {"0": {"weight": scheme, "input": scheme}})
@@ -363,7 +363,7 @@ def test_refusals(tmp_path, monkeypatch):
     lstm = apply_ranges(nn.Sequential(nn.LSTM(24, 4, proj_size=2)), {"0": {"input": "none"}})
     with pytest.raises(CompatibilityError, match="0 must have no proj_size, which ONNX lacks; skip it in qat"):
         export_onnx(lstm, torch.ones(2, 3, 24), path)
-    with pytest.raises(CompatibilityError, match="0 must be quantized, got a layer before qat's begin"):
+    with pytest.raises(CompatibilityError, match="0 is not quantized yet"):
         early, _ = trained(mlp)
         early[0].quantizer.bank.quantizing = False
         export_onnx(early, examples(mlp), path)
