@@ -205,7 +205,7 @@ PAIR = ["--qat_scheme", "int8", "--fp8_recipe", "tensorwise"]
     (["run", "train.py", *PAIR], "qat cannot be combined with fp8"),
     (["run", "train.py", "--distill_teacher", "runs/of/nobody"], "must be an existing folder"),
     (["run", "train.py", "--distill_teacher", "cache:nowhere"], "eff cache-teacher"),
-    (["run", "train.py", "--lottery_out", "out", "--lottery_ticket", "nowhere"], "must be a ticket file"),
+    (["run", "train.py", "--lottery_out", "out", "--lottery_ticket", "nowhere"], "ticket file"),
     (["run", "train.py", "--prune_sparsity", "80"], "80 % is written 0.8"),
     (["run", "train.py"], "no technique is switched on"),
     (["try", "train.py", "--distill_teacher", "./nowhere"], "must be an existing folder"),

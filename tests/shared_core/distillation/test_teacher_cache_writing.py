@@ -109,7 +109,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, whole):
 def test_two_writers_do_not_meet(tmp_path):
     def asking():
         yield batches()[0]
-        with pytest.raises(TrainingError, match="another process writes it"):
+        with pytest.raises(TrainingError, match="another process writes"):
             write_teacher_cache(Teacher(), batches(), tmp_path / "c", resume=True)
 
     assert write_teacher_cache(Teacher(), asking(), tmp_path / "c").complete

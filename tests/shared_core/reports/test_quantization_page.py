@@ -105,7 +105,7 @@ def test_a_page_of_everything(run, tmp_path):
     for entry in values["layers"]:
         assert f"| {entry['name']} | {round(entry['sqnr_db'], 2):.6g} |" in part(text, "Error of the weights")
         assert f"| {entry['name']} | {round(entry['output_sqnr_db'], 2):.6g} |" in part(text, "Error of the outputs")
-    assert f"{values['output_sqnr_db']:.1f} dB of the whole model's output" in part(text, "Error of the outputs")
+    assert f"{values['output_sqnr_db']:.1f} dB for the whole model's output" in part(text, "Error of the outputs")
     assert set(values["sensitivity"]["layers"]) == {"0", "3"}
     assert "| layer | bits | kl |" in part(text, "Sensitivity")
     for form in ("float32", "bfloat16", "int8 reference", "torchao"):
