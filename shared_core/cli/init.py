@@ -189,7 +189,7 @@ def commented_recipe(goal: Goal, kind: Kind, trainer: str, file: str) -> str:
 
     Example:
         >>> print(commented_recipe("less-memory", "cnn", "hf", "recipe.yaml").splitlines()[-1])
-          pack: exact  # masks as bits; wants ReLU, dropout or pooling (--activations_pack exact)
+          pack: exact  # masks as bits; helps with ReLU, dropout or pooling (--activations_pack exact)
     """
     options = starting_options(goal, kind)
     other = f"EffTrainer's --eff_recipe {file}" if trainer == "hf" else f"EFF_RECIPE={file} python train.py"

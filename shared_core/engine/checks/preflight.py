@@ -31,7 +31,7 @@ def check_reported(option: str, metric: str, reported: Collection[str]) -> None:
     Example:
         >>> check_reported("soup: metric", "eval_acc", ["eval_loss", "eval_accuracy"])
         Traceback (most recent call last):
-        shared_core.errors.ConfigError: soup: metric must be one that evaluation reports, got 'eval_acc'; did you \
+        shared_core.errors.ConfigError: soup: metric must be an evaluation metric, got 'eval_acc'; did you \
 mean 'eval_accuracy'? Report NaN for a metric without a value yet
     """
     if metric not in reported:
