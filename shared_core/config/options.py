@@ -326,7 +326,7 @@ class TechniqueConfig(Options):
     conflicts: ClassVar[Mapping[str, str]] = {}
     """Key of another technique, or of `environments.RUN_ENVIRONMENTS` → why it cannot be combined with this one."""
     works_in: ClassVar[tuple[str, ...]] = ()
-    """Keys of `conflicts.EVERY_TECHNIQUE` in which this technique does work."""
+    """Keys of `environments.EVERY_TECHNIQUE` in which this technique does work."""
 
     figures: ClassVar[Mapping[str, Figure]] = {}
     """Figures that the technique's `figures` returns, by name without ``<key>/``."""

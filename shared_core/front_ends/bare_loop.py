@@ -120,7 +120,7 @@ def training(
             end.
         total_steps: Optimizer steps of the whole run.
         steps_per_epoch: Optimizer steps per epoch, for positions such as ``2ep``.
-        accumulate: Micro-batches per step. The loop divides the loss by this number.
+        accumulate: Micro-batches per step. Divide the loss by this number in your loop.
         clips_gradients: True if the loop clips gradients by norm, after ``loop.complete()``.
         loader: The data loader, for techniques that draw batches themselves (``dp``). Then train on ``loop.loader``.
         calibration: Batches for techniques that need some. A mapping is passed to the model as keywords, of a sequence

@@ -166,6 +166,13 @@ def test_a_name_like_a_known_key_is_reported(name):
         register(Other, type("OtherConfig", (OtherConfig,), {name: value}))
 
 
+def test_a_misspelled_hook_or_declaration_is_reported():
+    with pytest.warns(UserWarning, match="befor_step.*'before_step'"):
+        register(type("Other", (Other,), {"befor_step": Other.before_step}), OtherConfig)
+    with pytest.warns(UserWarning, match="conflict .*'conflicts'"):
+        register(Other, type("OtherConfig", (OtherConfig,), {"conflict": {}}))
+
+
 def test_a_config_that_is_no_dataclass_is_refused():
     options = {"key": "other", "switch": "scale", "__annotations__": {"scale": float}, "scale": option(help="of it")}
     with pytest.raises(ConfigError, match=r"@dataclass\(frozen=True"):

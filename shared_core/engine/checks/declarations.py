@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -13,6 +14,21 @@ from shared_core.config.options import Figure, TechniqueConfig
 from shared_core.errors import ConfigError, did_you_mean, nearest
 
 _ORDER = ("after", "before", "finishes_after", "finishes_before")
+
+
+def check_names(own: type, where: str) -> None:
+    """Warn of names that a class nearly shares with its base, such as `befor_step`: a misspelled hook is never called.
+
+    Args:
+        own: A technique or its config.
+        where: The start of messages.
+    """
+    options = {field.name for field in dataclasses.fields(own)} if dataclasses.is_dataclass(own) else set()
+    inherited = {name for base in own.__mro__[1:] for name in vars(base)}
+    for name in vars(own).keys() - options - inherited:
+        close = difflib.get_close_matches(name, inherited, n=1, cutoff=0.85)
+        if close and not name.startswith("_"):
+            warnings.warn(f"{where}: {own.__name__}.{name} is ignored; did you mean {close[0]!r}?", stacklevel=3)
 
 
 def check(config: type[TechniqueConfig], known: Collection[str], where: str) -> None:

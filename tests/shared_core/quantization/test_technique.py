@@ -220,7 +220,7 @@ def test_begin_and_freeze_turn_at_their_steps():
 def test_positions_that_cannot_be():
     with pytest.raises(ConfigError, match="freeze_observers must be step 1 or later"):
         Run(small_net(), freeze_observers=0)
-    with pytest.raises(ConfigError, match="begin.* within the 10 steps"):
+    with pytest.raises(ConfigError, match=r"begin.* within the 10 steps"):
         Run(small_net(), begin=11)
     assert Run(small_net(), total_steps=None).technique.figures()["qat/active"] == 1.0
     with pytest.raises(ConfigError, match="must be a step number here"):

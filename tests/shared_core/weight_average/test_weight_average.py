@@ -363,7 +363,7 @@ def test_what_cannot_be_right_is_refused():
     with pytest.raises(MatchError, match="without BatchNorm"):
         Run(make_model(norm=False), bn_batches=2)
     for options in ({"every": 30}, {"begin": 30}):
-        with pytest.raises(ConfigError, match="within the 20 steps of this run, got .*30"):
+        with pytest.raises(ConfigError, match=r"within the 20 steps of this run, got .*30"):
             Run(**options)
     with pytest.raises(ConfigError, match=r"decay must be in \[0\.0, 1\.0\), got 1\.0"):
         AverageConfig(kind="ema", decay=1.0)
