@@ -31,7 +31,7 @@ REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
 _WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
 _OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep")
-QuantizeCommand = command_with_options("qat", lambda: ("scheme", *_OF_TRAINING))
+QuantizeCommand = command_with_options("qat", lambda: ("scheme", "weights", "inputs", *_OF_TRAINING))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
     )
     scheme: str | None = option(
         None,
-        "The scheme, as in --qat_scheme: int8, int8_weight, int4_weight, ... Default: int8, or the scheme of --method.",
+        "As --qat_scheme: int8, int8_weight, W4A16, MXFP4A16, ... Default: int8, or the scheme of --method. For a free "
+        "pair: --set weights=FORMAT --set inputs=FORMAT.",
     )
     method: str | None = option(None, "Quantize with gptq instead of rounding to nearest.")
     set_options: tuple[str, ...] = option(
@@ -116,7 +117,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
             study.share()
             return
         result = study.run()
-    told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.scheme}
+    told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.formats}
     values = {"asked": told, **result.values, "notes": [*notes, *result.values["notes"]]}
     values["bytes"]["float"] = float_bytes
     _write(asked, result, values, folder, study.data)
@@ -150,7 +151,7 @@ def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) ->
         study.qat_model = copy.deepcopy(study.network)
         load_quantized(study.qat_model, asked.qat, "eff quantize: --qat")
     static = None if asked.calibration is not None else static_input(study.network, study.config)
-    told = f"--calibration must be given with {study.config.scheme}, which needs ranges of activations ({static})"
+    told = f"--calibration must be given with {study.config.formats}, whose inputs have ranges ({static})"
     remedy = "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
     asked.require(static is None, told, remedy)
     study.judge = asked.judge()
@@ -176,7 +177,7 @@ def _write(
             kept = {BETWEEN: between} if between else {}
             write_deployment(str(temporary), {"qat": {"ranges": values["ranges"], **kept}})
         if result.plan is not None:
-            result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=result.config.scheme)
+            result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=str(result.config.scheme))
 
     save_folder(asked.out, result.model, folder, {REPORT_FILE: values}, asked.key, add=add)
 
@@ -192,15 +193,20 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
     if method == "gptq":
         own: dict[str, Any] = {name: options.pop(name) for name in ("damping", "actorder") if name in options}
         gptq = GptqConfig.from_dict(own)
-        options = {"scheme": scheme or "int4_weight", **options}
+        options = {**({} if "weights" in options else {"scheme": "int4_weight"}), **_named(scheme), **options}
     else:
-        planned = {"scheme": "int8"} if asked.plan is None else BitPlan.options_from_yaml(asked.plan)
-        options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
+        planned = {} if "weights" in options else {"scheme": "int8"}
+        planned = planned if asked.plan is None else BitPlan.options_from_yaml(asked.plan)
+        options = {**planned, **_named(scheme), **options}
     config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
     told = f"--set must name options of quantization, got {', '.join(useless)}, which only affect training"
     asked.require(not useless, told, "leave it out")
     return config, gptq
+
+
+def _named(scheme: str | None) -> dict[str, Any]:
+    return {} if scheme is None else {"scheme": scheme}
 
 
 def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:

@@ -8,28 +8,25 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.config.environments import EFFICIENT_LOADING, NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS, Ability
-from shared_core.config.options import Figure, OverridableConfig, option
+from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
+from shared_core.errors import ConfigError
+from shared_core.quantization.schemes import (
+    INPUTS,
+    SCHEMES,
+    WEIGHTS,
+    WITH_RANGE,
+    Inputs,
+    LayerScheme,
+    Scheme,
+    Weights,
+    preset_name,
+)
 
 if TYPE_CHECKING:
     import torch
 
-Scheme = Literal[
-    "int8",
-    "int8_weight",
-    "int8_dynamic",
-    "int4_weight",
-    "int8_dynamic_int4_weight",
-    "fp8",
-    "fp8_static",
-    "fp8_block",
-    "mxfp4",
-    "nvfp4",
-    "ternary",
-    "binary",
-]
 Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
-_INTEGERS = ("int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight")
 _ROUNDED_WEIGHTS = ("ema", "minmax", "percentile", "kl", "mse", "pact")
 """Ranges for which weights have no learned scale."""
 
@@ -46,6 +43,7 @@ class QatConfig(OverridableConfig):
     about: ClassVar[str] = "Trains with weights and inputs rounded to few bits."
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
+    other_switch: ClassVar[str] = "weights"
 
     # The soup evaluates with active quantizers. Hooks on a layer's forward must be gone before layers become plain.
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
@@ -62,16 +60,35 @@ class QatConfig(OverridableConfig):
         "range_updates": Figure("number of range updates"),
     }
     conditions: ClassVar[Mapping[str, str]] = {
-        "is_static": "a scheme that observes activations (int8 or fp8_static; ternary or binary with activation_bits)"
+        "is_static": "inputs of int8_static or fp8_static, as in scheme int8",
+        "has_integers": "weights of int8, int4 or int4_asym",
+        "has_groups": "weights of int4 or int4_asym",
+        "has_integer_inputs": "inputs of int8_static, int8_token or int8_token_asym, or with ternary or binary",
+        "is_not_fp8_static": "inputs other than fp8_static",
     }
-    overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
+    overridable: ClassVar[tuple[str, ...]] = (
+        "scheme", "weights", "inputs", "weight_bits", "activation_bits", "group_size"
+    )  # fmt: skip
 
-    scheme: Scheme = option(
-        help="formats and scales. int8: weights per channel, activations per tensor; int8_weight, int4_weight: only "
-        "weights, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
-        "channel and token; fp8_static: activations per tensor; fp8_block: blocks of 128 x 128, activations in groups "
-        "of 128; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights",
-        each={"fp8_static": {"range": ("ema", "minmax", "percentile")}},  # the other ranges seek integers
+    scheme: Scheme | None = option(
+        None,
+        help="formats of weights and inputs by one name, in any case: int8 (inputs with fixed ranges), int8_weight, "
+        "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp8, fp8_static, fp8_block, mxfp4, nvfp4, ternary, "
+        "binary, or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
+        "MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
+        flag_type=str,
+    )
+    weights: Weights | None = option(
+        None,
+        help="format of weights, instead of the scheme's. int8: per channel; int4, int4_asym: in groups, without or "
+        "with zero points; fp8: per channel; fp8_tensor: one scale; fp8_block: blocks of 128 x 128; mxfp4, mxfp8, "
+        "nvfp4: blocks of 32, 32 or 16",
+    )
+    inputs: Inputs = option(
+        "auto",
+        help="format of inputs; auto: the scheme's, or none (float) with weights alone. static: one range per layer; "
+        "token: one per token, with zero points in int8_token_asym; fp8_group: one per 128 features; mxfp4, mxfp8, "
+        "nvfp4: blocks as in weights",
     )
     begin: Position = option(0.0, help="when fake quantization starts; ranges are observed from the first step")
     freeze_observers: Position = option(1.0, help="when activation ranges are frozen; at least step 1")
@@ -82,6 +99,7 @@ class QatConfig(OverridableConfig):
         help="activation ranges from the moving average of each step's minimum and maximum (ema), from all steps "
         "(minmax, percentile, kl, mse), or learned (lsq, lsq_plus with a zero point, pact)",
         only_with={"is_static": (True,)},
+        each={kind: {"is_not_fp8_static": (True,)} for kind in ("kl", "mse", "lsq", "lsq_plus", "pact")},
     )
     ema_constant: float = option(
         0.01,
@@ -108,26 +126,26 @@ class QatConfig(OverridableConfig):
         help="bits b per weight, -(2^(b-1) - 1) to 2^(b-1) - 1; default: the scheme's",
         low=2,
         high=8,
-        only_with={"scheme": _INTEGERS},
+        only_with={"has_integers": (True,)},
     )
     activation_bits: int | None = option(
         None,
         help="bits b per activation, -2^(b-1) to 2^(b-1) - 1; default: the scheme's",
         low=2,
         high=8,
-        only_with={"scheme": ("int8", "int8_dynamic", "int8_dynamic_int4_weight", "ternary", "binary")},
+        only_with={"has_integer_inputs": (True,)},
     )
     group_size: int | None = option(
         None,
         help="weights per scale; default: the largest of 128, 64, 32 that divides the inputs",
         low=2,
-        only_with={"scheme": ("int4_weight", "int8_dynamic_int4_weight")},
+        only_with={"has_groups": (True,)},
     )
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
         help="rounding of weights in training: nearest, or up with the probability of the remainder; saved weights use "
         "nearest",
-        only_with={"scheme": _INTEGERS, "range": _ROUNDED_WEIGHTS},
+        only_with={"has_integers": (True,), "range": _ROUNDED_WEIGHTS},
     )
     gate: Literal["unrounded", "rounded"] = option(
         "unrounded",
@@ -141,19 +159,87 @@ class QatConfig(OverridableConfig):
     min_size: int = option(0, help="leave modules with fewer weights in float", low=0)
     overrides: tuple[str, ...] = option(
         (),
-        help="options of single modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8, or a mapping in YAML; the "
-        "last match counts",
+        help="options of single modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8 or *.experts*:weights=mxfp4, "
+        "or a mapping in YAML; the last match counts",
     )
     keep: bool = option(False, help="keep the fake-quantizing modules in the model after training")
 
+    def __post_init__(self) -> None:
+        """Take a preset's name in any case, then check every option."""
+        if isinstance(self.scheme, str):
+            object.__setattr__(self, "scheme", _preset(self.scheme))
+        super().__post_init__()
+
     def validate(self) -> None:
-        """Raise `ConfigError` for invalid overrides."""
-        self.override_options()
+        """Raise `ConfigError` without formats, for formats that cannot be multiplied, and for invalid overrides."""
+        self.require(self.scheme or self.weights, "scheme or weights must be given, got neither", "add one")
+        told = self.layer_scheme.mismatch
+        self.require(not told, told, "choose other inputs, or none")
+        hints = self.hints()
+        for _, name, value in self.override_options():
+            if name in ("scheme", "weights", "inputs"):
+                coerce(_preset(value) if name == "scheme" else value, hints[name], "qat.overrides", name)
+
+    def of_layer(self, options: Mapping[str, str]) -> QatConfig:
+        """Return the config of a layer with these overrides, which start from the formats given for all layers.
+
+        Raises:
+            ConfigError: If the formats cannot be multiplied, or an option needs others.
+        """
+        replaced = set(_OF_FORMATS) if "scheme" in options else {*options}
+        for half, bits in {"weights": ("weight_bits", "group_size"), "inputs": ("activation_bits",)}.items():
+            replaced |= {*bits} if half in options else set()
+        kept = {name: getattr(self, name) for name in _OF_FORMATS if name not in replaced}
+        own = QatConfig.from_dict({**kept, **options})
+        return dataclasses.replace(own, range=self.range) if own.is_static else own
+
+    @property
+    def layer_scheme(self) -> LayerScheme:
+        """The scheme of a layer without overrides. Groups have no size yet."""
+        preset = LayerScheme(*WEIGHTS["int8"], *INPUTS["none"]) if self.scheme is None else SCHEMES[self.scheme]
+        of_weight = preset.of_weight if self.weights is None else WEIGHTS[self.weights]
+        of_input = INPUTS.get(self.inputs, preset.of_input)
+        found = LayerScheme(*of_weight, *of_input)
+        change: dict[str, Any] = {}
+        if self.weight_bits is not None:
+            change["weight_bits"] = self.weight_bits
+        if self.activation_bits is not None:
+            change["activation_bits"] = self.activation_bits
+            gains_range = found.input == "none" and found.weight in ("ternary", "binary")
+            change["input"] = "static" if gains_range else found.input
+        return dataclasses.replace(found, **change)
+
+    @property
+    def formats(self) -> str:
+        """The formats in words, with the preset's name."""
+        is_preset = self.scheme is not None and self.layer_scheme == SCHEMES[self.scheme]
+        return f"{self.scheme} ({self.layer_scheme})" if is_preset else str(self.layer_scheme)
 
     @property
     def is_static(self) -> bool:
         """True if activations have observed ranges."""
-        return _is_static(self.scheme, self.activation_bits is not None)
+        return self.layer_scheme.has_range
+
+    @property
+    def has_integers(self) -> bool:
+        """True if weights are integers of `weight_bits` bits."""
+        return self.layer_scheme.has_integers
+
+    @property
+    def has_groups(self) -> bool:
+        """True if weights are integers in groups."""
+        return self.layer_scheme.weight == "group"
+
+    @property
+    def has_integer_inputs(self) -> bool:
+        """True if inputs are integers of `activation_bits` bits, or can be."""
+        found = self.layer_scheme
+        return found.has_integer_inputs or (found.input == "none" and found.weight in ("ternary", "binary"))
+
+    @property
+    def is_not_fp8_static(self) -> bool:
+        """True unless inputs have FP8 ranges, which only the largest value sets."""
+        return self.layer_scheme.input != "fp8_static"
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
@@ -170,9 +256,12 @@ class QatConfig(OverridableConfig):
     def observes_activations(self) -> bool:
         """True if layers may have input ranges, which must be re-estimated for other weights."""
         others = self.override_options()
-        has_bits = self.activation_bits is not None or any(name == "activation_bits" for _, name, _ in others)
-        schemes = {self.scheme, *(value for _, name, value in others if name == "scheme")}
-        return any(_is_static(scheme, has_bits) for scheme in schemes)
+        schemes = [self.layer_scheme, *(SCHEMES[_preset(value)] for _, name, value in others if name == "scheme")]
+        gets_bits = any(name == "activation_bits" for _, name, _ in others)
+        ranged = [name for name, (kind, *_) in INPUTS.items() if kind in WITH_RANGE]
+        gets_range = any(name == "inputs" and value in ranged for _, name, value in others)
+        few = ("ternary", "binary")
+        return gets_range or any(one.has_range or (gets_bits and one.weight in few) for one in schemes)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
@@ -208,5 +297,11 @@ class QatConfig(OverridableConfig):
                 )
 
 
-def _is_static(scheme: str, has_activation_bits: bool) -> bool:
-    return scheme in ("int8", "fp8_static") or (scheme in ("ternary", "binary") and has_activation_bits)
+_OF_FORMATS = ("scheme", "weights", "inputs", "weight_bits", "activation_bits", "group_size")
+
+
+def _preset(name: str) -> str:
+    try:
+        return preset_name(name)
+    except ValueError as error:
+        raise ConfigError("qat.scheme", str(error), "choose a name that has one meaning") from error

@@ -28,7 +28,8 @@ from shared_core.modules.matching import (
 )
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
-from shared_core.numerics.rounding import SignalToNoise
+from shared_core.numerics.block_formats import Element, mx_encode
+from shared_core.numerics.rounding import SignalToNoise, decode
 from shared_core.quantization.batch_norm import (
     FOLDED,
     LEARNED,
@@ -296,31 +297,44 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
     }
 
 
-def _blocks(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
-    """Return a weight with one row per scale. No block spans two experts."""
+def _rows_of_scales(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
+    """Return a weight with one row per scale. No scale of several rows spans two experts."""
+    if scheme.weight not in ("fp8_tensor", "fp8_block"):
+        return as_rows(module, weight)
     parts = weight.chunk(len(weight)) if isinstance(module, StackedExperts) else (weight,)
+    if scheme.weight == "fp8_tensor":
+        return torch.stack([part.flatten() for part in parts])
     return torch.cat(
         [to_blocks(rows, scheme.group_of(rows.shape[1])) for rows in (as_rows(module, one) for one in parts)]
     )
 
 
+def _mx_codes(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
+    """Return a weight's blocks in steps of the element: those of e2m1 are halves."""
+    rows = as_rows(module, weight)
+    blocks = F.pad(rows, (0, -rows.shape[1] % scheme.block)).reshape(-1, scheme.block).float()
+    element: Element = "fp4_e2m1" if scheme.weight == "mxfp4" else "fp8_e4m3"
+    scale = decode(mx_encode(blocks, element).scale, "e8m0")
+    return blocks / scale * (2 if scheme.weight == "mxfp4" else 1)
+
+
 def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
     """Return the grid on which a baked weight must lie."""
     kind = scheme.weight
-    group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
-    levels = {"fp8": 255, "fp8_block": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
+    is_mx, is_fp8 = kind in ("mxfp4", "mxfp8"), kind.startswith("fp8") or kind == "mxfp8"
     # A folded layer saves the unfolded weight, whose rows are multiples of other steps.
     is_folded = "batch_norm" in entry
     # With a learned scale the smallest code is -(qmax + 1). Without a scale the step follows from the largest weight.
-    largest = {"channel": scheme.weight_qmax + is_folded, "fp8": 448, "fp8_block": 448}.get(kind)
-    scale = None if is_folded else entry.get("weight_scale")
+    largest = {"channel": scheme.weight_qmax + is_folded, "mxfp4": 12}.get(kind, 448 if is_fp8 else None)
+    scale = (1.0,) if is_mx else None if is_folded else entry.get("weight_scale")
     return Grid(
-        functools.partial(_blocks, module, scheme) if kind == "fp8_block" else functools.partial(as_rows, module),
-        levels,
-        group,
+        functools.partial(_mx_codes if is_mx else _rows_of_scales, module, scheme),
+        # both zeros are one value
+        2**scheme.weight_bits - (kind not in ("channel", "group", "binary")),
+        scheme.group_size if kind == "group" else 0 if is_mx else scheme.block,
         largest,
         None if scale is None else tuple(scale),
-        torch.float8_e4m3fn if kind.startswith("fp8") else None,
+        torch.float8_e4m3fn if is_fp8 else None,
         any_step=is_folded,
         holds=Where.SAVED,
     )

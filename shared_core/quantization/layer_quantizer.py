@@ -19,7 +19,8 @@ from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
 from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_limits, fp8_scale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
-from shared_core.quantization.schemes import LayerScheme, on_grid, quantize_input, quantize_weight
+from shared_core.quantization.rounding import on_grid, quantize_input, quantize_weight
+from shared_core.quantization.schemes import LayerScheme
 
 if TYPE_CHECKING:
     from shared_core.quantization.ranges.gelu import GeluInputs

@@ -11,30 +11,36 @@ from eff_kernels.quantization import low_bit as low_bit_kernels
 from torch import Tensor
 
 from shared_core.errors import ConfigError
-from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
+from shared_core.numerics.block_formats import Element, mx_round_to, nvfp4_round_to
 from shared_core.quantization.affine import check_axis, check_choice, check_floats
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, nvfp4: bool) -> Tensor:
-        return nvfp4_round_to(x, per_tensor_scale=None, dtype=x.dtype, binary=True) if nvfp4 else mx_round_to(x)
+    def forward(ctx: Any, x: Tensor, element: Element | None) -> Tensor:
+        if element is None:
+            return nvfp4_round_to(x, per_tensor_scale=None, dtype=x.dtype, binary=True)
+        return mx_round_to(x, element)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
-def mxfp4_fake_quantize(x: Tensor) -> Tensor:
-    """Return `x` rounded to MXFP4 in blocks of 32 along the last axis, see `mx_round_to`; gradient 1.
+def mx_fake_quantize(x: Tensor, element: Element) -> Tensor:
+    """Return `x` rounded to MXFP4 or MXFP8 in blocks of 32 along the last axis, see `mx_round_to`; gradient 1.
+
+    Args:
+        x: Any floating type.
+        element: ``fp4_e2m1`` for MXFP4, ``fp8_e4m3`` for MXFP8.
 
     Source: Rouhani et al. 2023, arXiv:2310.10537.
 
     Example:
-        >>> mxfp4_fake_quantize(torch.tensor([1.0, 0.3, 7.0, -0.1])).tolist()
+        >>> mx_fake_quantize(torch.tensor([1.0, 0.3, 7.0, -0.1]), "fp4_e2m1").tolist()
         [1.0, 0.5, 6.0, -0.0]
     """
-    return _StraightThrough.apply(x, False)  # type: ignore[no-untyped-call, no-any-return]
+    return _StraightThrough.apply(x, element)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def nvfp4_fake_quantize(x: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
         >>> nvfp4_fake_quantize(torch.tensor([6.0, 1.25])).tolist()
         [6.0, 1.0]
     """
-    return _StraightThrough.apply(x, True)  # type: ignore[no-untyped-call, no-any-return]
+    return _StraightThrough.apply(x, None)  # type: ignore[no-untyped-call, no-any-return]
 
 
 _HEIGHT = 128  # rows of a block

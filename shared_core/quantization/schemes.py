@@ -1,30 +1,21 @@
-"""The quantization scheme of a layer, and fake quantization of its weight and input by that scheme."""
+"""Quantization schemes: formats of weights and of inputs by name, and the scheme of a layer as plain values."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
-import torch
-from eff_kernels.quantization import affine as kernels
-from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_groups
-from eff_kernels.quantization.low_bit import binarize, ternarize
-from torch import Tensor, nn
-
-from shared_core.modules.matching import StackedExperts
-from shared_core.modules.weight_views import as_rows, from_rows
-from shared_core.quantization.low_bit import (
-    from_blocks,
-    mxfp4_fake_quantize,
-    nvfp4_fake_quantize,
-    to_blocks,
-)
-
-Weight = Literal["channel", "group", "fp8", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]
-Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "nvfp4"]
+Weight = Literal[
+    "channel", "group", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
+]  # fmt: skip
+Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "mxfp8", "nvfp4"]
 WITH_RANGE = ("static", "fp8_static")
 """Inputs whose range is observed and saved."""
+FP8_GROUP = 128
+"""Features of an input that share a scale in ``fp8_group``."""
+_MX = ("mxfp4", "mxfp8")
+_LARGEST_IN_E4M3 = 16
+"""e4m3 holds every integer up to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,28 +24,33 @@ class LayerScheme:
 
     Args:
         weight: Granularity of scales, or the number format. ``channel`` and ``fp8``: one scale per output channel;
-            ``fp8_block``: per `group_size` inputs of 128 channels.
-        weight_bits: Bits of an integer code.
-        input: ``static``: one range per layer; ``token`` and ``fp8``: one per vector, computed at run time;
-            ``fp8_group``: one per `group_size` features of a vector.
-        activation_bits: Bits of an integer code.
+            ``fp8_tensor``: one; ``fp8_block``: per `group_size` inputs of 128 channels.
+        weight_bits: Bits of a code.
         group_size: Weights that share a scale; 0 unless `weight` is ``group`` or ``fp8_block``.
         affine: True if groups have a zero point.
+        input: ``static`` and ``fp8_static``: one range per layer; ``token`` and ``fp8``: one per vector, computed at
+            run time; ``fp8_group``: one per 128 features of a vector.
+        activation_bits: Bits of a code.
         affine_input: True if tokens have a zero point.
     """
 
     weight: Weight = "channel"
     weight_bits: int = 8
-    input: Input = "static"
-    activation_bits: int = 8
     group_size: int = 0
     affine: bool = False
+    input: Input = "static"
+    activation_bits: int = 8
     affine_input: bool = False
 
     @property
-    def of_weight(self) -> tuple[str, int, int, bool]:
+    def of_weight(self) -> tuple[Weight, int, int, bool]:
         """The fields that concern only the weight."""
         return self.weight, self.weight_bits, self.group_size, self.affine
+
+    @property
+    def of_input(self) -> tuple[Input, int, bool]:
+        """The fields that concern only the input."""
+        return self.input, self.activation_bits, self.affine_input
 
     @property
     def has_range(self) -> bool:
@@ -62,9 +58,24 @@ class LayerScheme:
         return self.input in WITH_RANGE
 
     @property
+    def has_integers(self) -> bool:
+        """True if weights are integers of `weight_bits` bits."""
+        return self.weight in ("channel", "group")
+
+    @property
+    def has_integer_inputs(self) -> bool:
+        """True if inputs are integers of `activation_bits` bits."""
+        return self.input in ("static", "token")
+
+    @property
     def spans_rows(self) -> bool:
         """True if weights of several rows share a scale."""
-        return self.weight in ("fp8_block", "nvfp4")
+        return self.weight in ("fp8_tensor", "fp8_block", "nvfp4")
+
+    @property
+    def block(self) -> int:
+        """Weights per scale in a block format, 0 in others."""
+        return 16 if self.weight == "nvfp4" else 32 if self.weight in _MX else 0
 
     def group_of(self, width: int) -> int:
         """Return how many weights of a row share a scale: `group_size` if it divides the width, else all."""
@@ -80,100 +91,103 @@ class LayerScheme:
         """Smallest and largest code of an input."""
         return -(2 ** (self.activation_bits - 1)), 2 ** (self.activation_bits - 1) - 1
 
+    def __str__(self) -> str:
+        size = f" of {self.group_size}" if self.group_size else ""
+        kind, detail = {
+            "channel": (f"int{self.weight_bits}", " per channel"),
+            "group": (f"int{self.weight_bits}", f" in groups{size}{' with zero points' if self.affine else ''}"),
+            "fp8": ("fp8", " per channel"), "fp8_tensor": ("fp8", " per tensor"),
+            "fp8_block": ("fp8", " in blocks of 128 x 128"),
+        }.get(self.weight, (self.weight, ""))  # fmt: skip
+        inputs, how = {
+            "none": ("float", ""), "static": (f"int{self.activation_bits}", " with fixed ranges"),
+            "token": (f"int{self.activation_bits}", f" per token{' with zero points' if self.affine_input else ''}"),
+            "fp8": ("fp8", " per token"), "fp8_static": ("fp8", " with fixed ranges"),
+            "fp8_group": ("fp8", f" in groups of {FP8_GROUP}"),
+        }.get(self.input, (self.input, ""))  # fmt: skip
+        return f"{kind} weights{detail} and {inputs} inputs{how}"
 
-# Zero points as in torchao's kernels: in int4 groups, and in tokens for int8_dynamic_int4_weight.
+    @property
+    def mismatch(self) -> str:
+        """Why weights and inputs cannot be multiplied by their codes; empty if they can.
+
+        Example:
+            >>> LayerScheme(*WEIGHTS["nvfp4"], *INPUTS["mxfp8"]).mismatch
+            'mxfp8 inputs have a power of two per 32 features, which nvfp4 weights lack'
+        """
+        if self.input in _MX and self.weight not in _MX:
+            return f"{self.input} inputs have a power of two per 32 features, which {self.weight} weights lack"
+        if self.input == "nvfp4" and self.weight != "nvfp4":
+            return f"nvfp4 inputs have an fp8 scale per 16 features, which {self.weight} weights lack"
+        if self.has_integer_inputs and (self.weight.startswith("fp8") or self.weight == "mxfp8"):
+            return f"{self.weight} weights have fractions and 17 binades, which products of integers lack"
+        if self.input.startswith("fp8") and self.has_integers:
+            largest = 2**self.weight_bits - 1 if self.affine else self.weight_qmax
+            if largest > _LARGEST_IN_E4M3:
+                told = f"fp8 inputs need weights that fp8 represents, integers up to {_LARGEST_IN_E4M3}"
+                return f"{told}, got {self.weight_bits} bits{' with zero points' if self.affine else ''}"
+        return ""
+
+
+Weights = Literal[
+    "int8", "int4", "int4_asym", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
+]
+WEIGHTS: dict[str, tuple[Weight, int, int, bool]] = {
+    "int8": ("channel", 8, 0, False), "int4": ("group", 4, 0, False), "int4_asym": ("group", 4, 0, True),
+    "fp8": ("fp8", 8, 0, False), "fp8_tensor": ("fp8_tensor", 8, 0, False), "fp8_block": ("fp8_block", 8, 128, False),
+    "mxfp4": ("mxfp4", 4, 0, False), "mxfp8": ("mxfp8", 8, 0, False), "nvfp4": ("nvfp4", 4, 0, False),
+    "ternary": ("ternary", 2, 0, False), "binary": ("binary", 1, 0, False),
+}  # fmt: skip
+"""Format of weights → fields of `LayerScheme`."""
+
+Inputs = Literal[
+    "auto", "none", "int8_static", "int8_token", "int8_token_asym", "fp8_static", "fp8_token", "fp8_group", "mxfp4",
+    "mxfp8", "nvfp4",
+]  # fmt: skip
+INPUTS: dict[str, tuple[Input, int, bool]] = {
+    "none": ("none", 0, False), "int8_static": ("static", 8, False), "int8_token": ("token", 8, False),
+    "int8_token_asym": ("token", 8, True), "fp8_static": ("fp8_static", 8, False), "fp8_token": ("fp8", 8, False),
+    "fp8_group": ("fp8_group", 8, False), "mxfp4": ("mxfp4", 4, False), "mxfp8": ("mxfp8", 8, False),
+    "nvfp4": ("nvfp4", 4, False),
+}  # fmt: skip
+"""Format of inputs → fields of `LayerScheme`. ``auto`` stands for those of the preset."""
+
+Scheme = Literal[
+    "int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp8", "fp8_static", "fp8_block",
+    "mxfp4", "nvfp4", "ternary", "binary", "W2A16", "W3A16", "W4A16", "W5A16", "W6A16", "W7A16", "W8A16", "W4A16_ASYM",
+    "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "MXFP4XFP8", "MXFP8A16", "MXFP8",
+]  # fmt: skip
+_PAIRS = {
+    "int8": ("int8", "int8_static"), "int8_weight": ("int8", "none"), "int8_dynamic": ("int8", "int8_token"),
+    "int4_weight": ("int4_asym", "none"), "int8_dynamic_int4_weight": ("int4", "int8_token_asym"),
+    "fp8": ("fp8", "fp8_token"), "fp8_static": ("fp8", "fp8_static"), "fp8_block": ("fp8_block", "fp8_group"),
+    "mxfp4": ("mxfp4", "mxfp4"), "nvfp4": ("nvfp4", "nvfp4"), "ternary": ("ternary", "none"),
+    "binary": ("binary", "none"), "W4A16_ASYM": ("int4_asym", "none"), "W8A8": ("int8", "int8_token"),
+    "W4A8": ("int4", "int8_token"), "W4AFP8": ("int4", "fp8_token"), "FP8_DYNAMIC": ("fp8", "fp8_token"),
+    "NVFP4A16": ("nvfp4", "none"), "MXFP4A16": ("mxfp4", "none"), "MXFP4XFP8": ("mxfp4", "fp8_group"),
+    "MXFP8A16": ("mxfp8", "none"), "MXFP8": ("mxfp8", "mxfp8"),
+}  # fmt: skip
 SCHEMES: dict[str, LayerScheme] = {
-    "int8": LayerScheme("channel", 8, "static", 8),
-    "int8_weight": LayerScheme("channel", 8, "none", 0),
-    "int8_dynamic": LayerScheme("channel", 8, "token", 8),
-    "int4_weight": LayerScheme("group", 4, "none", 0, affine=True),
-    "int8_dynamic_int4_weight": LayerScheme("group", 4, "token", 8, affine_input=True),
-    "fp8": LayerScheme("fp8", 8, "fp8", 8),
-    "fp8_static": LayerScheme("fp8", 8, "fp8_static", 8),
-    "fp8_block": LayerScheme("fp8_block", 8, "fp8_group", 8, group_size=128),
-    "mxfp4": LayerScheme("mxfp4", 4, "mxfp4", 4),
-    "nvfp4": LayerScheme("nvfp4", 4, "nvfp4", 4),
-    "ternary": LayerScheme("ternary", 2, "none", 0),
-    "binary": LayerScheme("binary", 1, "none", 0),
+    name: LayerScheme(*WEIGHTS[weights], *INPUTS[inputs]) for name, (weights, inputs) in _PAIRS.items()
+} | {f"W{bits}A16": LayerScheme("group", bits, input="none", activation_bits=0) for bits in range(2, 9)}
+"""Preset → its scheme. Those in capitals, and ``fp8_block``, ``mxfp4`` and ``nvfp4``, are those of compressed-tensors.
+Groups have no size yet: they get the largest usual one that divides a layer's inputs, 128 if possible."""
+_OTHERWISE = {
+    "FP8": "one scale per tensor: weights=fp8_tensor with inputs=fp8_static. FP8_DYNAMIC is fp8",
+    "INT8": "int8_dynamic",
 }
 
 
-def _token(x: Tensor, scheme: LayerScheme) -> Tensor:
-    return fake_quantize_groups(x, x.shape[-1], scheme.activation_bits, not scheme.affine_input)
+def preset_name(name: str) -> str:
+    """Return a preset's name as it is written in `SCHEMES`, from any spelling of it.
 
+    Raises:
+        ValueError: If compressed-tensors uses the name in another sense than we do.
 
-def _fp8(x: Tensor, scheme: LayerScheme) -> Tensor:
-    width = x.shape[-1] if scheme.input == "fp8" else scheme.group_of(x.shape[-1])
-    return fake_quantize_fp8(x.reshape(-1, width), torch.float8_e4m3fn, 0).view(x.shape)
-
-
-# ``LayerScheme.input`` → a function of vectors along the last axis
-_QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
-    "token": _token,
-    "fp8": _fp8,
-    "fp8_group": _fp8,
-    "mxfp4": lambda x, scheme: mxfp4_fake_quantize(x),
-    "nvfp4": lambda x, scheme: nvfp4_fake_quantize(x),
-}
-
-
-def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
-    """Return a layer's input fake-quantized dynamically, with a straight-through gradient.
-
-    Each token has its own scale. For convolutions, a token is one spatial position.
+    Example:
+        >>> preset_name("mxfp4a16"), preset_name("MXFP4"), preset_name("gold")
+        ('MXFP4A16', 'mxfp4', 'gold')
     """
-    quantize = _QUANTIZE_INPUT.get(scheme.input)
-    if quantize is None or not x.numel():
-        return x
-    if isinstance(module, nn.modules.conv._ConvNd):
-        axis = -1 - len(module.kernel_size)
-        # In a convolution's input the channel axis precedes the spatial axes.
-        return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
-    return quantize(x, scheme)
-
-
-def _channel(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
-    if noise is not None:
-        return fake_quantize_groups(rows, rows.shape[1], scheme.weight_bits, True, noise)
-    return kernels.fake_quantize_symmetric(rows, 0, scheme.weight_qmax)
-
-
-def _group(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
-    return fake_quantize_groups(rows, scheme.group_of(rows.shape[1]), scheme.weight_bits, not scheme.affine, noise)
-
-
-def _fp8_block(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
-    width = scheme.group_of(rows.shape[1])
-    return from_blocks(fake_quantize_fp8(to_blocks(rows, width), torch.float8_e4m3fn, 0), rows.shape, width)
-
-
-# kind → a function of a weight with one row for each output channel
-_QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tensor]] = {
-    "channel": _channel,
-    "group": _group,
-    "fp8": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn, 0),
-    "fp8_block": _fp8_block,
-    "mxfp4": lambda rows, scheme, noise: mxfp4_fake_quantize(rows),
-    "nvfp4": lambda rows, scheme, noise: nvfp4_fake_quantize(rows),
-    "ternary": lambda rows, scheme, noise: ternarize(rows, 0),
-    "binary": lambda rows, scheme, noise: binarize(rows, 0, True),
-}
-
-
-def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
-    """Return `weight` fake-quantized, with a straight-through gradient."""
-    noise = None if noise is None else as_rows(module, noise)
-    quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
-    if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale spans two experts
-        rows = torch.cat([quantize(one, scheme, None) for one in rows.chunk(len(weight))])
-    else:
-        rows = quantize(rows, scheme, noise)
-    return from_rows(module, rows, weight)
-
-
-def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return `weight` rounded to multiples of its channels' scales."""
-    rows = as_rows(module, weight)
-    steps = scale.to(rows.device).unsqueeze(1)
-    # A baked weight already lies on the grid of the saved scale, so that rounding it again changes no value.
-    return from_rows(module, (rows.to(steps.dtype) / steps).round_().mul_(steps).to(rows.dtype), weight)
+    if name in _OTHERWISE:
+        raise ValueError(f"{name} means in compressed-tensors {_OTHERWISE[name]}")
+    return next((known for known in SCHEMES if known.lower() == name.lower()), name)

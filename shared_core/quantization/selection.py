@@ -26,7 +26,7 @@ from shared_core.modules.matching import (
 from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
-from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
+from shared_core.quantization.schemes import WITH_RANGE, LayerScheme
 
 BASE = ".base_layer"
 """Name suffix of a layer wrapped by PEFT's adapters."""
@@ -163,9 +163,7 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
     for name, layer in layers.items():
         own = config
         if options[name]:
-            # an override of the scheme starts from that scheme's bits
-            base = {} if "scheme" in options[name] else _widths(config)
-            own = QatConfig.from_dict({"scheme": config.scheme, **base, **options[name]})
+            own = config.of_layer(options[name])
         resolved[name] = _layer_scheme(own, name, layer)
         if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
             raise ConfigError(
@@ -192,20 +190,9 @@ def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme])
                 )
 
 
-def _widths(config: QatConfig) -> dict[str, int]:
-    names = ("weight_bits", "activation_bits", "group_size")
-    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-
-
 def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme:
-    scheme = SCHEMES[config.scheme]
+    scheme = config.layer_scheme
     change: dict[str, Any] = {}
-    if config.weight_bits is not None:
-        change["weight_bits"] = config.weight_bits
-    if config.activation_bits is not None:
-        change["activation_bits"] = config.activation_bits
-        if scheme.input == "none":
-            change["input"] = "static"
     if scheme.input == "fp8_static" and isinstance(layer, StackedExperts):
         change["input"] = "fp8"  # values inside the experts have no observed range
     # For experts, tokens of both products are quantized, the second inside. An embedding's inputs are indices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -37,7 +38,7 @@ from shared_core.quantization.fake_quant_layers import (
 )
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
-from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
+from shared_core.quantization.schemes import WITH_RANGE, LayerScheme
 from shared_core.quantization.selection import BASE, layer_schemes, select_layers
 
 _COUNT_EVERY = 10
@@ -170,7 +171,7 @@ class QuantizationAwareTraining(Technique):
     @property
     def float_inputs(self) -> list[str]:
         """Stacked experts whose inputs stay in float although the scheme quantizes inputs."""
-        asked = SCHEMES[self.config.scheme].input != "none" or self.config.activation_bits is not None
+        asked = self.config.layer_scheme.input != "none"
         found = (name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts))
         return [name for name in found if self.schemes[name].input == "none"]
 
@@ -385,7 +386,8 @@ class QuantizationAwareTraining(Technique):
         layers = self._final if self._final is not None else self._layer_reports()
         return {
             "layers": len(layers),
-            "scheme": self.config.scheme,
+            "scheme": self.config.formats,
+            "formats": dict(Counter(str(self.schemes[entry["name"]]) for entry in layers).most_common()),
             "began_at_step": self._began_at,
             "range_updates": self.bank.num_updates,
             "non_finite_windows": int(self.bank.non_finite[: len(self.policy.static)].sum()),  # of inputs
@@ -403,10 +405,10 @@ class QuantizationAwareTraining(Technique):
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
         """Return a report in plain sentences, the result first. It may have been read from a file."""
-        layers = counted(report["layers"], "layer")
         if report["began_at_step"] is None:
-            return [f"Trained no layer in {report['scheme']} yet: the run ended before it began."]
-        told = [f"Trained {layers} in {report['scheme']} since step {report['began_at_step']:,}."]
+            return [f"Trained no layer with {report['scheme']} yet: the run ended before it began."]
+        layers = [f"{counted(number, 'layer')} with {formats}" for formats, number in report["formats"].items()]
+        told = [f"Trained {' and '.join(layers)} since step {report['began_at_step']:,}."]
         if (worst := report["smallest_sqnr_db"]) is not None:
             told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
         if (clipped := report["clipped"]) is not None and clipped["largest"] >= _WORTH_TELLING:
@@ -477,7 +479,7 @@ def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: 
     """Return the events at the steps of `resolve_moments`, without those at the end of the run."""
     begin, freeze, freeze_bn = moments
     told: list[tuple[int, str]] = [(0, "ranges are observed, layers compute in float")] if begin else []
-    told += [(begin, f"fake quantization on, scheme {config.scheme}"), (freeze, "ranges freeze")]
+    told += [(begin, f"fake quantization on: {config.formats}"), (freeze, "ranges freeze")]
     told += [(freeze_bn, "folded batch norms switch to running statistics")] if config.fold_batch_norm else []
     return [event for event in told if event[0] < (sys.maxsize if total_steps is None else total_steps)]
 

@@ -246,7 +246,7 @@ def print_study(out: Path, values: Values, *, every_layer: bool = False) -> None
     title, layers = most_telling(values["layers"], lambda entry: -float(entry["sqnr_db"]), "layer", every_layer)
     size = values["bytes"]
     show([
-        f"Quantized {counted(len(values['layers']), 'layer')} with {values['config']['scheme']}.",
+        f"Quantized {counted(len(values['layers']), 'layer')} with {values['formats']}.",
         f"Size with codes: {size_text(size['quantized'])} instead of {size_text(size['float'])}, "
         f"{_ratio(values):.2f} times smaller.",
         *_quality_lines(values),

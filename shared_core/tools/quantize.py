@@ -39,7 +39,7 @@ from shared_core.quantization.post_training.quality import (
 )
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.ranges.saved_ranges import saved_scheme
-from shared_core.quantization.schemes import quantize_weight
+from shared_core.quantization.rounding import quantize_weight
 from shared_core.quantization.selection import layer_schemes, select_layers
 from shared_core.tools.measuring import state_bytes
 from shared_core.tools.quantize_options import StudyOptions
@@ -108,9 +108,10 @@ class QuantizationStudy:
         if self.options.kv_cache is not None:
             check_kv_cache(self.network, self.options.kv_cache, "quantize")
         config = self.config
-        if self.options.largest_loss is not None and (not config.scheme.startswith("int") or config.overrides):
-            got = f"scheme={config.scheme} and overrides={list(config.overrides)}"
-            rule = "largest_loss needs an int scheme without overrides, whose layers share one width, got"
+        is_pair = config.weights is not None or config.inputs != "auto"
+        if self.options.largest_loss is not None and (not config.has_integers or config.overrides or is_pair):
+            got = f"{config.formats} and overrides={list(config.overrides)}"
+            rule = "largest_loss needs one scheme with integer weights and no weights, inputs or overrides, got"
             raise ConfigError("quantize", f"{rule} {got}")
 
     def share(self) -> None:
@@ -137,6 +138,7 @@ class QuantizationStudy:
             measured["qat"] = self._measured("qat", self.qat_model)
         values = {
             "config": config.to_dict(),
+            "formats": config.formats,
             **dataclasses.asdict(report),
             **self._quality({name: quality for name, (quality, _) in measured.items()}),
             **self._latency(model),

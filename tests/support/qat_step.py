@@ -4,7 +4,7 @@ from shared_core.engine.technique import Context
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 
 
-def qat_step(model, inputs, **options):
+def qat_step(model, inputs, /, **options):
     """Train for a step; return the model, which quantizes, and what trained it."""
     technique = QuantizationAwareTraining(QatConfig(**options))
     context = Context(model=model, total_steps=1)
@@ -18,7 +18,7 @@ def qat_step(model, inputs, **options):
     return model.eval(), technique, context
 
 
-def qat_result(model, inputs, **options):
+def qat_result(model, inputs, /, **options):
     """Train for a step; return the baked model, and the ranges beside it."""
     model, technique, context = qat_step(model, inputs, **options)
     ranges = technique.deployment()["ranges"]

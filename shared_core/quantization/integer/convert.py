@@ -254,10 +254,12 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
         if why := _why_no_torchao():
             return None, why
         if scheme.input != "none":
-            return None, "torchao's wheels for this processor lack its kernel for int4 weights with int8 inputs"
+            return None, f"torchao's wheels for this processor lack a kernel for {scheme}"
+        if scheme.weight_bits > 4:
+            return None, f"the int4 kernel takes 4 bits at most, got {scheme.weight_bits}"
         return _int4(module, scheme.group_size)
     if scheme.weight != "channel" or scheme.input not in ("none", "token"):
-        return None, f"torchao has no kernel here for {scheme.weight} weights with {scheme.input} inputs"
+        return None, f"torchao has no kernel here for {scheme}"
     dynamic = scheme.input == "token"
     why = _why_no_int8_linear(float_weight.device, scheme.weight_bits) if dynamic else ""
     why = why or _why_no_float64(float_weight.dtype)

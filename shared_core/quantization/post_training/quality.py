@@ -20,7 +20,6 @@ from shared_core.config.options import checked
 from shared_core.errors import ConfigError, EffError
 from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.weight_views import as_rows, weights_of
-from shared_core.numerics.block_formats import NVFP4_GROUP
 from shared_core.numerics.rounding import SignalToNoise
 from shared_core.quantization.batch_norm import run
 from shared_core.quantization.fake_quant_layers import layer_entry
@@ -94,9 +93,6 @@ def judge_loss(
     return Verdict(loss, "unacceptable" if loss > bad + _ROUNDING else "borderline", rule)
 
 
-_MX_GROUP = 32
-
-
 def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
     """Return the bytes of one weight's codes and scales, codes packed without gaps.
 
@@ -109,11 +105,9 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
         return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
     if scheme.weight == "fp8_block":
         return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
-    if scheme.weight == "mxfp4":
-        return codes + channels * -(-width // _MX_GROUP)
-    if scheme.weight == "nvfp4":
-        return codes + channels * -(-width // NVFP4_GROUP) + 4
-    return codes + 4 * channels
+    if scheme.block:
+        return codes + channels * -(-width // scheme.block) + (4 if scheme.weight == "nvfp4" else 0)
+    return codes + (4 if scheme.weight == "fp8_tensor" else 4 * channels)
 
 
 def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:

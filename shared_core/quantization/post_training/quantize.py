@@ -216,10 +216,11 @@ def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
     if isinstance(config, QatConfig):
         return config
     options = {"scheme": config} if isinstance(config, str) else dict(config)
+    made = QatConfig.from_dict(options)
     # a moving average would depend on the order of batches and start from the first
-    if found := {"int8": "mse", "fp8_static": "minmax"}.get(options.get("scheme", "")):
-        options.setdefault("range", found)
-    return QatConfig.from_dict(options)
+    if "range" in options or not made.is_static:
+        return made
+    return dataclasses.replace(made, range="mse" if made.is_not_fp8_static else "minmax")
 
 
 def _try(what: str, notes: list[str], change: Callable[[], str]) -> None:

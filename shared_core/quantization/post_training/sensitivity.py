@@ -18,7 +18,8 @@ from shared_core.errors import ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.quantization.layer_graph import LAYERS, chosen_layers, output_tensor
-from shared_core.quantization.schemes import LayerScheme, quantize_weight
+from shared_core.quantization.rounding import quantize_weight
+from shared_core.quantization.schemes import LayerScheme
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, a scalar."""

@@ -5,6 +5,7 @@ Stacked experts become linear layers: one per matrix in transformers' files, und
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -23,11 +24,11 @@ from shared_core.files.atomic import atomic_folder
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, output_axis, weights_of
-from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
+from shared_core.numerics.block_formats import Element, mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
 from shared_core.numerics.rounding import decode
 from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
 from shared_core.tools.export.served import (
     ServedModel,
     ServedReport,
@@ -107,7 +108,6 @@ def _put(model: nn.Module, name: str, layers: dict[str, nn.Linear]) -> str:
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
 _OUTPUTS = 32
-_FP4_BLOCKS = {"mxfp4": 32, "nvfp4": 16}
 # Matrices that vLLM fuses: their parts share one scheme and one input range.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -154,14 +154,15 @@ def export_compressed_tensors(
     if not coded:
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got only embeddings", "quantize")
     fp4 = tuple(name for name in coded if schemes[name].weight == "nvfp4")
-    if calibration is not None and not (fp4 or served.cache):
-        raise ConfigError(_WHERE, "calibration needs layers in NVFP4, got none", "leave it out")
-    inputs = {} if calibration is None else _input_scales(reference, fp4, calibration)
-    for name in fp4 if calibration is None else ():
+    fp4_inputs = tuple(name for name in coded if schemes[name].input == "nvfp4")
+    if calibration is not None and not (fp4_inputs or served.cache):
+        raise ConfigError(_WHERE, "calibration needs inputs in NVFP4, got none", "leave it out")
+    inputs = {} if calibration is None else _input_scales(reference, fp4_inputs, calibration)
+    for name in fp4_inputs if calibration is None else ():
         reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
     loaded_in = torch.float32
-    if any(schemes[name].weight in _FP4_BLOCKS for name in coded):
-        loaded_in = torch.bfloat16  # the format's package dequantizes FP4 to it, whatever the model's dtype
+    if any(schemes[name].block for name in coded):
+        loaded_in = torch.bfloat16  # the format's package dequantizes blocks to it, whatever the model's dtype
         served = dataclasses.replace(served, dtype=loaded_in)
         exported.to(loaded_in)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
@@ -201,7 +202,7 @@ def export_compressed_tensors(
     return served.report(
         folder, size, kind, quantized=coded, values=values,
         unrounded_inputs=tuple(
-            name for name in (*values, *(fp4 if calibration is None else ())) if schemes[name].input != "none"
+            name for name in (*values, *(fp4_inputs if calibration is None else ())) if schemes[name].input != "none"
         ),
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
         kv_cache=tuple(served.cache),
@@ -226,11 +227,12 @@ def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
     return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
 
 
-_SERVED = frozenset({
-    ("channel", "none"), ("channel", "token"), ("channel", "static"), ("group", "none"), ("fp8", "fp8"),
-    ("fp8", "fp8_static"), ("fp8_block", "fp8_group"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"),
-})  # fmt: skip
-"""Codes of weights and inputs that vLLM can multiply."""
+_SERVED = {
+    "channel": ("none", "token", "static"), "group": ("none", "token", "fp8"), "fp8": ("none", "fp8", "fp8_static"),
+    "fp8_tensor": ("fp8_static",), "fp8_block": ("fp8_group",), "mxfp4": ("none", "mxfp4", "mxfp8", "fp8_group"),
+    "mxfp8": ("none", "mxfp8"), "nvfp4": ("none", "nvfp4"),
+}  # fmt: skip
+"""Weights → inputs that the format describes together and engines multiply."""
 
 
 def check_servable(name: str, module: Any, where: str) -> None:
@@ -244,20 +246,19 @@ def check_servable(name: str, module: Any, where: str) -> None:
 def _not_served(module: Any, scheme: LayerScheme) -> Iterator[tuple[str, str]]:
     """Yield the rules that a layer breaks, with a remedy."""
     skip = "skip it in qat"
-    rounds = scheme.input in ("token", "static")
-    if (scheme.weight, scheme.input) not in _SERVED or (
-        rounds and (scheme.affine_input or scheme.activation_bits != 8)
-    ):
-        tokens = " with zero points" if scheme.affine_input else ""
-        got = f"weight {scheme.weight} of {scheme.weight_bits} bits and input {scheme.input}{tokens} of"
-        known = "int8, int8_dynamic, int8_weight, int4_weight, fp8, fp8_static, fp8_block, mxfp4 or nvfp4"
-        yield f"have codes that vLLM multiplies, got {got} {scheme.activation_bits} bits", f"choose scheme {known}"
+    odd_inputs = scheme.has_integer_inputs and (scheme.affine_input or scheme.activation_bits != 8)
+    odd_groups = scheme.weight == "group" and scheme.input != "none" and (scheme.affine or scheme.weight_bits > 4)
+    if scheme.input not in _SERVED.get(scheme.weight, ()) or odd_inputs or odd_groups:
+        remedy = "choose a scheme of compressed-tensors, such as W4A16, W8A8 or MXFP4A16"
+        yield f"have codes that vLLM multiplies, got {scheme}", remedy
     experts = isinstance(module, StackedExperts)
-    block, kind = _FP4_BLOCKS.get(scheme.weight), scheme.weight.upper()
-    if block and experts:
-        yield f"have codes of integers or FP8, got experts in {kind}, not tested in vLLM", skip
-    elif block and module.in_features % block:
+    block, kind = scheme.block, scheme.weight.upper()
+    if experts and scheme.weight in ("nvfp4", "fp8_tensor"):
+        yield f"have no scale per tensor, got experts in {kind}, whose matrices share one", skip
+    elif block and not experts and module.in_features % block:
         yield f"have a multiple of {block} inputs for {kind}, got {module.in_features}", skip
+    if scheme.input == "fp8_group" and (experts or module.in_features % FP8_GROUP):
+        yield f"be a matrix with a multiple of {FP8_GROUP} inputs for {scheme}", skip
     if scheme.weight == "fp8_block" and (experts or module.in_features % 128 or module.out_features % 128):
         found = "stacked experts" if experts else f"{module.out_features} x {module.in_features}"
         rule = f"be a matrix whose sizes are multiples of 128 for vLLM's blocks of FP8, got {found}"
@@ -335,8 +336,7 @@ def _input_scales(reference: nn.Module, names: Iterable[str], batches: Iterable[
 def _as_served(layer: Any) -> str:
     """Describe what layers in one fused matrix must share."""
     scheme: LayerScheme = layer.quantizer.scheme
-    group = f" by {scheme.group_size}" if scheme.group_size else ""
-    words = f"{scheme.weight}{group} of {scheme.weight_bits} bits, input {scheme.input}"
+    words = str(scheme)
     qparams = layer.quantizer.qparams(layer)
     return words if qparams is None else f"{words} of scale {float(qparams[0])!r}, zero point {int(qparams[1])}"
 
@@ -349,8 +349,9 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
     rows = layer.weight.detach().float()
     layer.quantization_scheme = _format_scheme(scheme, input_scale is not None)
     initialize_module_for_quantization(layer, force_zero_point=False)
-    if scheme.weight == "mxfp4":  # one power of two per block, which the largest code determines
-        layer.weight_scale.data = torch.exp2(mx_encode(rows).scale.float() - 127)
+    if scheme.block == 32:  # one power of two per block, which the largest code determines
+        element: Element = "fp4_e2m1" if scheme.weight == "mxfp4" else "fp8_e4m3"
+        layer.weight_scale.data = torch.exp2(mx_encode(rows, element).scale.float() - 127)
         return
     if tensor_scale is not None:
         if not torch.equal(nvfp4_round_to(rows, per_tensor_scale=tensor_scale), rows):
@@ -361,6 +362,8 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
             layer.input_global_scale.data = input_scale.reciprocal().view(1)
         return
     codes, scale = served.codes(name, rows)
+    # vLLM would round fused matrices with one scale each again, to their largest
+    scale = scale.expand(len(rows)) if scheme.weight == "fp8_tensor" else scale
     layer.weight_scale.data = scale.view(len(rows) // (128 if scheme.weight == "fp8_block" else 1), -1)
     if scheme.affine:
         layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
@@ -399,29 +402,31 @@ def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None
 def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
     """Return a scheme in the format's terms, without targets. NVFP4 rounds inputs if they have a scale."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import MXFP4, NVFP4, NVFP4A16
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-    if scheme.weight == "mxfp4":
-        return QuantizationScheme(targets=["Linear"], **MXFP4)
-    if scheme.weight == "nvfp4":
-        return QuantizationScheme(targets=["Linear"], **(NVFP4 if rounds_inputs else NVFP4A16))
-    kind = "float" if scheme.weight.startswith("fp8") else "int"
-    # engines have kernels for 4 and 8 bits, and with quantized inputs only 8; fewer bits use the same codes
-    bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8
-    strategy = {"group": "group", "fp8_block": "block"}.get(scheme.weight, "channel")
-    weights = QuantizationArgs(
-        num_bits=bits, type=kind, symmetric=not scheme.affine, dynamic=False, strategy=strategy,
-        group_size=scheme.group_size if strategy == "group" else None,
-        block_structure=[128, scheme.group_size] if strategy == "block" else None,
-    )  # fmt: skip
-    inputs = None
-    if scheme.input != "none":
-        seen = {"static": "tensor", "fp8_static": "tensor", "fp8_group": "group"}.get(scheme.input, "token")
-        inputs = QuantizationArgs(
-            num_bits=8, type=kind, symmetric=scheme.input != "static", dynamic=not scheme.has_range, strategy=seen,
-            group_size=scheme.group_size if seen == "group" else None,
+    if scheme.block:
+        weights = PRESET_SCHEMES[scheme.weight.upper()]["weights"]
+    else:
+        strategy = {"group": "group", "fp8_block": "block"}.get(scheme.weight, "channel")
+        # engines have kernels for 4 and 8 bits, per channel with quantized inputs only 8; fewer bits use the same codes
+        few = scheme.weight_bits <= 4 and (scheme.input == "none" or strategy == "group")
+        weights = QuantizationArgs(
+            num_bits=4 if few else 8, type="int" if scheme.has_integers else "float", symmetric=not scheme.affine,
+            dynamic=False, strategy=strategy, group_size=scheme.group_size if strategy == "group" else None,
+            block_structure=[128, scheme.group_size] if strategy == "block" else None,
         )  # fmt: skip
-    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    if scheme.input == "none" or (scheme.input == "nvfp4" and not rounds_inputs):
+        inputs = None
+    elif scheme.input in ("mxfp4", "mxfp8", "nvfp4"):
+        inputs = PRESET_SCHEMES[scheme.input.upper()]["input_activations"]
+    else:
+        strategy = "tensor" if scheme.has_range else "group" if scheme.input == "fp8_group" else "token"
+        inputs = QuantizationArgs(
+            num_bits=8, type="int" if scheme.has_integer_inputs else "float", symmetric=scheme.input != "static",
+            dynamic=not scheme.has_range, strategy=strategy, group_size=FP8_GROUP if strategy == "group" else None,
+        )  # fmt: skip
+    parts = {"weights": weights, "input_activations": inputs}
+    return QuantizationScheme(targets=["Linear"], **copy.deepcopy(parts))
 
 
 def _write(

@@ -200,6 +200,8 @@ def codes_of(
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":
         groups = to_blocks(rows, scheme.group_size)
+    if scheme.weight == "fp8_tensor":
+        groups = rows.reshape(1, -1)
     is_float = scheme.weight.startswith("fp8")
     levels = torch.float8_e4m3fn if is_float else torch.int8
     qmax: float = 448.0 if is_float else scheme.weight_qmax
@@ -219,7 +221,7 @@ def codes_of(
 
 def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
     """Return the error for a layer whose weight is not on the grid of its codes."""
-    got = f"{scheme.weight} of {scheme.weight_bits} bits that are not"
+    got = f"{scheme}, off it"
     remedy = "export what qat or eff quantize saved, unchanged"
     return CompatibilityError(where, f"{name} must have weights on its quantization grid, got {got}", remedy)
 

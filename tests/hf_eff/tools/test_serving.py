@@ -45,6 +45,21 @@ FORMATS = {
     "mxfp4": ("mxfp4-pack-quantized", {"weight_packed", "weight_scale"}),
     "nvfp4": ("nvfp4-pack-quantized", {"weight_packed", "weight_scale", "weight_global_scale"}),
 }
+PACKED = ("pack-quantized", {"weight_packed", "weight_scale", "weight_shape"})
+# formats with other inputs, or as released: options of qat → the format, parts of a layer, inputs in config.json
+RELEASED = [
+    ({"scheme": "W4A16", "group_size": 32}, *PACKED, None),
+    ({"scheme": "W8A16", "group_size": 32}, *PACKED, None),
+    ({"scheme": "W4A8", "group_size": 32}, "int-quantized", {"weight", "weight_scale"}, ("int", 8, "token")),
+    ({"scheme": "W4AFP8", "group_size": 32}, "int-quantized", {"weight", "weight_scale"}, ("float", 8, "token")),
+    ({"scheme": "MXFP4A16"}, *FORMATS["mxfp4"], None),
+    ({"weights": "mxfp4", "inputs": "mxfp8"}, *FORMATS["mxfp4"], ("float", 8, "group")),
+    ({"scheme": "MXFP8A16"}, "mxfp8-quantized", {"weight", "weight_scale"}, None),
+    ({"scheme": "MXFP8"}, "mxfp8-quantized", {"weight", "weight_scale"}, ("float", 8, "group")),
+    ({"scheme": "NVFP4A16"}, *FORMATS["nvfp4"], None),
+    ({"weights": "fp8_tensor", "inputs": "fp8_static"}, *FORMATS["fp8_static"], ("float", 8, "tensor")),
+    ({"weights": "fp8"}, "naive-quantized", {"weight", "weight_scale"}, None),
+]
 
 
 @pytest.fixture
@@ -117,6 +132,44 @@ def test_the_folder_loads_in_transformers_as_training_saw_the_model(scheme, fold
         assert quantizer.qparams(None) == (scale.item(), zero_point.item())
 
 
+@pytest.mark.parametrize(("options", "kind", "parts", "inputs"), RELEASED, ids=lambda value: str(value)[:60])
+def test_released_formats_load_in_transformers_as_training_saw_the_model(
+    options, kind, parts, inputs, folder, tmp_path
+):
+    model, ranges = folder(**options)
+    report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
+    assert (report.format, report.equal_layers, report.unrounded_inputs) == (kind, 15, ())
+    assert report.largest_difference <= (5e-2 if kind.startswith(("mx", "nv")) else 1e-6)  # decompressed in bfloat16
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    found = group["input_activations"]
+    assert inputs == (None if found is None else (found["type"], found["num_bits"], found["strategy"]))
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj."
+    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == parts
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        loaded(**INPUTS)
+    assert all(torch.equal(value.float(), model.state_dict()[name].to(value.dtype).float())
+               for name, value in loaded.state_dict().items() if name in model.state_dict())  # fmt: skip
+
+
+def test_layers_of_a_model_have_formats_of_their_own(folder, tmp_path):
+    folder(
+        "MXFP4A16", skip=("*self_attn*",), overrides={"*down_proj": {"weights": "fp8"}, "lm_head": {"scheme": "W8A8"}}
+    )
+    report = json.loads(eff(tmp_path, "--json").stdout)
+    assert (report["format"], report["equal_layers"]) == ("mixed-precision", 7)
+    assert report["largest_difference"] <= 5e-2
+    described = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    formats = {tuple(group["targets"])[0].rpartition(".")[2]: group["format"]
+               for group in described["config_groups"].values()}  # fmt: skip
+    assert sorted(formats.values()) == ["int-quantized", "mxfp4-pack-quantized", "naive-quantized"]
+    assert formats["lm_head"] == "int-quantized"
+    assert sum(name.endswith("_proj") for name in described["ignore"]) >= 8
+
+
 def test_nvfp4_with_scales_of_inputs_computes_what_training_saw(folder, tmp_path, monkeypatch):
     model, ranges = folder("nvfp4")
     with torch.no_grad():  # values of another tensor scale, on the grid too
@@ -152,7 +205,7 @@ def test_nvfp4_on_no_common_grid_and_needless_calibration_are_refused(folder, tm
     with pytest.raises(CompatibilityError, match=r"k_proj must have weights on .*, got nvfp4"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out")
     model, ranges = folder("int8_weight")
-    with pytest.raises(ConfigError, match=r"calibration .*layers in NVFP4, got none"):
+    with pytest.raises(ConfigError, match=r"calibration .*inputs in NVFP4, got none"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", calibration=[INPUTS])
 
 
@@ -235,8 +288,7 @@ def test_experts_that_files_stack_or_that_engines_multiply_in_floats_of_other_si
             {"scheme": "int8_weight", "skip": ("*_proj", "lm_head")},
             "experts must have a multiple of 32 outputs for vLLM's",
         ),
-        ("mixtral", SIZES | {"scheme": "mxfp4"}, "experts must have codes of integers or FP8, got experts in MXFP4"),
-        ("mixtral", SIZES | {"scheme": "nvfp4"}, "experts must have codes of integers or FP8, got experts in NVFP4"),
+        ("mixtral", SIZES | {"scheme": "nvfp4"}, "experts must have no scale per tensor, got experts in NVFP4"),
     ):
         sizes = {name: options.pop(name) for name in SIZES if name in options}
         model, ranges = qat_result(mixture(kind, **sizes), INPUTS, **options)
@@ -251,9 +303,13 @@ VLLM, TORCHAO_FORMAT, GGUF = ("compressed-tensors", "out"), ("torchao", "out"), 
 @pytest.mark.parametrize(
     ("place", "options", "rule"),
     [
-        (VLLM, {"scheme": "ternary"}, "q_proj must have codes that vLLM multiplies, got weight ternary"),
-        (VLLM, {"scheme": "int8_dynamic_int4_weight"}, "must have codes that vLLM .* input token with zero points"),
-        (VLLM, {"scheme": "int8", "activation_bits": 4}, "must have codes that vLLM .* input static of 4 bits"),
+        (VLLM, {"scheme": "ternary"}, "q_proj must have codes that vLLM multiplies, got ternary weights"),
+        (
+            VLLM,
+            {"scheme": "int8_dynamic_int4_weight"},
+            "must have codes that vLLM .* inputs per token with zero points",
+        ),
+        (VLLM, {"scheme": "int8", "activation_bits": 4}, "must have codes that vLLM .* int4 inputs with fixed ranges"),
         (VLLM, {"scheme": "int4_weight", "group_size": 16}, "must have a group_size of 32, 64, 128 for vLLM, got 16"),
         (VLLM, {"scheme": "int4_weight", "vocabulary": 24}, "lm_head must have a multiple of 32 outputs .* got 24"),
         (VLLM, {"skip": ("*k_proj",)}, "q_proj and .*k_proj must be quantized alike for vLLM"),

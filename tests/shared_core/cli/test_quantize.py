@@ -337,7 +337,7 @@ def test_gptq_quantizes_a_decoder_on_the_cpu_for_export(run, tmp_path):
     for entry in values["layers"]:
         weight = made.get_submodule(entry["name"]).weight.detach()
         codes, scale = codes_of(
-            "test", entry["name"], weight, LayerScheme("group", 4, "none", 0, 32, True), {}, weight.dtype
+            "test", entry["name"], weight, LayerScheme("group", 4, 32, True, "none", 0), {}, weight.dtype
         )
         assert torch.equal((codes * scale.unsqueeze(1)).view_as(weight), weight)
     export = ["export", "out", "--format", "compressed-tensors", "--out", "served"]

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import apply_ranges, convert, quantize, quantize_with_report
 from shared_core.quantization.post_training.quality import quantized_bytes
-from shared_core.quantization.schemes import SCHEMES, quantize_input, quantize_weight
+from shared_core.quantization.rounding import quantize_input, quantize_weight
+from shared_core.quantization.schemes import SCHEMES
 
 EXPERTS = "model.layers.0.mlp.experts"
 IDS = torch.stack([row["input_ids"] for row in rows(2)])

@@ -16,7 +16,8 @@ from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges
 from shared_core.quantization.fake_quant_layers import FAKE_QUANT, FakeQuantLinear
-from shared_core.quantization.schemes import LayerScheme, quantize_weight
+from shared_core.quantization.rounding import quantize_weight
+from shared_core.quantization.schemes import LayerScheme
 
 
 def test_ranges_are_the_moving_average_of_each_step():

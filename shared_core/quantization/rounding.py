@@ -1,0 +1,100 @@
+"""Fake quantization of a layer's weight and input by its scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from eff_kernels.quantization import affine as kernels
+from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_groups
+from eff_kernels.quantization.low_bit import binarize, ternarize
+from torch import Tensor, nn
+
+from shared_core.modules.experts import StackedExperts
+from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.quantization.low_bit import from_blocks, mx_fake_quantize, nvfp4_fake_quantize, to_blocks
+from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
+
+
+def _token(x: Tensor, scheme: LayerScheme) -> Tensor:
+    return fake_quantize_groups(x, x.shape[-1], scheme.activation_bits, not scheme.affine_input)
+
+
+def _fp8(x: Tensor, scheme: LayerScheme) -> Tensor:
+    width = x.shape[-1] if scheme.input == "fp8" or x.shape[-1] % FP8_GROUP else FP8_GROUP
+    return fake_quantize_fp8(x.reshape(-1, width), torch.float8_e4m3fn, 0).view(x.shape)
+
+
+# ``LayerScheme.input`` → a function of vectors along the last axis
+_QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
+    "token": _token,
+    "fp8": _fp8,
+    "fp8_group": _fp8,
+    "mxfp4": lambda x, scheme: mx_fake_quantize(x, "fp4_e2m1"),
+    "mxfp8": lambda x, scheme: mx_fake_quantize(x, "fp8_e4m3"),
+    "nvfp4": lambda x, scheme: nvfp4_fake_quantize(x),
+}
+
+
+def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
+    """Return a layer's input fake-quantized dynamically, with a straight-through gradient.
+
+    Each token has its own scale. For convolutions, a token is one spatial position.
+    """
+    quantize = _QUANTIZE_INPUT.get(scheme.input)
+    if quantize is None or not x.numel():
+        return x
+    if isinstance(module, nn.modules.conv._ConvNd):
+        axis = -1 - len(module.kernel_size)
+        # In a convolution's input the channel axis precedes the spatial axes.
+        return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
+    return quantize(x, scheme)
+
+
+def _channel(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    if noise is not None:
+        return fake_quantize_groups(rows, rows.shape[1], scheme.weight_bits, True, noise)
+    return kernels.fake_quantize_symmetric(rows, 0, scheme.weight_qmax)
+
+
+def _group(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    return fake_quantize_groups(rows, scheme.group_of(rows.shape[1]), scheme.weight_bits, not scheme.affine, noise)
+
+
+def _fp8_block(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    width = scheme.group_of(rows.shape[1])
+    return from_blocks(fake_quantize_fp8(to_blocks(rows, width), torch.float8_e4m3fn, 0), rows.shape, width)
+
+
+# kind → a function of a weight with one row for each output channel
+_QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tensor]] = {
+    "channel": _channel,
+    "group": _group,
+    "fp8": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn, 0),
+    "fp8_tensor": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn),
+    "fp8_block": _fp8_block,
+    "mxfp4": lambda rows, scheme, noise: mx_fake_quantize(rows, "fp4_e2m1"),
+    "mxfp8": lambda rows, scheme, noise: mx_fake_quantize(rows, "fp8_e4m3"),
+    "nvfp4": lambda rows, scheme, noise: nvfp4_fake_quantize(rows),
+    "ternary": lambda rows, scheme, noise: ternarize(rows, 0),
+    "binary": lambda rows, scheme, noise: binarize(rows, 0, True),
+}
+
+
+def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
+    """Return `weight` fake-quantized, with a straight-through gradient."""
+    noise = None if noise is None else as_rows(module, noise)
+    quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
+    if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale spans two experts
+        rows = torch.cat([quantize(one, scheme, None) for one in rows.chunk(len(weight))])
+    else:
+        rows = quantize(rows, scheme, noise)
+    return from_rows(module, rows, weight)
+
+
+def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return `weight` rounded to multiples of its channels' scales."""
+    rows = as_rows(module, weight)
+    steps = scale.to(rows.device).unsqueeze(1)
+    # A baked weight already lies on the grid of the saved scale, so that rounding it again changes no value.
+    return from_rows(module, (rows.to(steps.dtype) / steps).round_().mul_(steps).to(rows.dtype), weight)
