@@ -52,6 +52,8 @@ def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
     if origin is tuple:
         return list[get_args(hint)[0]] | None  # type: ignore[misc]
     if origin is Literal:
+        if "flag_type" in metadata:
+            return metadata["flag_type"] | None
         return typing.Optional[hint]  # noqa: UP045
     return hint | None
 

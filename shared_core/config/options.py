@@ -580,5 +580,7 @@ def type_text(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return "list"
     inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    name = str(getattr(inner[0] if inner else hint, "__name__", hint))
+    if inner:  # X | None
+        return type_text(inner[0])
+    name = str(getattr(hint, "__name__", hint))
     return {"str": "text", "int": "integer", "float": "number", "bool": "true | false"}.get(name, name)

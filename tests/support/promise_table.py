@@ -136,6 +136,9 @@ VARIANTS = {
     "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
     "distill-chunked": Row("distill", {"chunked": True, "budget_mib": 0.001, "vocab_size": 9}, needs_teacher=True),
+    "qat-pair": Row(
+        "qat", {"weights": "mxfp4", "inputs": "mxfp8", "overrides": {"last": {"scheme": "W4A8"}}, "begin": 2}
+    ),
     "qat-lsq": Row(
         "qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}, on_gradients=True
     ),

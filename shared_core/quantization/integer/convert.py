@@ -258,7 +258,7 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
         if scheme.weight_bits > 4:
             return None, f"the int4 kernel takes 4 bits at most, got {scheme.weight_bits}"
         return _int4(module, scheme.group_size)
-    if scheme.weight != "channel" or scheme.input not in ("none", "token"):
+    if scheme.weight != "channel" or scheme.input not in ("none", "token") or scheme.affine_input:
         return None, f"torchao has no kernel here for {scheme}"
     dynamic = scheme.input == "token"
     why = _why_no_int8_linear(float_weight.device, scheme.weight_bits) if dynamic else ""

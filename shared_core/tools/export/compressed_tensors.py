@@ -6,7 +6,6 @@ Stacked experts become linear layers: one per matrix in transformers' files, und
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 import json
@@ -160,11 +159,9 @@ def export_compressed_tensors(
     inputs = {} if calibration is None else _input_scales(reference, fp4_inputs, calibration)
     for name in fp4_inputs if calibration is None else ():
         reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
-    loaded_in = torch.float32
-    if any(schemes[name].block for name in coded):
-        loaded_in = torch.bfloat16  # the format's package dequantizes blocks to it, whatever the model's dtype
-        served = dataclasses.replace(served, dtype=loaded_in)
-        exported.to(loaded_in)
+    # the format's package dequantizes blocks to bfloat16, whatever the model's dtype
+    has_blocks = any(schemes[name].block for name in coded)
+    loaded_in = torch.bfloat16 if has_blocks else torch.float32
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
     float_experts = _has_experts(exported, mixture)
     loads = _transformers_loads(
@@ -172,7 +169,9 @@ def export_compressed_tensors(
     )
     compares = verify and example_inputs is not None and loads
     with rounding_kv_cache(reference):
-        expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+        # a copy, because codes of other layers are found in the exact weights
+        shown = copy.deepcopy(exported).to(loaded_in) if compares and has_blocks else exported
+        expected = (outputs(shown, example_inputs), outputs(reference, example_inputs)) if compares else None
     _set_cache(exported, served.cache)
     experts = split_experts_(exported, mixture, _WHERE)
     coded = tuple(name for name in coded if name not in mixture)
@@ -180,7 +179,7 @@ def export_compressed_tensors(
         layers |= parts
         schemes |= dict.fromkeys(parts, schemes[name])
         coded += tuple(parts)
-    dtype = served.dtype
+    dtype = loaded_in if has_blocks else served.dtype
     weights = {name: layers[name].weight.detach().to(dtype) for name in coded}
     tensor_scales = _tensor_scales(exported, fp4)
     for name in coded:

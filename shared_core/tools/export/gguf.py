@@ -371,9 +371,10 @@ def _check_layer(name: str, module: Any, where: str) -> None:
     scheme: LayerScheme = module.quantizer.scheme
     widths = {scheme.group_size or weight.shape[-1] for weight in weights_of(module).values()}
     odd = [width for width in sorted(widths) if width % _BLOCK]
-    fits = scheme.weight in ("channel", "group") and not (scheme.affine and scheme.weight_bits > 4)
+    fits = scheme.has_integers and not (scheme.affine and scheme.weight_bits > 4)
+    fits &= scheme.has_integer_inputs or scheme.input == "none"
     if not fits or odd:
-        rule = f"have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits"
+        rule = f"have codes of Q8_0, Q4_0 or Q4_1, got {scheme}"
         remedy = "choose scheme int8_dynamic, int8_weight or int4_weight"
         if fits:
             rule = f"have a multiple of {_BLOCK} weights for each scale, got {odd[0]}"

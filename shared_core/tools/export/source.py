@@ -179,11 +179,11 @@ def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.
     scheme: LayerScheme = module.quantizer.scheme
     kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
     odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
-    integers = scheme.weight in _INTEGER_WEIGHTS and scheme.input in ("none", "static", "token")
+    integers = scheme.weight in _INTEGER_WEIGHTS and (scheme.has_integer_inputs or scheme.input == "none")
     schemes = "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary"
     for breaks, rule, remedy in (
         (kind not in kinds, f"be one of {known}, got {kind.__name__}", "skip it in qat"),
-        (not integers, f"have integer codes, got weight {scheme.weight} and input {scheme.input}", schemes),
+        (not integers, f"have integer codes, got {scheme}", schemes),
         (getattr(module, "max_norm", None) is not None, "have no max_norm, which rescales rows", "skip it in qat"),
         (getattr(module, "proj_size", 0), "have no proj_size, which ONNX lacks", "skip it in qat"),
         (odd is not None, f"be float32, got {odd}", "call model.float() first"),

@@ -77,10 +77,10 @@ def export_torchao(
 def _check_layer(name: str, module: Any, where: str) -> None:
     """Raise an error for a layer that torchao's tensors cannot represent."""
     scheme: LayerScheme = module.quantizer.scheme
-    fits = scheme.input in ("none", "fp8") or (scheme.weight == "channel" and scheme.activation_bits == 8)
-    if scheme.input == "static" or scheme.weight not in ("channel", "group", "fp8") or not fits:
-        rule = f"{name} must have codes that transformers' torchao loader supports, got weight {scheme.weight}"
-        got = f"of {scheme.weight_bits} bits and input {scheme.input} of {scheme.activation_bits} bits"
+    inputs = {"channel": ("none", "token"), "group": ("none",), "fp8": ("none", "fp8")}.get(scheme.weight, ())
+    if scheme.input not in inputs or (scheme.input == "token" and (scheme.activation_bits != 8 or scheme.affine_input)):
+        rule = f"{name} must have codes that transformers' torchao loader supports, got"
+        got = str(scheme)
         remedy = "choose scheme int8_dynamic, int8_weight, int4_weight or fp8, or --format compressed-tensors"
         raise CompatibilityError(where, f"{rule} {got}", remedy)
 
