@@ -120,7 +120,7 @@ class LayerScheme:
         if self.input == "nvfp4" and self.weight != "nvfp4":
             return f"nvfp4 inputs have an fp8 scale per 16 features, which {self.weight} weights lack"
         if self.has_integer_inputs and (self.weight.startswith("fp8") or self.weight == "mxfp8"):
-            return f"{self.weight} weights have fractions and 17 binades, which products of integers lack"
+            return f"integer inputs need weights with integer codes, which {self.weight} lacks"
         if self.input.startswith("fp8") and self.has_integers:
             largest = 2**self.weight_bits - 1 if self.affine else self.weight_qmax
             if largest > _LARGEST_IN_E4M3:

@@ -340,7 +340,7 @@ def test_layers_have_pairs_of_their_own():
     ({"scheme": "W4A17"}, ConfigError, "did you mean 'W4A16'"),
     ({"weights": "nvfp4", "inputs": "mxfp8"}, ConfigError, "mxfp8 inputs have a power of two .* nvfp4 weights lack"),
     ({"scheme": "W4A16", "inputs": "nvfp4"}, ConfigError, "nvfp4 inputs have an fp8 scale .* group weights lack"),
-    ({"scheme": "MXFP8", "inputs": "int8_token"}, ConfigError, "mxfp8 weights have fractions"),
+    ({"scheme": "MXFP8", "inputs": "int8_token"}, ConfigError, "integer inputs need .* which mxfp8 lacks"),
     ({"scheme": "int8", "inputs": "fp8_token"}, ConfigError, "fp8 inputs need weights that fp8 represents, .* 8 bits"),
     ({"scheme": "W4A16", "overrides": {"head": {"inputs": "mxfp4"}}}, ConfigError, "mxfp4 inputs have a power of two"),
     ({"scheme": "W4A16", "overrides": {"head": {"weights": "mxfp3"}}}, ConfigError, "did you mean 'mxfp8'"),
