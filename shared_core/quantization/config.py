@@ -76,7 +76,7 @@ class QatConfig(OverridableConfig):
         "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp8, fp8_static, fp8_block, mxfp4, nvfp4, ternary, "
         "binary, or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
         "MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
-        flag_type=str,
+        flag_type=str | None,
     )
     weights: Weights | None = option(
         None,

@@ -19,7 +19,7 @@ def trained(recipe):
     return session, model
 
 
-SCHEMES = ("int8", "int8_weight", "int4_weight", "int8_dynamic_int4_weight", "fp8", "mxfp4", "ternary", "binary")
+SCHEMES = ("int8", "int8_weight", "int4_weight", "W4A8", "fp8", "mxfp4", "MXFP8", "ternary", "binary")
 RECIPES = {
     "prune": {"prune": {"sparsity": 0.6, "schedule": "one_shot", "begin": 1}},
     "neuron": {"prune": {"sparsity": 0.5, "granularity": "neuron", "schedule": "one_shot", "begin": 1}},
@@ -33,6 +33,7 @@ RECIPES = {
     "low_rank averaged": {"average": {"kind": "swa"}, "low_rank": {"rank": 4, "force": True, "merge": True}},
     "lsq": {"qat": {"scheme": "int8", "range": "lsq", "begin": 1}},
     **{scheme: {"qat": {"scheme": scheme, "begin": 1}} for scheme in SCHEMES},
+    "fp8_tensor": {"qat": {"weights": "fp8_tensor", "begin": 1}},
 }
 
 
