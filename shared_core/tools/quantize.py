@@ -111,7 +111,7 @@ class QuantizationStudy:
         is_pair = config.weights is not None or config.inputs != "auto"
         if self.options.largest_loss is not None and (not config.has_integers or config.overrides or is_pair):
             got = f"{config.formats} and overrides={list(config.overrides)}"
-            rule = "largest_loss needs one scheme with integer weights and no weights, inputs or overrides, got"
+            rule = "largest_loss needs an int scheme without overrides, weights and inputs: one width, got"
             raise ConfigError("quantize", f"{rule} {got}")
 
     def share(self) -> None:
