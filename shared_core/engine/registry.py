@@ -214,8 +214,8 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     """
     key, where = config.key, f"register: {config.__name__}"
     declarations.check(config, REGISTRY, where)
-    for own in (technique, config):
-        declarations.check_names(own, where)
+    for declared in (technique, config):
+        declarations.check_names(declared, where)
     known = REGISTRY.get(key)
     # A class that a notebook defines again replaces the earlier one. Another class must not.
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):

@@ -10,7 +10,7 @@ from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_grou
 from eff_kernels.quantization.low_bit import binarize, ternarize
 from torch import Tensor, nn
 
-from shared_core.modules.experts import StackedExperts
+from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.quantization.low_bit import from_blocks, mx_fake_quantize, nvfp4_fake_quantize, to_blocks
 from shared_core.quantization.schemes import FP8_GROUP, LayerScheme

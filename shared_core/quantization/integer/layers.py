@@ -312,7 +312,7 @@ class PackedRecurrent(PackedLayer):
     def why_not(stock: nn.LSTM | nn.GRU, scheme: LayerScheme) -> str:
         """Return why the kernel cannot run a layer; empty if it can."""
         kind, weight = type(stock).__name__, stock.weight_ih_l0
-        if (scheme.weight, scheme.input, scheme.activation_bits) != ("channel", "token", 8):
+        if (scheme.weight, *scheme.of_input) != ("channel", "token", 8, False):
             return f"torch's int8 kernel for {kind} quantizes inputs to 8 bits at run time: use int8_dynamic"
         if weight.device.type != "cpu" or weight.dtype == torch.float64:
             return f"torch has no int8 kernel for {kind} in {weight.dtype} on {weight.device.type}"
