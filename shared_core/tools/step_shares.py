@@ -42,8 +42,8 @@ def step_shares(make: Make, recipe: Recipe, *, steps: int = 10, total_steps: int
         total_steps: Optimizer steps of the planned run.
 
     Example:
-        >>> shares = step_shares(lambda: (nn.Linear(8, 4), torch.ones(2, 8)), Recipe.from_dict({"dp": {}}))
-        >>> [sorted(entry) for entry in shares]
+        >>> private = Recipe.from_dict({"dp": {"noise_multiplier": 1.0}})
+        >>> [sorted(entry) for entry in step_shares(lambda: (nn.Linear(8, 4), torch.ones(2, 8)), private)]
         [['reason', 'technique']]
     """
     total = max(total_steps or _USUAL_TOTAL, steps + _WARM_UP + 1)

@@ -278,7 +278,7 @@ def refused(make, **given):
         (
             {"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}},
             ConfigError,
-            "must be within the 3 steps",
+            "within the 3 steps",
         ),
     ],
 )

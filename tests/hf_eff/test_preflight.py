@@ -244,6 +244,6 @@ def test_evaluation_data_of_every_kind(make, tmp_path, kind):
         assert any("are an iterator" in note for note in session.notes)
         return
     name = "eval_two_accuracy" if kind == "several" else "eval_accuracy"
-    with pytest.raises(ConfigError, match=f"must be one that evaluation reports.*{name}"):
+    with pytest.raises(ConfigError, match=f"metric must be.*{name}"):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -215,7 +215,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         ("accuracy", bert, "minus.jsonl", {}, ConfigError, "got -1"),
         ("accuracy", bert, "three.jsonl", {}, ConfigError, "one or two columns"),
         ("accuracy", bert, "far.jsonl", {"text": ("body",)}, ConfigError, "got \\['body'\\]"),
-        ("accuracy", bert, "gone.jsonl", {}, CheckpointError, "must exist"),
+        ("accuracy", bert, "gone.jsonl", {}, CheckpointError, "does not exist"),
         ("accuracy", bert, "data.txt", {}, CheckpointError, "a file of .json"),
         ("accuracy", bert, "broken.jsonl", {}, CheckpointError, "must be readable"),
         ("accuracy", bert, "none.csv", {}, CheckpointError, "must be readable, .* no data"),

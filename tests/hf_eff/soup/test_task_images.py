@@ -170,7 +170,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         ("loss", classes, tmp_path / "bare.csv", {}, ConfigError, "a column label or labels"),
         ("loss", bare, room / "digits.npz", {}, CheckpointError, "image processor"),
         ("loss", classes, room / "digits.npz", {"max_length": 3}, ConfigError, "--max-length"),
-        ("loss", classes, room / "gone.npz", {}, CheckpointError, "must exist"),
+        ("loss", classes, room / "gone.npz", {}, CheckpointError, "does not exist"),
     ]  # fmt: skip
     for task, folder, data, options, kind, match in cases:
         with pytest.raises(kind, match=match):

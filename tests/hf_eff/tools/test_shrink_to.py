@@ -330,7 +330,7 @@ def test_the_command_cuts_a_folder_and_reports(tmp_path, monkeypatch):
 
     for wrong, message in (
         (given[2:-1], "--layers .*--calibration"),
-        ([*given[:2], "--out"], "--calibration .*sizes"),
+        ([*given[:2], "--out"], "--calibration .*size"),
         (["--multiple-of", "8", *given[:-1]], "--multiple-of .*--layers"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -199,7 +199,7 @@ def test_a_session_says_that_a_budget_holds_without_and_that_it_was_exceeded(mon
     said = []
     monkeypatch.setattr(Services, "say", lambda self, text: said.append(text))
     net, session = trained_by_session({"checkpointing": {"policy": "budget:2"}}, range(3))
-    assert "nothing is recomputed: budget:2" in said[-1]
+    assert "nothing is recomputed" in said[-1]
     assert not net._forward_pre_hooks
     lazy = session.techniques["checkpointing"]._budget
     lazy.plan, lazy.measured_peak = replace(lazy.plan, segments=(("1",),)), 3 * 2**30

@@ -333,7 +333,7 @@ def test_the_newest_mask_holds_and_unfinished_ones_are_left_out(room):
     assert soup[0, 2] == pytest.approx(4 / 3)
     for step in (2, 3):
         prune(run / f"checkpoint-{step}", step, 0.2, half)
-    with pytest.raises(EffError, match="after its pruning ended"):
+    with pytest.raises(EffError, match="pruning ended"):
         eff("run", "--kind", "uniform", "--out", "none")
 
 

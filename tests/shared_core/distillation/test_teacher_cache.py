@@ -110,7 +110,7 @@ def test_duplicates_are_kept_once_and_the_teacher_is_not_asked_again(tmp_path):
 def test_a_changed_example_is_refused_and_counted(store):
     cache, rows = TeacherCache.open(store), sentences()
     changed = [rows[0], rows[1].flip(0) + 0 if len(rows[1]) > 1 else rows[1] + 1, torch.tensor([5, 4, 3, 2, 1, 9])]
-    with pytest.raises(CheckpointError, match=r"2 of 3 are not \(the first is number 1\)"):
+    with pytest.raises(CheckpointError, match=r"2 of 3 .*\(the first is number 1\)"):
         cache.lookup(padded(changed))
     assert cache.missing(padded(changed)).tolist() == [False, True, True]
 
@@ -249,7 +249,7 @@ def test_positions_that_count_must_be_stored(store, tmp_path):
     assert torch.equal(targets.counted(some), some)
     wrong = some.clone()
     wrong[~real] = True
-    with pytest.raises(TrainingError, match=f"{int((~real).sum())} of {int(wrong.sum())} have none"):
+    with pytest.raises(TrainingError, match=f"{int((~real).sum())} of the {int(wrong.sum())} "):
         targets.counted(wrong)
     with pytest.raises(TrainingError, match="shape"):
         targets.counted(some[:, 1:])

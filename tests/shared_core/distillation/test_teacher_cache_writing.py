@@ -208,7 +208,7 @@ MANIFESTS = [
     ("vocabulary", 2**40, "vocabulary"),
     ("top_k", 0, "top_k"),
     ("top_k", 25, "top_k"),
-    ("top_k", 2, "whole file"),
+    ("top_k", 2, "complete file"),
     ("dtype", "pickle", "dtype"),
     ("dtype", ["float16"], "dtype"),
     ("fields", [], "fields"),
@@ -239,7 +239,7 @@ def test_a_hostile_manifest_is_refused(whole, name, value, match):
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"format": 1}', "\x00\xff"])
 def test_a_damaged_manifest_is_refused(whole, text):
     (whole / MANIFEST_FILE).write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match="whole manifest"):
+    with pytest.raises(CheckpointError, match="complete manifest"):
         Manifest.read(whole)
 
 
@@ -249,10 +249,10 @@ def test_a_truncated_or_missing_file_is_refused(whole, name):
     data = file.read_bytes()
     for size in (0, 5, 100, len(data) - 1):
         file.write_bytes(data[:size])
-        with pytest.raises(CheckpointError, match="whole file"):
+        with pytest.raises(CheckpointError, match="complete file"):
             TeacherCache.open(whole).lookup(batches()[0])
     file.unlink()
-    with pytest.raises(CheckpointError, match="must exist"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         TeacherCache.open(whole).lookup(batches()[0])
 
 

@@ -321,7 +321,7 @@ def test_the_other_recipes_are_measured_too(recipe, gradient, monkeypatch):
     assert {(gradient, E4M3), (E4M3, E4M3)} == {pair[:2] for pair in dtypes}
     assert {torch.float32, torch.bfloat16, torch.float16} == {pair[2] for pair in dtypes}
     monkeypatch.setattr(torch, "_scaled_mm", without_scales)
-    assert "otherwise" in probe.disagreement(recipe, gradient, CPU)
+    assert "wrongly" in probe.disagreement(recipe, gradient, CPU)
 
 
 def test_a_device_is_measured_once_for_each_recipe_and_a_cpu_never(monkeypatch):

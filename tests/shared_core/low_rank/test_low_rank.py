@@ -384,7 +384,7 @@ def _factors(net):
 def test_an_optimizer_from_before_is_refused_and_so_are_measured_ranks():
     net = low_rank_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.raises(CompatibilityError, match="made before"):
+    with pytest.raises(CompatibilityError, match="created before"):
         session_of(net, rank=2).begin([optimizer], total_steps=1)
     with pytest.raises(EffError, match="eff low-rank"):
         session_of(low_rank_net(), rank="sensitivity:0.5")

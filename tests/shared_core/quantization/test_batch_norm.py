@@ -372,7 +372,7 @@ def test_a_model_whose_outputs_would_change_is_left_as_it_was():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.randn(4, 3)
     before, norm = copy.deepcopy(net.state_dict()), net[1]
     norm.forward = lambda value: 2 * nn.BatchNorm1d.forward(norm, value)  # as wrappers of other libraries do
-    with pytest.raises(CompatibilityError, match=r"outputs on example_inputs.*unchanged"):
+    with pytest.raises(CompatibilityError, match=r"outputs on example_inputs"):
         fuse_batch_norm(net, x)
     assert net[1] is norm
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())

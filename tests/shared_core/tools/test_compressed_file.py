@@ -184,7 +184,7 @@ def bomb(name, **fields):
 def test_a_small_file_cannot_fill_the_memory(tmp_path, payload, index):
     index["tensors"][0]["bytes"] = len(payload)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=r"must restore to at most \d+ bytes, got \d+ declared .* pass max_bytes"):
+    with pytest.raises(CheckpointError, match=r"at most \d+ bytes, .* \d+; .* pass max_bytes"):
         read(tmp_path, build(payload, index))
     assert tracemalloc.get_traced_memory()[1] < 1 << 21
     tracemalloc.stop()
@@ -224,7 +224,7 @@ def test_no_elements_in_a_shape_of_huge_dimensions(tmp_path):
 def test_max_bytes_is_what_the_caller_says(tmp_path):
     compress({"w": torch.zeros(1000, 1000)}, tmp_path / "m.eff")
     assert decompress(tmp_path / "m.eff")["w"].shape == (1000, 1000)
-    with pytest.raises(CheckpointError, match="must restore to at most 3999999 bytes, got 4000000"):
+    with pytest.raises(CheckpointError, match=r"at most 3999999 bytes, .* 4000000"):
         decompress(tmp_path / "m.eff", max_bytes=3_999_999)
     assert decompress(tmp_path / "m.eff", max_bytes=4_000_000)["w"].shape == (1000, 1000)
 

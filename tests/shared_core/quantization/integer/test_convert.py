@@ -227,7 +227,7 @@ NAN_WEIGHT[0].weight.data[0, 0] = float("nan")
 
 @pytest.mark.parametrize(("model", "ranges", "error", "message"), [
     (LINEAR, None, MatchError, "no layer .*; train it with qat"),
-    (LINEAR, {"00": RANGE}, MatchError, "'00' is no layer of the model that can be"),
+    (LINEAR, {"00": RANGE}, MatchError, "'00' is not a layer"),
     (LINEAR, {}, MatchError, "at least one layer"),
     (LINEAR, {"0": {"min": 0.0}}, ConfigError, "convert: 0: max must be a finite number, got None"),
     (LINEAR, {"0": {"min": 1.0, "max": 0.0}}, ConfigError, "convert: 0: min .*max"),
