@@ -176,7 +176,9 @@ class QatConfig(OverridableConfig):
         told = self.layer_scheme.mismatch
         self.require(not told, told, "choose other inputs, or none")
         hints = self.hints()
-        for _, name, value in self.override_options():
+        for pattern, name, value in self.override_options():
+            is_float = name in ("scheme", "weights") and value.lower() in ("none", "null")
+            self.require(not is_float, f"overrides must give {pattern} a format as {name}, got {value}", "use skip")
             if name in ("scheme", "weights", "inputs"):
                 coerce(_preset(value) if name == "scheme" else value, hints[name], "qat.overrides", name)
 

@@ -115,10 +115,11 @@ class LayerScheme:
             >>> LayerScheme(*WEIGHTS["nvfp4"], *INPUTS["mxfp8"]).mismatch
             'mxfp8 inputs have a power of two per 32 features, which nvfp4 weights lack'
         """
+        kind = f"int{self.weight_bits}" if self.has_integers else self.weight
         if self.input in _MX and self.weight not in _MX:
-            return f"{self.input} inputs have a power of two per 32 features, which {self.weight} weights lack"
+            return f"{self.input} inputs have a power of two per 32 features, which {kind} weights lack"
         if self.input == "nvfp4" and self.weight != "nvfp4":
-            return f"nvfp4 inputs have an fp8 scale per 16 features, which {self.weight} weights lack"
+            return f"nvfp4 inputs have an fp8 scale per 16 features, which {kind} weights lack"
         if self.has_integer_inputs and (self.weight.startswith("fp8") or self.weight == "mxfp8"):
             return f"integer inputs need weights with integer codes, which {self.weight} lacks"
         if self.input.startswith("fp8") and self.has_integers:

@@ -163,7 +163,10 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
     for name, layer in layers.items():
         own = config
         if options[name]:
-            own = config.of_layer(options[name])
+            try:
+                own = config.of_layer(options[name])
+            except ConfigError as error:
+                raise ConfigError("qat.overrides", f"{name}: {error.rule}", error.remedy) from error
         resolved[name] = _layer_scheme(own, name, layer)
         if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
             raise ConfigError(
