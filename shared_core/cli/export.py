@@ -349,7 +349,7 @@ def _program(report: Any) -> Iterator[str]:
 
 def _served(report: Any) -> Iterator[str]:
     yield f"Format: {report.format}."
-    if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+    if report.format in ("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"):
         yield "vLLM runs it on GPUs only. All other weights are bfloat16."
     if report.kv_cache:
         yield f"{counted(len(report.kv_cache), 'attention layer')} with cache scales: vLLM keeps their cache in FP8."
@@ -364,7 +364,7 @@ def _served(report: Any) -> Iterator[str]:
     if report.largest_difference is None:
         yield (
             "Outputs were not compared, because transformers cannot load this model: it reads no float experts, no "
-            "experts in W8A8 or with zero points, and no mix of schemes with other zero points."
+            "experts in W8A8, MXFP8 or with zero points, and no mix of schemes with other zero points."
         )
         return
     yield f"Largest difference in transformers, with float inputs: {report.largest_difference:.2g}."

@@ -170,7 +170,7 @@ def export_compressed_tensors(
     compares = verify and example_inputs is not None and loads
     with rounding_kv_cache(reference):
         # a copy, because codes of other layers are found in the exact weights
-        shown = copy.deepcopy(exported).to(loaded_in) if compares and has_blocks else exported
+        shown = _cast(copy.deepcopy(exported), loaded_in) if compares and has_blocks else exported
         expected = (outputs(shown, example_inputs), outputs(reference, example_inputs)) if compares else None
     _set_cache(exported, served.cache)
     experts = split_experts_(exported, mixture, _WHERE)
@@ -208,12 +208,23 @@ def export_compressed_tensors(
     )  # fmt: skip
 
 
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters as `from_pretrained` does, which keeps frequencies of position embeddings in float32."""
+    for value in model.parameters():
+        value.data = value.data.to(dtype)
+    return model
+
+
 def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
     """Return True if transformers (5.23) loads the folder."""
     # Not zero points together with other schemes, nor float experts. Otherwise it reads FP8 and packed codes without
     # zero points, and only one scheme for the other layers.
     if experts:
-        read = all(scheme.weight == "fp8" or (scheme.input == "none" and not scheme.affine) for scheme in experts)
+        read = all(
+            scheme.weight in ("fp8", "mxfp4")
+            or (scheme.input == "none" and not scheme.affine and scheme.weight != "mxfp8")
+            for scheme in experts
+        )
         return read and len(experts) == 1 and len(schemes) <= 1 and not float_experts
     mixed = len(schemes) > 1 and any(scheme.affine for scheme in schemes)
     return not mixed and not float_experts

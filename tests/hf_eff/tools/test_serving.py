@@ -137,7 +137,7 @@ def test_released_formats_load_as_training_saw_the_model(options, kind, parts, i
     model, ranges = folder(**options)
     report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
     assert (report.format, report.equal_layers, report.unrounded_inputs) == (kind, 15, ())
-    assert report.largest_difference <= (5e-2 if kind.startswith(("mx", "nv")) else 1e-6)  # decompressed in bfloat16
+    assert report.largest_difference <= 1e-6
     (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
         "config_groups"
     ].values()
@@ -276,6 +276,21 @@ def test_experts_are_written_one_by_one_as_vllm_names_them(kind, scheme, tmp_pat
     assert report.largest_difference <= 1e-6
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(("options", "loads"), [
+    ({"weights": "mxfp4", "inputs": "mxfp8"}, True), ({"scheme": "MXFP4A16"}, True), ({"scheme": "MXFP8A16"}, False),
+], ids=str)  # fmt: skip
+def test_experts_in_mx_formats_are_compared_where_transformers_loads_them(options, loads, tmp_path):
+    model, ranges = qat_result(mixture("mixtral", **SIZES), INPUTS, **options)
+    report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
+    assert report.equal_layers == len(report.quantized) == 5 + 4 * 3
+    if not loads:
+        assert report.largest_difference is None
+        return
+    assert report.largest_difference <= 1e-6
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].mlp.experts
+    assert torch.equal(loaded.gate_up_proj.float(), model.model.layers[0].mlp.experts.gate_up_proj)
 
 
 def test_experts_that_files_stack_or_that_engines_multiply_in_floats_of_other_sizes_are_refused(tmp_path):
