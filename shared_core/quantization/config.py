@@ -262,8 +262,10 @@ class QatConfig(OverridableConfig):
         gets_bits = any(name == "activation_bits" for _, name, _ in others)
         ranged = [name for name, (kind, *_) in INPUTS.items() if kind in WITH_RANGE]
         gets_range = any(name == "inputs" and value in ranged for _, name, value in others)
-        few = ("ternary", "binary")
-        return gets_range or any(one.has_range or (gets_bits and one.weight in few) for one in schemes)
+        few = {"ternary", "binary"}
+        formats = {one.weight for one in schemes} | {value for _, name, value in others if name == "weights"}
+        has_few = bool(few & formats)
+        return gets_range or (gets_bits and has_few) or any(one.has_range for one in schemes)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

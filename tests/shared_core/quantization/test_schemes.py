@@ -331,6 +331,17 @@ def test_layers_have_pairs_of_their_own():
     assert schemes["up"] == SCHEMES["MXFP4A16"]
 
 
+@pytest.mark.parametrize(("head", "ranged"), [
+    ({"weights": "ternary"}, False), ({"weights": "ternary", "activation_bits": 4}, True),
+    ({"inputs": "fp8_static"}, True), ({"scheme": "int8"}, True), ({"scheme": "mxfp4a16"}, False),
+])  # fmt: skip
+def test_averages_need_batches_where_an_override_gives_a_layer_a_range(head, ranged):
+    config = QatConfig(weights="fp8", overrides={"head": head})
+    assert config.observes_activations == ranged
+    session, _ = start(make_net(), config.to_dict())
+    assert session.techniques["qat"].schemes["head"].has_range == ranged
+
+
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"scheme": "int8_weight", "range": "kl"}, ConfigError, "range needs inputs of int8_static or fp8_static"),
     ({"scheme": "fp8", "weight_bits": 4}, ConfigError, "weight_bits needs weights of int8, int4 or int4_asym"),
