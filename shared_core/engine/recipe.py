@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -132,13 +133,18 @@ class Recipe(Mapping[str, TechniqueConfig]):
             elif key not in mine:
                 changes.append(f"without {key}, which the saved run had")
             elif _text(saved[key]) != _text(mine[key]):
-                then = saved[key]
-                changed = (
+                # an option that the saved run did not know had no effect there, as the default has
+                fields = dataclasses.fields(self._configs[key])
+                then = {at.name: at.default for at in fields if at.default is not dataclasses.MISSING} | dict(
+                    saved[key]
+                )
+                changed = [
                     f"{name} is {value} from now on, was {then.get(name)}"
                     for name, value in mine[key].items()
                     if _text(then.get(name)) != _text(value)
-                )
-                changes.append(f"with other options of {key} than the saved run's: {'; '.join(changed)}")
+                ]
+                if changed:
+                    changes.append(f"with other options of {key} than the saved run's: {'; '.join(changed)}")
         return changes
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

@@ -35,6 +35,14 @@ def test_a_step_is_not_a_share_of_the_run():
     assert step.changes_since(step.to_dict()) == []
 
 
+def test_an_option_that_a_saved_run_did_not_know_has_changed_only_from_its_default():
+    recipe, other = (Recipe.from_dict({"qat": {"scheme": "int8", "inputs": name}}) for name in ("auto", "none"))
+    saved = recipe.to_dict()
+    saved["qat"].pop("inputs")
+    assert recipe.changes_since(saved) == []
+    assert "inputs is none from now on, was auto" in other.changes_since(saved)[0]
+
+
 def test_a_position_that_is_written_otherwise_is_the_default():
     section = {"comm": {"hook": "bf16", "begin": "0.1"}}  # as a flag gives it
     assert Recipe.from_dict(section)["comm"].begin == "0.1"
