@@ -349,8 +349,10 @@ def _program(report: Any) -> Iterator[str]:
 
 def _served(report: Any) -> Iterator[str]:
     yield f"Format: {report.format}."
+    if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+        yield "vLLM runs it on GPUs only."
     if report.format in ("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"):
-        yield "vLLM runs it on GPUs only. All other weights are bfloat16."
+        yield "All other weights are bfloat16."
     if report.kv_cache:
         yield f"{counted(len(report.kv_cache), 'attention layer')} with cache scales: vLLM keeps their cache in FP8."
     if report.values:
