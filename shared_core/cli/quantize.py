@@ -117,7 +117,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
             study.share()
             return
         result = study.run()
-    told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.formats}
+    told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.preset_or_formats}
     values = {"asked": told, **result.values, "notes": [*notes, *result.values["notes"]]}
     values["bytes"]["float"] = float_bytes
     _write(asked, result, values, folder, study.data)

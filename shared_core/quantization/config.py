@@ -174,7 +174,7 @@ class QatConfig(OverridableConfig):
         """Raise `ConfigError` without formats, for formats that cannot be multiplied, and for invalid overrides."""
         self.require(self.scheme or self.weights, "scheme or weights must be given, got neither", "add one")
         told = self.layer_scheme.mismatch
-        self.require(not told, told, "choose other inputs, or none")
+        self.require(not told, f"weights and inputs cannot be combined, because {told}", "choose other inputs, or none")
         hints = self.hints()
         for pattern, name, value in self.override_options():
             is_float = name in ("scheme", "weights") and value.lower() in ("none", "null")
@@ -212,10 +212,16 @@ class QatConfig(OverridableConfig):
         return dataclasses.replace(found, **change)
 
     @property
+    def preset_or_formats(self) -> str:
+        """The preset's name, or the formats in words if they are not a preset's."""
+        is_preset = self.scheme is not None and self.layer_scheme == SCHEMES[self.scheme]
+        return str(self.scheme if is_preset else self.layer_scheme)
+
+    @property
     def formats(self) -> str:
         """The formats in words, with the preset's name."""
-        is_preset = self.scheme is not None and self.layer_scheme == SCHEMES[self.scheme]
-        return f"{self.scheme} ({self.layer_scheme})" if is_preset else str(self.layer_scheme)
+        name, words = self.preset_or_formats, str(self.layer_scheme)
+        return words if name == words else f"{name} ({words})"
 
     @property
     def is_static(self) -> bool:

@@ -386,7 +386,7 @@ class QuantizationAwareTraining(Technique):
         layers = self._final if self._final is not None else self._layer_reports()
         return {
             "layers": len(layers),
-            "scheme": self.config.formats,
+            "scheme": self.config.preset_or_formats,
             "formats": dict(Counter(str(self.schemes[entry["name"]]) for entry in layers).most_common()),
             "began_at_step": self._began_at,
             "range_updates": self.bank.num_updates,

@@ -180,7 +180,7 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
     assert len(report["kv_cache"]) == len(report["calibrated_kv_cache"]["scales"]) == 2
     for arguments, rule in (
         (["export", "run", "--kv-cache", "fp8", *export, "x"], "--kv-cache .*--calibration"),
-        (["export", "run", *calibration, *export, "x"], "calibration .*layers in NVFP4"),
+        (["export", "run", *calibration, *export, "x"], "calibration .*NVFP4"),
         (["export", "run", "--kv-cache", "fp8", "--format", "gguf", "--out", "x.gguf"], "--format com"),
         (["quantize", "float", "--kv-cache", "fp8", "--scheme", "int8_weight", "--out", "x"], "--calib"),
         (

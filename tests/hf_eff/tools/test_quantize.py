@@ -164,7 +164,7 @@ def test_a_plan_of_a_folder_by_quality(run, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ([], "--calibration must be given with int8, .*--scheme int8_weight or int8_dynamic"),
+    ([], "--calibration must be given with int8.*--scheme int8_weight or int8_dynamic"),
     (["--scheme", "int8_weight", "--correct-bias"], "--correct-bias .*--calibration"),
     (["--method", "gptq"], "--method .*--calibration"),
     (["--weights", "bert"], "--weights must be left out for a folder"),
