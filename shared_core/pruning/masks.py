@@ -53,7 +53,7 @@ class MaskStore(Mapping[str, Tensor]):
         """True if the optimizers hold zero moments for every pruned weight."""
         self._versions: list[int] = []
         self._zeroed: list[tuple[Tensor, int]] = []
-        self._num_written, self._is_clipping = 0, False
+        self._is_clipping: bool | None = None
 
     @property
     def num_pruned(self) -> dict[str, int]:
@@ -157,7 +157,7 @@ class MaskStore(Mapping[str, Tensor]):
     def _only_clipped(self, zeroed: list[tuple[Tensor, int]]) -> bool:
         """Return True if nothing, or clipping alone, wrote to the gradients since `apply_to_gradients`.
 
-        Clipping is one write that keeps zeros. Gradients are looked at after the 1st, 2nd, 4th and so on such step.
+        Clipping is one write that keeps zeros. The gradients are looked at after the first such write of the run.
         """
         pairs = [*zip(self._masked, zeroed, strict=True)]
         if not all(
@@ -166,8 +166,7 @@ class MaskStore(Mapping[str, Tensor]):
             return False
         if all(gradient._version == version for gradient, version in zeroed):
             return True
-        self._num_written += 1
-        if self._num_written & (self._num_written - 1) == 0:
+        if self._is_clipping is None:
             self._is_clipping = _all_zero([gradient for gradient, _ in zeroed], self._masks)
         return self._is_clipping
 
