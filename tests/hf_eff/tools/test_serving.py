@@ -132,7 +132,7 @@ def test_the_folder_loads_in_transformers_as_training_saw_the_model(scheme, fold
         assert quantizer.qparams(None) == (scale.item(), zero_point.item())
 
 
-@pytest.mark.parametrize(("options", "kind", "parts", "inputs"), RELEASED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("options", "kind", "parts", "inputs"), RELEASED, ids=[str(one[0]) for one in RELEASED])
 def test_released_formats_load_as_training_saw_the_model(options, kind, parts, inputs, folder, tmp_path):
     model, ranges = folder(**options)
     report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
