@@ -159,16 +159,13 @@ class MaskStore(Mapping[str, Tensor]):
 
         Clipping is one write that keeps zeros. The gradients are looked at after the first such write of the run.
         """
-        pairs = [*zip(self._masked, zeroed, strict=True)]
-        if not all(
-            weight.grad is gradient and gradient._version <= version + 1 for weight, (gradient, version) in pairs
-        ):
-            return False
-        if all(gradient._version == version for gradient, version in zeroed):
-            return True
-        if self._is_clipping is None:
+        writes = max(
+            gradient._version - version if weight.grad is gradient else 2  # another gradient
+            for weight, (gradient, version) in zip(self._masked, zeroed, strict=True)
+        )
+        if writes == 1 and self._is_clipping is None:
             self._is_clipping = _all_zero([gradient for gradient, _ in zeroed], self._masks)
-        return self._is_clipping
+        return writes == 0 or (writes == 1 and bool(self._is_clipping))
 
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return this process's part of the weights or of their gradients."""
