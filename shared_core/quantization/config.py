@@ -188,10 +188,10 @@ class QatConfig(OverridableConfig):
         Raises:
             ConfigError: If the formats cannot be multiplied, or an option needs others.
         """
-        replaced = set(_OF_FORMATS) if "scheme" in options else {*options}
+        replaced = {*self.overridable} if "scheme" in options else {*options}
         for half, bits in {"weights": ("weight_bits", "group_size"), "inputs": ("activation_bits",)}.items():
             replaced |= {*bits} if half in options else set()
-        kept = {name: getattr(self, name) for name in _OF_FORMATS if name not in replaced}
+        kept = {name: getattr(self, name) for name in self.overridable if name not in replaced}
         own = QatConfig.from_dict({**kept, **options})
         return dataclasses.replace(own, range=self.range) if own.is_static else own
 
@@ -305,9 +305,6 @@ class QatConfig(OverridableConfig):
                     "averaged weights need new ranges, estimated by running training_step, which here steps the "
                     "optimizer; use scheme int8_dynamic or int8_weight"
                 )
-
-
-_OF_FORMATS = ("scheme", "weights", "inputs", "weight_bits", "activation_bits", "group_size")
 
 
 def _preset(name: str) -> str:
