@@ -77,15 +77,17 @@ def latency(first: nn.Module, second: nn.Module, example_inputs: Any, repeats: i
 
 
 def _milliseconds(model: nn.Module, example_inputs: Any, device: torch.device) -> float:
-    if device.type == "cpu":
-        start = time.process_time()
-        call(model, example_inputs)
-        return 1e3 * (time.process_time() - start)
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
+    start = now(device)
     call(model, example_inputs)
+    return 1e3 * (now(device) - start)
+
+
+def now(device: torch.device) -> float:
+    """Return seconds for differences: of CPU time on a CPU, else of the clock once the device has finished."""
+    if device.type == "cpu":
+        return time.process_time()
     torch.accelerator.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+    return time.perf_counter()
 
 
 def outputs(model: nn.Module, example_inputs: Any) -> Any:

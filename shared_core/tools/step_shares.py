@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.front_ends.bare_loop import training
 from shared_core.modules.calls import call
+from shared_core.tools.measuring import now
 
 ALL = "all together"
 _USUAL_TOTAL = 1000  # steps of a run whose length is unknown: its masks change as rarely as in a real one
@@ -97,17 +97,11 @@ def _started(stack: contextlib.ExitStack, make: Make, recipe: Recipe, total: int
     """Begin a run of a new model; return its step, which returns the seconds it took."""
     model, inputs = make()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-    is_cpu = next(model.parameters()).device.type == "cpu"
+    device = next(model.parameters()).device
     loop = stack.enter_context(training(recipe, model, optimizer, total_steps=total))
 
-    def now() -> float:
-        if is_cpu:
-            return time.process_time()
-        torch.accelerator.synchronize()
-        return time.perf_counter()
-
     def step() -> float:
-        start = now()
+        start = now(device)
         with loop.forward():
             outputs = dict(outputs_of(call(model, inputs)))
             floats = [out.float().square().mean() for out in outputs.values() if out.is_floating_point()]
@@ -116,6 +110,6 @@ def _started(stack: contextlib.ExitStack, make: Make, recipe: Recipe, total: int
         loop.complete()
         loop.step()
         loop.zero_grad()
-        return now() - start
+        return now(device) - start
 
     return step
