@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from hf_eff._adapters import Adapter
 from hf_eff._adapters.trainers import fuses_head, loss_of_trl
 from hf_eff._run_environment import is_peft
-from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, KEY_PREFIX, open_adapter
+from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, KEY_PREFIX, is_adapter_folder, open_adapter
 from shared_core.checkpoint_formats.files import read_json
 from shared_core.checkpoint_formats.opening import is_bare_weights, teacher_from_weights
 from shared_core.checkpoint_formats.plain import check_values
@@ -228,7 +228,7 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
     composed = _is_composed(student)
     if is_bare_weights(Path(name).expanduser()) and not composed:
         return teacher_from_weights(Path(name).expanduser(), student)
-    if (Path(name).expanduser() / ADAPTER_CONFIG).is_file():
+    if is_adapter_folder(Path(name).expanduser()):
         return _with_adapters(Path(name).expanduser(), student, trust_remote_code=trust_remote_code)
     return _loaded(name, student, trust_remote_code=trust_remote_code)
 

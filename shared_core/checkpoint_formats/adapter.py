@@ -63,6 +63,11 @@ class LoraLayer:
     """Bias of B (``lora_bias``); may not exist."""
 
 
+def is_adapter_folder(folder: Path) -> bool:
+    """Return True if a folder holds adapters in PEFT's format."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
 def open_adapter(folder: Path) -> Ingredient:
     """Return the ingredient of a PEFT folder."""
     config = read_json(folder / ADAPTER_CONFIG)

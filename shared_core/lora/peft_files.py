@@ -262,11 +262,6 @@ def digest(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {int(total):x}"
 
 
-def is_adapter_folder(folder: Path) -> bool:
-    """Return True if a folder holds adapters in PEFT's format."""
-    return (folder / ADAPTER_CONFIG).is_file()
-
-
 def read_base(folder: Path) -> dict[str, Any]:
     """Return what `AdapterFiles` wrote of the base into a folder; empty for adapters that PEFT saved."""
     return dict(read_json(folder / BASE_FILE)) if (folder / BASE_FILE).is_file() else {}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.adapter import is_adapter_folder
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim, Gone, Same
 from shared_core.engine.checks.optimizer_parameters import layers_of_copies
@@ -31,7 +32,7 @@ from shared_core.lora.adapters import (
     user_layers,
 )
 from shared_core.lora.config import LoraConfig
-from shared_core.lora.peft_files import AdapterFiles, Layout, digest, is_adapter_folder
+from shared_core.lora.peft_files import AdapterFiles, Layout, digest
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
 from shared_core.modules.matching import UNHELD, StackedExperts, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
