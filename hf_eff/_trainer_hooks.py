@@ -141,6 +141,8 @@ class SessionCallback(TrainerCallback):
             return method(*args, **kwargs)
         if self.given.gone() and not self._drop_removed_callbacks():
             return method(*args, **kwargs)
+        # `eff run` adds its techniques in `Trainer.train`, which a callback of the script has wrapped
+        getattr(Trainer.train, "eff_join", lambda trainer: None)(self._trainer)
         self._training = True
         try:
             self._attach()

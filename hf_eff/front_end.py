@@ -89,11 +89,12 @@ class HuggingFace:
             return self.train(stock, trainer, *args, **kwargs)
 
         train.eff_stock = stock  # type: ignore[attr-defined]
+        train.eff_join = self.join  # type: ignore[attr-defined]
         module.Trainer.train = train  # type: ignore[attr-defined]
 
     def train(self, stock: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Train with the recipe attached."""
-        from hf_eff.callbacks import attach, session_callback_of
+        from hf_eff.callbacks import session_callback_of
 
         run = self._short_run
         if run is not None:
@@ -101,11 +102,7 @@ class HuggingFace:
 
             shorten_trainer(trainer, run)
             args, kwargs = (), {}  # no resuming
-            # Once per trainer: `train` may be called again, and subclasses call it through super.
-        if self._recipe and not getattr(trainer, "_eff_installed", False):
-            trainer._eff_installed = True
-            attach(trainer, self._recipe)
-            self._used = True
+        self.join(trainer)
         driver = session_callback_of(trainer)
         method = functools.partial(stock, trainer)
         with self._passing_by():
@@ -113,6 +110,15 @@ class HuggingFace:
             if run is not None:
                 conclude_trainer(trainer)
         return result
+
+    def join(self, trainer: Any) -> None:
+        """Attach the recipe, once per trainer: `train` may be called again, and subclasses call it through super."""
+        from hf_eff.callbacks import attach
+
+        if self._recipe and not getattr(trainer, "_eff_installed", False):
+            trainer._eff_installed = True
+            attach(trainer, self._recipe)
+            self._used = True
 
     @contextlib.contextmanager
     def _passing_by(self) -> Iterator[None]:

@@ -195,8 +195,8 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
         gptq = GptqConfig.from_dict(own)
         options = {**({} if "weights" in options else {"scheme": "int4_weight"}), **_named(scheme), **options}
     else:
-        planned = {} if "weights" in options else {"scheme": "int8"}
-        planned = planned if asked.plan is None else BitPlan.options_from_yaml(asked.plan)
+        default = {} if "weights" in options else {"scheme": "int8"}
+        planned = default if asked.plan is None else BitPlan.options_from_yaml(asked.plan)
         options = {**planned, **_named(scheme), **options}
     config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]

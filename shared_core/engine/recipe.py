@@ -168,7 +168,8 @@ class Recipe(Mapping[str, TechniqueConfig]):
         """
         twice = self.keys() & other.keys()
         if twice:
-            raise ConfigError("recipe", f"{', '.join(sorted(twice))} was given twice", "remove one of the two")
+            names, remedy = ", ".join(sorted(twice)), "give it once: as a callback, in a recipe or by flags"
+            raise ConfigError("recipe", f"{names} was given twice", remedy)
         return Recipe({**self, **other}, allow_partial=self.allow_partial or other.allow_partial)
 
     def __getitem__(self, key: str) -> TechniqueConfig:

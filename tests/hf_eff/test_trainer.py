@@ -17,6 +17,8 @@ from hf_eff import (
     QuantizationAwareTraining,
     attach,
 )
+from hf_eff.front_end import FRONT_END
+from shared_core import Recipe
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 
 pytestmark = pytest.mark.matrix
@@ -36,6 +38,19 @@ def train(trainer):
 
 def equal(first, second):
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_flags_of_eff_run_join_the_callbacks_of_a_script(make, tmp_path, request):
+    both = make.trainer(tmp_path / "both", callbacks=[QuantizationAwareTraining(**QAT), Pruning(**PRUNE)])
+    train(both)
+    request.addfinalizer(lambda: FRONT_END.install(Recipe({})))
+    FRONT_END.install(Recipe.from_dict({"prune": PRUNE}))
+    mixed = make.trainer(tmp_path / "mixed", callbacks=[QuantizationAwareTraining(**QAT)])
+    train(mixed)
+    assert equal(weights(both), weights(mixed))
+    assert FRONT_END.used()
+    with pytest.raises(ConfigError, match="prune was given twice"):
+        make.trainer(tmp_path / "twice", callbacks=[Pruning(**PRUNE)]).train()
 
 
 def test_nothing_switched_on_is_the_stock_trainer_bit_for_bit(make, tmp_path):
