@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,35 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def default_device() -> torch.device:
     """Return where training runs by default: the first CUDA device, or else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def now(device: torch.device) -> float:
+    """Return seconds for differences: of CPU time on a CPU, else of the clock once the device has finished."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def milliseconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[float]:
+    """Return the milliseconds of each call by `now`: medians of rounds in turns, after a warm-up round.
+
+    On a CPU, torch uses one thread.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    rounds: list[list[float]] = []
+    try:
+        for _ in range(repeats + 1):
+            rounds.append([])
+            for each in calls:
+                start = now(device)
+                each()
+                rounds[-1].append(1e3 * (now(device) - start))
+    finally:
+        torch.set_num_threads(threads)
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def cpu_capabilities() -> Mapping[str, Any]:

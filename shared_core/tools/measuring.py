@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shared_core.channel_graph.groups import decomposed, outputs_of
+from shared_core.hardware import milliseconds
 from shared_core.modules.calls import call, evaluated
 
 
@@ -57,37 +56,13 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def latency(first: nn.Module, second: nn.Module, example_inputs: Any, repeats: int) -> tuple[float, float]:
-    """Return the milliseconds of a forward pass of two models: medians, in turns, after a warm-up round.
-
-    On a CPU in CPU time of one thread, on another device in time until it has finished.
-    """
+    """Return the milliseconds of a forward pass of two models, as `milliseconds` takes them."""
     device = next((tensor.device for tensor in first.parameters()), torch.device("cpu"))
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    times: tuple[list[float], list[float]] = ([], [])
-    try:
-        with evaluated(first), evaluated(second):
-            for _ in range(repeats + 1):
-                for model, found in zip((first, second), times, strict=True):
-                    found.append(_milliseconds(model, example_inputs, device))
-    finally:
-        torch.set_num_threads(threads)
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
-
-
-def _milliseconds(model: nn.Module, example_inputs: Any, device: torch.device) -> float:
-    start = now(device)
-    call(model, example_inputs)
-    return 1e3 * (now(device) - start)
-
-
-def now(device: torch.device) -> float:
-    """Return seconds for differences: of CPU time on a CPU, else of the clock once the device has finished."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize()
-    return time.perf_counter()
+    with evaluated(first), evaluated(second):
+        one, other = milliseconds(
+            [lambda: call(first, example_inputs), lambda: call(second, example_inputs)], device, repeats
+        )
+    return one, other
 
 
 def outputs(model: nn.Module, example_inputs: Any) -> Any:

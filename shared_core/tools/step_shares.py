@@ -16,8 +16,8 @@ from shared_core.channel_graph.groups import outputs_of
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.front_ends.bare_loop import training
+from shared_core.hardware import now
 from shared_core.modules.calls import call
-from shared_core.tools.measuring import now
 
 ALL = "all together"
 _USUAL_TOTAL = 1000  # steps of a run whose length is unknown: its masks change as rarely as in a real one

@@ -6,8 +6,6 @@ import contextlib
 import copy
 import importlib.util
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from shared_core.config.options import checked
 from shared_core.errors import ConfigError, EffError
+from shared_core.hardware import milliseconds
 from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.numerics.rounding import SignalToNoise
@@ -199,11 +198,10 @@ def output_noise(
 
 
 def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, repeats: int = 15) -> dict[str, float]:
-    """Return milliseconds of CPU time per forward of the float model, in bf16, and of the quantized model's variants.
+    """Return milliseconds per forward of the float model, in bf16, and of the quantized model's variants.
 
-    Measured on one thread with `time.process_time`: the median of `repeats` rounds in which the variants take turns,
-    after one warm-up round. ``int8 reference`` is `convert`'s exact model, which is not fast. ``torchao`` uses its
-    kernels, if installed. A variant that cannot run is left out.
+    Measured as by `hardware.milliseconds`: on a CPU in CPU time of one thread. ``int8 reference`` is `convert`'s exact
+    model, which is not fast. ``torchao`` uses its kernels, if installed. A variant that cannot run is left out.
     """
     run(model, example_inputs, "latencies: example_inputs")  # raise here: below, a variant that cannot run is left out
     narrow = tree_map(_to_bf16, example_inputs)
@@ -214,19 +212,9 @@ def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, re
     }
     if importlib.util.find_spec("torchao") is not None:
         makers["torchao"] = (lambda: convert(quantized, backend="torchao"), example_inputs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        forms = {name: form for name, (make, inputs) in makers.items() if (form := _form(make, inputs)) is not None}
-        times: dict[str, list[float]] = {name: [] for name in forms}
-        for _ in range(repeats):
-            for name, forward in forms.items():
-                start = time.process_time()
-                forward()
-                times[name].append(1e3 * (time.process_time() - start))
-    finally:
-        torch.set_num_threads(threads)
-    return {name: statistics.median(found) for name, found in times.items()}
+    forms = {name: form for name, (make, inputs) in makers.items() if (form := _form(make, inputs)) is not None}
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    return dict(zip(forms, milliseconds([*forms.values()], device, repeats), strict=True))
 
 
 def _form(make: Callable[[], nn.Module], inputs: Any) -> Callable[[], Any] | None:
