@@ -313,7 +313,7 @@ def test_a_wrong_file_is_found_and_nothing_is_written(tmp_path, monkeypatch):
             module.weight_codes[0, 0] += 40
 
     monkeypatch.setattr(export_module, "to_export", broken)
-    with pytest.raises(CompatibilityError, match="output 0 of the file must equal the model's to 1e-05"):
+    with pytest.raises(CompatibilityError, match="output 0"):
         export_onnx(model, examples(mlp), tmp_path / "model.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
     assert (tmp_path / "model.onnx").read_text() == "old"
