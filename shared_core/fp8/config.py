@@ -96,7 +96,7 @@ class Fp8Config(TechniqueConfig):
         50, low=1, help="stop with an error after discarding this many steps in a row (NaN or infinity)"
     )
     include: tuple[str, ...] = option(
-        (), help="modules to include: name globs, types, first, last; default: all but first and last"
+        (), help="modules to include: name globs, types, first, last; default: all but first and last, with s2fp8 all"
     )
     skip: tuple[str, ...] = option((), help="modules to leave in high precision: name globs, types, first, last")
     min_size: int = option(0, help="leave modules with fewer weights in high precision", low=0)

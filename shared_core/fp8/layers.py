@@ -584,7 +584,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
 
     A layer that ``include`` names in full, or by ``first`` or ``last``, must support FP8. For all others, the model's
     first and last linear layers are left out, and sizes that tensor cores cannot multiply. With `hfp8` the first and
-    last layer run in 16 bit, as in the paper.
+    last layer run in 16 bit, and with `s2fp8` no layer is left out, as in the papers.
     """
     if any(isinstance(module, Fp8Layer | Fp8Experts) or is_torchao_linear(module) for module in model.modules()):
         raise CompatibilityError("fp8", "the model already has FP8 layers", "detach or finish the earlier run first")
@@ -592,7 +592,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="fp8")
     able = [module for module in model.modules() if isinstance(module, kinds)]
     ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
-    found = Selection()
+    found, every = Selection(), config.recipe == "s2fp8"
     for match in matched:
         name, module, stack = match.names[-1], match.module, match.parameter
         named = not {*match.names}.isdisjoint(config.include) or any(
@@ -605,14 +605,14 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
             if place and not named and config.recipe == "hfp8":
                 found.sixteen_bit[name] = module
                 continue
-            reason = _why_odd_size(module)
+            reason = None if every else _why_odd_size(module)
         if reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, which bypasses FP8 products"
         if named and reason is not None:
             raise CompatibilityError(
                 "fp8", f"include must name only layers that can multiply in FP8, not {name}: {reason}"
             )
-        if reason is None and place and not named:
+        if reason is None and place and not (named or every):
             reason = f"the model's {place} linear layer; name it in include to use FP8"
         if reason is None:
             found.narrow |= expert_matrices(match.name, module, stack) if stack else {name: module}

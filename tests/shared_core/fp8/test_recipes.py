@@ -18,7 +18,7 @@ from shared_core.engine.session import Session
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
 from shared_core.fp8.arithmetic import cast_for
-from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
+from shared_core.fp8.recipes import SharedExponentBank, cast_16bit, s2fp8_cast
 
 start = partial(start_fp8, optimizer=torch.optim.AdamW)
 CASTS = ["s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
@@ -50,16 +50,18 @@ def test_three_narrow_products_a_layer_and_step_and_no_other(recipe):
             step(session, optimizer, model, [torch.randn(6, 32)])
     entries = session.receipt()["techniques"]["fp8"]["per_layer"]
     narrow = [entry for entry in entries if not entry.get("sixteen_bit")]
-    assert [entry["name"] for entry in narrow] == ["1", "2", "3"]
+    # the first and last layer: 16 bits with HFP8, as narrow as the others with S2FP8, else in high precision
+    every = recipe in ("hfp8", "s2fp8")
+    assert [entry["name"] for entry in narrow] == (["0", "1", "2", "3", "4"] if recipe == "s2fp8" else ["1", "2", "3"])
     assert [entry["name"] for entry in entries if entry.get("sixteen_bit")] == (["0", "4"] if recipe == "hfp8" else [])
     for entry in narrow:
-        assert entry["emulated"] == {"forward": 2, "grad_input": 2, "grad_weight": 2}
+        # the first layer needs no gradient of its input
+        assert entry["emulated"] == {"forward": 2, "grad_input": 2 * (entry["name"] != "0"), "grad_weight": 2}
         assert not any(entry["scaled_mm"].values())
     ours = [name for name in products.seen if name.startswith("efftrain")]
-    # the first layer needs no gradient of its input; in high precision the ends would be matmuls of torch
     of_backward = sum("fp8_grads" in name for name in ours)  # two products each
-    assert len(ours) + of_backward == (3 * 3 * 2 if recipe != "hfp8" else (3 * 4 + 2) * 2)
-    assert len(products.seen) - len(ours) == (0 if recipe == "hfp8" else (2 + 3) * 2)
+    assert len(ours) + of_backward == ((3 * 4 + 2) * 2 if every else 3 * 3 * 2)
+    assert len(products.seen) - len(ours) == (0 if every else (2 + 3) * 2)  # torch's, of the ends
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -111,6 +113,15 @@ def test_the_first_and_last_layer_of_hfp8_run_in_16_bits_and_odd_sizes_may():
     session = Session({"fp8": {"recipe": "hfp8", "include": ["0"]}, **LOSS_SCALE}, services=Quiet())
     session.attach(named)
     assert not session.techniques["fp8"].sixteen_bit  # by name: in 8 bits
+
+
+def test_s2fp8_leaves_no_linear_layer_out():
+    model = nn.Sequential(nn.Linear(5, 32), nn.Linear(32, 3))
+    session, _ = start(model, "s2fp8")
+    values = s2fp8_cast(x := torch.randn(4, 5), "input", False), s2fp8_cast(model[0].weight.detach(), "weight", False)
+    wanted = values[0].double() @ values[1].double().t()
+    torch.testing.assert_close((model[0](x) - model[0].bias).double(), wanted, rtol=1e-5, atol=1e-6)
+    assert session.receipt()["techniques"]["fp8"]["left_out"] == {}
 
 
 def on_fp16_grid(weight):
