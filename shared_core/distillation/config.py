@@ -15,18 +15,22 @@ from shared_core.files.hub_names import check_named
 
 EMA = "ema"
 """Value of `teacher` for the student's own moving average."""
+SELF = "self"
+"""Value of `teacher` for a frozen copy of the student as it is when the run starts."""
 MUTUAL = "mutual"
 """Value of `teacher` for students that teach each other."""
 CACHE = "cache:"
 """Prefix of a cached teacher's folder."""
-Teaching = Literal["NAME", "NAME,NAME", "ema", "cache:FOLDER", "mutual"]
+Teaching = Literal["NAME", "NAME,NAME", "self", "ema", "cache:FOLDER", "mutual"]
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
 _ONE: dict[str, Any] = {"teaching": ("NAME",)}
-_NOT_CACHED: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "ema", "mutual")}
-_OF_TEACHER: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "ema", "cache:FOLDER")}
+_NOT_CACHED: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "self", "ema", "mutual")}
+_OF_TEACHER: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "self", "ema", "cache:FOLDER")}
+_NAMED: dict[str, Any] = {"teaching": ("NAME", "NAME,NAME", "cache:FOLDER")}
+_PAIRED: dict[str, Any] = {"teaching": ("NAME", "self")}
 _CHUNKED: dict[str, Any] = {
-    "teaching": ("NAME", "ema"),
+    "teaching": ("NAME", "self", "ema"),
     "divergence": ("forward_kl", "reverse_kl", "jsd"),  # the kernels in eff_kernels
     "confidence": (0.0,),
 }
@@ -85,8 +89,9 @@ class DistillConfig(TechniqueConfig):
 
     teacher: Any = option(
         flag_type=str,
-        help="folder or Hub name of the teacher, or several with commas; ema: the student's own moving average; "
-        "cache:FOLDER: output of eff cache-teacher; mutual: students teach each other; in Python, modules too",
+        help="folder or Hub name of the teacher, or several with commas; self: a frozen copy of the model as the run "
+        "starts; ema: the student's own moving average; cache:FOLDER: output of eff cache-teacher; mutual: "
+        "students teach each other; in Python, modules too",
     )
     peers: Any = option(
         2,
@@ -102,7 +107,8 @@ class DistillConfig(TechniqueConfig):
         "as_saved",
         help="format of the teacher's weights; int8 needs torchao, nf4 bitsandbytes. A module passed in Python is "
         "changed in place",
-        only_with={"teaching": ("NAME", "NAME,NAME", "cache:FOLDER")},
+        only_with={"teaching": ("NAME", "NAME,NAME", "self", "cache:FOLDER")},
+        each=dict.fromkeys(("int8", "nf4"), _NAMED),
     )
     trust_remote_code: bool = option(
         False, help="run code from a teacher's folder or Hub repository (auto_map in its config.json)"
@@ -130,7 +136,12 @@ class DistillConfig(TechniqueConfig):
         None, above=0, help="T at end, changed linearly from begin; default: constant", only_with=_NOT_CACHED
     )
     scale_by_temperature: bool = option(True, help="multiply the soft term by T²")
-    alpha: float = option(0.5, low=0, high=1, help="weight of the task loss; the soft term gets 1 - alpha")
+    alpha: float | None = option(
+        None,
+        low=0,
+        high=1,
+        help="weight of the task loss; the soft term gets 1 - alpha; default: 0 with teacher=self, else 0.5",
+    )
     alpha_end: float | None = option(
         None, low=0, high=1, help="alpha at end, changed linearly from begin; default: constant"
     )
@@ -139,7 +150,7 @@ class DistillConfig(TechniqueConfig):
         low=0,
         below=1,
         help="use only positions where the teacher's largest probability is at least this; others add 0 to the mean",
-        only_with={"of_classes": (True,), "teaching": ("NAME", "NAME,NAME", "ema")},
+        only_with={"of_classes": (True,), "teaching": ("NAME", "NAME,NAME", "self", "ema")},
     )
     unlabeled_field: str | None = option(
         None,
@@ -169,7 +180,7 @@ class DistillConfig(TechniqueConfig):
         (),
         help="student=teacher pairs of submodules (names, globs) to match, such as layer.1=layer.3; for different "
         "widths, a linear projection is trained",
-        only_with=_ONE,
+        only_with=_PAIRED,
     )
     hidden_loss: Literal["mse", "cosine", "rkd", "similarity_preserving", "cka"] = option(
         "mse", help="loss of hidden pairs: mse or cosine of features, else relations within a micro-batch"
@@ -178,7 +189,7 @@ class DistillConfig(TechniqueConfig):
     attention: tuple[str, ...] = option(
         (),
         help="student=teacher pairs of attention modules (names, globs) whose maps should match",
-        only_with=_ONE,
+        only_with=_PAIRED,
     )
     attention_weight: float = option(1.0, above=0, help="weight of the attention term, added to the loss")
     init_layers: str | None = option(
@@ -225,7 +236,8 @@ class DistillConfig(TechniqueConfig):
         if not self.teachers or not all(map(_is_model, self.teachers)):
             yield "teacher", "must be a folder, a Hub name, a module, or several of them"
         if self.teaching == "NAME,NAME" and any(_kind(teacher) != "NAME" for teacher in self.teachers):
-            yield "teacher", f"must be only models if there are several: {EMA}, {MUTUAL} and {CACHE}FOLDER work alone"
+            alone = f"{SELF}, {EMA}, {MUTUAL} and {CACHE}FOLDER work alone"
+            yield "teacher", f"must be only models if there are several: {alone}"
         if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
             yield "teacher_weights", f"must be one number for each of the {len(self.teachers)} teachers"
         peers = self.given_peers or (MUTUAL,) * self.drawn_peers
@@ -247,6 +259,13 @@ class DistillConfig(TechniqueConfig):
     def mutual(self) -> bool:
         """True if students teach each other."""
         return self.teaching == MUTUAL
+
+    @property
+    def task_weight(self) -> float:
+        """Weight of the task loss: `alpha`, or its default."""
+        if self.alpha is None:
+            return 0.0 if self.teaching == SELF else 0.5
+        return self.alpha
 
     @property
     def drawn_peers(self) -> int:
@@ -295,7 +314,7 @@ class DistillConfig(TechniqueConfig):
     def needs_whole_weights(self) -> bool:
         """True if the options copy the student's weights or read them outside their layers."""
         beside = bool(self.hidden or self.attention or self.init_layers)
-        return beside or self.chunked or self.mutual or self.teaching == EMA
+        return beside or self.chunked or self.mutual or self.teaching in (SELF, EMA)
 
     @property
     def works_on_single_examples(self) -> bool:
@@ -319,14 +338,14 @@ class DistillConfig(TechniqueConfig):
         if "tensor_parallel" in environment and self.needs_whole_weights:
             yield (
                 f"distill with these options cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: "
-                "each process sees only parts of weights and outputs; leave out teachers ema and mutual, hidden, "
+                "each process sees only parts of weights and outputs; leave out teachers self, ema and mutual, hidden, "
                 "attention, init_layers and chunked, or use DDP"
             )
         for way in ("deepspeed_fp16", "lightning_deepspeed"):
             if way in environment and self.needs_whole_weights:
                 yield (
                     f"distill with these options cannot be combined with {RUN_ENVIRONMENTS[way]}: the combination is "
-                    "untested; leave out teacher ema, hidden, attention, init_layers and chunked, or use DDP"
+                    "untested; leave out teachers self and ema, hidden, attention, init_layers and chunked, or use DDP"
                 )
         if self.mutual and "deepspeed" in environment:
             yield (
@@ -341,7 +360,8 @@ class DistillConfig(TechniqueConfig):
 def _kind(teacher: Any) -> Teaching:
     if isinstance(teacher, str) and teacher.startswith(CACHE):
         return "cache:FOLDER"
-    return "ema" if teacher == EMA else "mutual" if teacher == MUTUAL else "NAME"
+    kinds: dict[str, Teaching] = {SELF: "self", EMA: "ema", MUTUAL: "mutual"}
+    return kinds.get(teacher, "NAME") if isinstance(teacher, str) else "NAME"
 
 
 def _is_model(given: Any) -> bool:

@@ -17,7 +17,7 @@ from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.mutual import MutualComparison, Peers
 from shared_core.distillation.outputs import check_heads, num_classes
 from shared_core.distillation.teacher_cache.keys import tokenizer_vocabulary
-from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
+from shared_core.distillation.teachers import StartingStudent, StudentAverage, Teachers, change_dtype_, check_separate
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 
@@ -27,13 +27,28 @@ def open_comparison(
     model: nn.Module,
     student: nn.Module,
     context: Context,
-    peers: Peers | None,
+    made: Peers | StartingStudent | None,
     *,
     fuses_head: bool = False,
 ) -> Comparison:
-    """Return the comparison that the options ask for, with teachers loaded, frozen and checked."""
-    if peers is not None:
-        return MutualComparison(config, model, peers, context)
+    """Return the comparison that the options ask for, with teachers loaded, frozen and checked.
+
+    Args:
+        config: The options.
+        model: The user's model.
+        student: The part of it that is distilled.
+        context: The run.
+        made: Peers, or the copy of the student, made before any technique changed the model.
+        fuses_head: True if the student returns log-probabilities of the labels instead of logits.
+    """
+    if isinstance(made, Peers):
+        return MutualComparison(config, model, made, context)
+    if made is not None:
+        size = made.told()["teacher_mib"]
+        context.note(f"distill: teacher self keeps a frozen copy of the student ({size} MiB), run on each micro-batch")
+        copy = {"teacher": "the student as the run started", "teacher_parameters": _size(made.modules[0])}
+        copy |= {"teacher_dtype": config.teacher_dtype, **made.told()}
+        return _open(config, made, copy, student, fuses_head)
     if config.cache is not None:
         return CachedComparison(config, student)
     if config.teaching == EMA:

@@ -1,4 +1,4 @@
-"""Teachers: one or several frozen models, or the student's own moving average.
+"""Teachers: one or several frozen models, or the student itself: as the run started, or its moving average.
 
 A teacher may be loaded in fewer bits than it was saved in. If the student is sharded, its teacher is sharded in the
 same way, so that no process holds a whole teacher.
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shared_core.distillation.config import TeacherDtype
 from shared_core.distillation.forward_capture import Forward, ask_teacher, first_parameter, lacks_forward
-from shared_core.distributed.collectives import local_part
+from shared_core.distillation.teacher_cache.keys import teacher_fingerprint
+from shared_core.distributed.collectives import broadcast_, from_main, local_part, world_size
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.checks.model_guards import refuse_scripted
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, MatchError, TrainingError
@@ -189,6 +190,61 @@ class Teachers:
         """Restore the state returned by `state_dict`, after the student's was restored."""
 
 
+class StartingStudent(Teachers):
+    """A frozen copy of the student as it is when the run starts, before any technique changes it.
+
+    The copy keeps the model's dtype unless `dtype` says otherwise. Frozen quantized weights are shared with the
+    student. A checkpoint holds only a digest of the copy. A resumed run copies the model again and compares digests.
+
+    Args:
+        student: The student. Call this before techniques attach.
+        dtype: Format of the copy's weights.
+
+    Raises:
+        CompatibilityError: If the student is already sharded, so that no process holds it.
+    """
+
+    def __init__(self, student: nn.Module, dtype: TeacherDtype = "as_saved") -> None:
+        _refuse_sharded(student, "self")
+        start, self._digest = _copied(student), ""
+        if any(tensor.is_meta for tensor in tensors_of(start).values()):
+            start.to_empty(device="cpu")  # cpu_ram_efficient_loading: only the main process has read the weights
+        else:
+            self._digest = teacher_fingerprint(start)
+        if any(map(_is_codes, start.parameters())) and dtype != "as_saved":
+            rule = f"teacher_dtype must be as_saved for a copy that shares quantized weights, got {dtype}"
+            raise CompatibilityError("distill", rule, "leave teacher_dtype out")
+        change_dtype_(start, dtype)
+        super().__init__([start])
+
+    def told(self) -> dict[str, Any]:
+        """Return the copy's memory and digest for the receipt."""
+        size = sum(tensor.nbytes for tensor in _own_tensors(self.modules[0]).values())
+        return {"teacher_mib": round(size / 2**20, 3), "teacher_fingerprint": self._digest}
+
+    def begin(self, student: nn.Module) -> None:
+        """Take the main process's weights, as DDP and FSDP2 do for the student, then shard the copy and move it."""
+        (start,) = self.modules
+        there = first_parameter(student)
+        if world_size() > 1 and there is not None and not any(map(is_sharded, start.parameters())):
+            self._digest = from_main(self._digest)
+            for tensor in _own_tensors(start).values():
+                # One tensor at a time: before sharding, the whole copy may not fit on the device.
+                tensor.detach().copy_(broadcast_(tensor.detach().to(there.device)))
+        super().begin(student)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the digest of the model as the run started."""
+        return {"digest": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
+        """Raise `CheckpointError` if the run that wrote this state started with other weights."""
+        if state.get("digest", self._digest) != self._digest:
+            rule = "with teacher self the model must have the weights that the run started with, got others"
+            remedy = "build the model as in the first run, not from the checkpoint, and resume again"
+            raise CheckpointError("distill", rule, remedy)
+
+
 class StudentAverage(Teachers):
     """The student's moving average as its teacher: ``θ' ← d·θ' + (1 - d)·θ`` after each applied step.
 
@@ -200,12 +256,7 @@ class StudentAverage(Teachers):
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
-        if any(map(is_sharded, student.parameters())):
-            raise CompatibilityError(
-                "distill",
-                "teacher must not be ema for a model that is already sharded, because FSDP2 cannot copy it",
-                "use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP",
-            )
+        _refuse_sharded(student, "ema")
         super().__init__([_copied(student)])
         self._decay = decay
         self._num_updates = 0
@@ -287,13 +338,28 @@ class StudentAverage(Teachers):
     def _tensors(self) -> dict[str, Tensor]:
         (average,) = self.modules
         reshard_(average)  # after a forward the outermost module stays gathered
-        parameters = {name: mean for name, mean in average.named_parameters() if not _is_codes(mean)}
-        return {**parameters, **dict(average.named_buffers())}
+        return _own_tensors(average)
+
+
+def _refuse_sharded(student: nn.Module, teacher: str) -> None:
+    """Raise `CompatibilityError` if a student that would be copied is sharded."""
+    if any(map(is_sharded, student.parameters())):
+        raise CompatibilityError(
+            "distill",
+            f"teacher must not be {teacher} for a model that is already sharded, because FSDP2 cannot copy it",
+            "use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP",
+        )
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model, by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a copy that `_copied` made, without shared codes."""
+    parameters = {name: value for name, value in module.named_parameters() if not _is_codes(value)}
+    return {**parameters, **dict(module.named_buffers())}
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

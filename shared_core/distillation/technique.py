@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.config.training_time import ParsedPosition, parse_position
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, mix, share_of
-from shared_core.distillation.config import EMA, DistillConfig
+from shared_core.distillation.config import EMA, SELF, DistillConfig
 from shared_core.distillation.feature_pairs import WatchedPairs, open_pairs
 from shared_core.distillation.forward_capture import (
     ForwardHook,
@@ -37,6 +37,7 @@ from shared_core.distillation.mutual import Peers, make_peers
 from shared_core.distillation.opening import open_comparison
 from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.task_gradient import FusedHead, Task, TaskLoss, with_own_forward
+from shared_core.distillation.teachers import StartingStudent
 from shared_core.distillation.unlabeled import Examples, is_per_token, labeled_part, zero_of
 from shared_core.engine.observers.micro_batches import StepMeans
 from shared_core.engine.plan import Event, Plan, Touched
@@ -77,6 +78,7 @@ class Distillation(Technique):
         self._comparison: Comparison | None = None
         self._pairs: dict[str, WatchedPairs] = {}
         self._peers: Peers | None = None
+        self._start: StartingStudent | None = None
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
         self._fused: FusedHead | None = None
@@ -93,9 +95,13 @@ class Distillation(Technique):
     # -- start and end
 
     def before_attach(self, context: Context) -> None:
-        """Make the other students as copies of the model, before any technique changes it."""
-        if self.config.mutual and not context.is_preview:
+        """Copy the model for the other students, or as its own teacher, before any technique changes it."""
+        if context.is_preview:
+            return
+        if self.config.mutual:
             self._peers = make_peers(self.config, context.model, self._find_student(context.model), context)
+        elif self.config.teaching == SELF:
+            self._start = StartingStudent(self._find_student(context.model), self.config.teacher_dtype)
 
     def attach(self, context: Context) -> Touched:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
@@ -105,10 +111,11 @@ class Distillation(Technique):
         touched = Touched.modules({config.student or type(model).__name__: student}, what="student")
         if context.is_preview:
             return touched
-        comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
+        made = self._peers or self._start
+        comparison = open_comparison(config, model, student, context, made, fuses_head=self.fuses_head)
         self._student, self._comparison = student, comparison
         self._told, teachers = comparison.told, comparison.teachers.modules
-        if self.fuses_head and config.teaching == EMA:
+        if self.fuses_head and config.teaching in (SELF, EMA):
             with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal
         for model in models_inside(student) or [student]:
@@ -141,7 +148,7 @@ class Distillation(Technique):
             self._comparison.detach()
         if self._fused is not None:
             self._fused.detach()
-        self._handle = self._student = self._comparison = self._fused = None
+        self._handle = self._student = self._comparison = self._fused = self._start = None
         self._hook.active = False
         self._forget_batch()
 
@@ -399,7 +406,7 @@ class Distillation(Technique):
         return Plan(Schedule.resolved(self.config, context).events())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, projections and the moving average. A frozen teacher is not saved."""
+        """Return counters, projections and the moving average. Of a frozen teacher, at most a digest is saved."""
         learned = {
             "teachers": self._comparison.teachers.state_dict() if self._comparison else dict(self._saved_teachers),
             "pairs": self._pair_states(),
@@ -424,7 +431,7 @@ class Distillation(Technique):
             "divergence": self.config.divergence,
             **self._told,
             "temperature": self.config.temperature,
-            "alpha": self.config.alpha,
+            "alpha": self.config.task_weight,
             "batches": self._batches,
             "positions": int(self._positions),
             **self._examples.report(),
@@ -488,7 +495,7 @@ class Schedule:
         """Return alpha and temperature of this step."""
         config = self.config
         return (
-            self._at(context, config.alpha, config.alpha_end),
+            self._at(context, config.task_weight, config.alpha_end),
             self._at(context, config.temperature, config.temperature_end),
         )
 
@@ -508,5 +515,5 @@ class Schedule:
     def events(self) -> list[Event]:
         """Return the steps where the soft term starts and stops."""
         config = self.config
-        told: list[Event] = [(self.first, f"soft term on, alpha {config.alpha:g}, T {config.temperature:g}")]
+        told: list[Event] = [(self.first, f"soft term on, alpha {config.task_weight:g}, T {config.temperature:g}")]
         return [*told, (int(self.last), "soft term off")] if self.last < math.inf else told

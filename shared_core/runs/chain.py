@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from shared_core.distillation.config import CACHE, EMA
+from shared_core.distillation.config import CACHE, EMA, SELF
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
@@ -130,9 +130,9 @@ def _checked_teacher(name: str) -> str:
     """Return the first teacher: on disk as an absolute path, and for a run's folder the model in it."""
     found = []
     for part in map(str.strip, name.split(",")):
-        # A moving average belongs to the same run, so it cannot be a stage's first teacher.
-        told = "teacher must be an existing model, got ema"
-        require(part != EMA, "chain", told, "the first stage can train without a teacher")
+        # A copy or a moving average belongs to the same run, so it cannot be a stage's first teacher.
+        told = f"teacher must be an existing model, got {part}"
+        require(part not in (SELF, EMA), "chain", told, "the first stage can train without a teacher")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
         if prefix:

@@ -132,6 +132,7 @@ VARIANTS = {
         {"criterion": "movement", "overrides": {"last": {"sparsity": 0.25}, "first": {"sparsity": 0}}, **GROWING},
         on_gradients=True,
     ),
+    "distill-self": Row("distill", {"teacher": "self", "alpha": 0.3}),
     "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
     "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),

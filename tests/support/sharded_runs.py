@@ -62,6 +62,7 @@ RECIPES = {
     "selective": {"checkpointing": {"policy": "selective", "include": ["hidden", "middle"]}},
     "matmul": {"matmul": {"precision": "high"}},
     "logits": {"distill": {"teacher": "other"}},
+    "self": {"distill": {"teacher": "self", "alpha": 0.5}},
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
@@ -112,11 +113,14 @@ REFUSED_BY_LAYERS = {
     **{name: RECIPES[name] for name in ("qat-kl", "wanda", "units", "hidden", "kahan")},
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq"}},
     "gelu": {"qat": {"scheme": "int8", "clip_gelu": 10.0}},
+    "self": {"distill": {"teacher": "self"}},
     "ema": {"distill": {"teacher": "ema"}},
     "shapley": {"prune": {"sparsity": 0.5, "granularity": "filter", "criterion": "shapley"}},
 }
 """Those that tensor parallelism rules out."""
-SHARDED_LATER = ("qat-lsq", "int4-taylor", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch")
+SHARDED_LATER = (
+    "qat-lsq", "int4-taylor", "self", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch"
+)  # fmt: skip
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 

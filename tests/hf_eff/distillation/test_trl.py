@@ -148,14 +148,15 @@ def test_prompts_and_what_no_assistant_said_do_not_count(make, tmp_path):
     assert distance(reference(make, texts=texts), found) < 1e-6
 
 
-@pytest.mark.parametrize("teacher", ["ema", "model"])
+@pytest.mark.parametrize("teacher", ["self", "ema", "model"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_runs_as_the_stock_trainer_does_from_logits(make, tmp_path, teacher, adapters):
     """Also where the model is copied, wrapped, and under autocast."""
     texts = make.texts(8)
     settings = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": True,
                 "optim": "sgd", "learning_rate": 0.5}  # fmt: skip
-    told = {"teacher": "ema", "ema_decay": 0.5} if teacher == "ema" else {"teacher": make.language_model(seed=5)}
+    told = {"teacher": make.language_model(seed=5) if teacher == "model" else teacher}
+    told |= {"ema_decay": 0.5} if teacher == "ema" else {}
 
     def trained(build, data):
         model = make.language_model()

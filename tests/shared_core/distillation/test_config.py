@@ -36,7 +36,7 @@ REFUSED = [
     ({"unlabeled_field": "labels"}, "unlabeled_field must be .*, got 'labels'"),
     *(({"init_layers": value}, "init_layers") for value in ("odd", "", "1;2", "1.5")),
     ({"chunked": True, "divergence": "hard_label"}, "divergence={}, {} or {}, got".format(*DIVERGENCES)),
-    *(({"chunked": True, "teacher": teacher}, "chunked .*teacher=NAME or ema")
+    *(({"chunked": True, "teacher": teacher}, "chunked .*teacher=NAME, self or ema")
       for teacher in ("a, b", "cache:x")),
     ({"chunked": True, "confidence": 0.5}, "chunked .*confidence=0.0, got confidence=0.5"),
     ({"budget_mib": 1.0}, "budget_mib .*chunked"),
@@ -44,7 +44,7 @@ REFUSED = [
     *(({"teacher": "mutual", "peers": count}, "peers must be .*at least 2")
       for count in (1, "1", [], 2.5, True)),
     ({"peers": 3}, "peers .*teacher=mutual, got teacher=NAME"),
-    ({"teacher": "mutual", "hidden": ["a=a"]}, "hidden .*teacher=NAME, got teacher=mutual"),
+    ({"teacher": "mutual", "hidden": ["a=a"]}, "hidden .*teacher=NAME or self, got teacher=mutual"),
     ({"teacher": "mutual", "confidence": 0.5}, f"confidence {WITHOUT}mutual"),
     ({"teacher": "mutual", "teacher_weights": [1.0]}, f"teacher_weights {WITHOUT}mutual"),
     *(({"teacher": "mutual", "begin": at}, f"begin {WITHOUT}mutual") for at in (3, 0)),
