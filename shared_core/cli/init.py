@@ -22,7 +22,7 @@ from shared_core.printing import echo
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
 
-Goal = Literal["smaller", "faster-inference", "less-memory", "better-accuracy", "private"]
+Goal = Literal["smaller", "faster-inference", "recover-quantized", "less-memory", "better-accuracy", "private"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,7 @@ Lines = tuple[tuple[str, Any, str], ...]
 GOALS: dict[Goal, str] = {
     "smaller": "a smaller file: half of the weights zero, the others 16 values per tensor; pack it with eff compress",
     "faster-inference": "int8 integer products after training; convert with eff export",
+    "recover-quantized": "4-bit weights that keep the trained model's outputs; use a small learning rate, such as 1e-5",
     "less-memory": "less memory for activations in training, with the same gradients",
     "better-accuracy": "an average of the weights, which usually generalizes better, for one update per step",
     "private": "differential privacy: no single example shows in the trained model",
@@ -150,6 +151,12 @@ _QAT: Lines = (
     ("scheme", "int8", "weights per channel, activations per tensor, as integer kernels need"),
     ("begin", 0.1, "ranges are observed before they are used"),
     ("freeze_observers", 0.9, "the last tenth trains with the ranges of deployment"),
+)
+_WEIGHTS_ONLY: Lines = (("scheme", "W4A16", "4-bit weights in groups; or the format to release in, such as MXFP4A16"),)
+_FROM_ITSELF: Lines = (
+    ("teacher", "self", "the 16-bit model as the run starts; costs its memory and one more forward"),
+    ("alpha", 0.0, "labels don't count, so the texts need not be those of the first training"),
+    ("temperature", 1.0, "matches the probabilities themselves"),
 )
 _CHECKPOINTING: Lines = (("policy", "block", "keeps one tensor per block and recomputes the rest: one more forward"),)
 _ACTIVATIONS: Lines = (("pack", "exact", "masks as bits; helps with ReLU, dropout or pooling"),)
@@ -171,6 +178,7 @@ def starting_options(goal: Goal, kind: Kind) -> Mapping[str, Lines]:
     made: dict[Goal, Mapping[str, Lines]] = {
         "smaller": {"prune": _PRUNE, "cluster": _SHARE},
         "faster-inference": {"qat": _QAT},
+        "recover-quantized": {"qat": _WEIGHTS_ONLY, "distill": _FROM_ITSELF},
         "less-memory": memory,
         "better-accuracy": {"average": _AVERAGE},
         "private": {"dp": _DP},

@@ -17,7 +17,7 @@ from shared_core.activation_checkpointing.config import CheckpointingConfig
 from shared_core.activation_compression.config import ActivationsConfig
 from shared_core.config.options import TechniqueConfig
 from shared_core.contrib.planning.sizes import Attention, Cost, ModelShape, PlannedRun, SharedSizes
-from shared_core.distillation.config import DistillConfig
+from shared_core.distillation.config import EMA, SELF, DistillConfig
 from shared_core.engine.registry import in_order
 from shared_core.errors import ConfigError
 from shared_core.fp8.config import Fp8Config
@@ -152,11 +152,14 @@ def _(config: DistillConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     else:
         logits = run.tokens * shape.vocab * (run.compute_bytes + 4.0)
         costs = [Cost("distill: logits", during=logits, why="the teacher's and the soft term's gradient, T·V·(c + 4)")]
-    if not run.teacher_params:
+    is_student = config.teaching in (SELF, EMA)
+    parameters = shape.params if is_student else run.teacher_params
+    if not parameters:
         why = "not counted: pass --teacher-params; a cached teacher (eff cache-teacher) needs no memory"
         return [*costs, Cost("distill: teacher", why=why)]
-    bytes_each = _OF_CODES.get(config.teacher_dtype, run.compute_bytes)
-    size = run.teacher_params * bytes_each
+    as_saved = run.weight_bytes if is_student else run.compute_bytes
+    bytes_each = as_saved if config.teacher_dtype == "as_saved" else _OF_CODES.get(config.teacher_dtype, 2.0)
+    size = parameters * bytes_each
     sent = run.accumulate * run.ring(size) if run.strategy == "fsdp2" else 0.0
     why = f"P_t·{bytes_each:g}/N; gathered in every forward under FSDP2"
     return [*costs, Cost("distill: teacher", held=size / run.parts, sent=sent, why=why)]

@@ -120,6 +120,16 @@ def test_logits_in_chunks_are_not_counted_whole_on_a_model_that_is_there():
 
 
 @pytest.mark.parametrize(
+    ("options", "bytes_each"),
+    [({"teacher": "self"}, 4), ({"teacher": "ema"}, 4), ({"teacher": "self", "teacher_dtype": "bfloat16"}, 2)],
+)
+def test_a_teacher_copied_from_the_student_is_held_with_all_its_parameters(options, bytes_each):
+    shape = ModelShape.of_params(1e8)
+    costs = plan(shape, PlannedRun(precision="mixed"), Recipe.from_dict({"distill": options})).costs
+    assert next(cost.held for cost in costs if cost.what == "distill: teacher") == bytes_each * shape.params
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ([], "got neither"),
