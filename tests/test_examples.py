@@ -21,6 +21,7 @@ TABLES = {
     "soup_a_sweep": 5,
     "less_memory_lm": 6,
     "smaller_lm": 7,
+    "recover_quantized": 10,
 }  # lines, with the headings
 SCRIPTS = {
     str(path.relative_to(EXAMPLES).with_suffix("")): path
