@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.saved_rows import saved_rows
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_folder
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import StackedExperts
-from shared_core.modules.weight_views import as_rows, output_axis, weights_of
+from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.numerics.block_formats import Element, mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
 from shared_core.numerics.rounding import decode
 from shared_core.quantization.fake_quant_layers import STOCK
@@ -39,52 +39,39 @@ from shared_core.tools.export.served import (
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 
-_STACK = 2**40
-"""Marks count rows below it, and stacks above; float64 is exact to 2^53."""
-
 
 def split_experts_(model: Any, names: Iterable[str], where: str) -> dict[str, dict[str, nn.Linear]]:
     """Replace modules that stack experts by linear layers, one per matrix in the files that transformers writes.
 
-    Saving marks instead of the weights shows where a file puts each row, so every renaming is covered.
+    `saved_rows` finds where a file puts each row, so every renaming is covered.
     """
-    rows: list[Tensor] = []
-    owners: list[str] = []
-    marks: dict[str, Tensor] = {}
-    odd: list[str] = []
-    for name in names:
-        module = model.get_submodule(name)
-        for stack, weight in weights_of(module).items():
-            found = as_rows(module, weight.detach())
-            numbers = torch.arange(len(found), dtype=torch.float64) + len(rows) * _STACK
-            marks[f"{name}.{stack}"] = numbers.view(len(weight), -1).unsqueeze(3 - output_axis(module))
-            rows.append(found)
-            owners.append(name)
-        if len(module._parameters) > len(weights_of(module)):
-            odd.append(f"{name} with parameters {', '.join(module._parameters)}")
-    saved = _saved(model, marks) if marks and not odd else {}
-    odd += [f"the stack {key}" for key, mark in saved.items() if mark.dim() > 2 or not key.endswith(".weight")]
+    names = tuple(names)
+    weights = {
+        f"{name}.{stack}": (name, as_rows(module, weight.detach()))
+        for name in names
+        for module in [model.get_submodule(name)]
+        for stack, weight in weights_of(module).items()
+    }
+    odd = [
+        f"{name} with parameters {', '.join(module._parameters)}"
+        for name in names
+        for module in [model.get_submodule(name)]
+        if len(module._parameters) > len(weights_of(module))
+    ]
+    saved = saved_rows(model, tuple(weights)) if weights and not odd else {}
+    odd += [f"the stack {key}" for key, at in saved.items() if len(at.shape) > 2 or not key.endswith(".weight")]
     if odd:
         rule = f"experts must be one matrix each in transformers' files for vLLM, got {odd[0]}"
         raise CompatibilityError(where, rule, "skip them in qat")
+    rows = {parameter: found for parameter, (_, found) in weights.items()}
     layers: dict[str, dict[str, nn.Linear]] = {name: {} for name in names}
-    for key, mark in saved.items():
-        numbers = mark.flatten().long()
-        index = int(numbers[0]) // _STACK
-        name = owners[index]
-        matrix = rows[index][numbers % _STACK]
+    for key, at in saved.items():
+        matrix = at.gather(rows)
         layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
         layer.weight = nn.Parameter(matrix, requires_grad=False)
-        layers[name][key.removesuffix(".weight")] = layer
+        owner, *_ = at.held
+        layers[weights[owner][0]][key.removesuffix(".weight")] = layer
     return {_put(model, name, found): found for name, found in layers.items()}
-
-
-def _saved(model: Any, marks: dict[str, Tensor]) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, state_dict=marks)
-        return {key: mark for file in Path(folder).glob("*.safetensors") for key, mark in load_file(file).items()}
 
 
 def _put(model: nn.Module, name: str, layers: dict[str, nn.Linear]) -> str:

@@ -1,0 +1,123 @@
+"""Where a transformers model's files put each row of its parameters: under which name, and in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_core.modules.matching import output_axis_of_experts
+
+_STACK = 2**40
+"""Marks count rows below it, and parameters above; float64 is exact to 2^53."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRows:
+    """The rows that a tensor in transformers' files holds.
+
+    Attributes:
+        owners: The parameter of each row, as an index into `names`.
+        rows: The row in that parameter, with experts concatenated.
+        shape: Shape of the tensor with its inputs counted as 1.
+        names: The parameters.
+    """
+
+    owners: Tensor
+    rows: Tensor
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """Parameters with rows in the tensor, and where these are."""
+        numbers = sorted({*self.owners.tolist()})
+        return {self.names[owner]: self.owners == owner for owner in numbers}
+
+    @property
+    def inputs_last(self) -> bool:
+        """False if the file holds (experts, in, out)."""
+        return not (len(self.shape) == 3 and self.shape[1] == 1 < self.shape[2])
+
+    def gather(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor's rows, from the rows of each parameter by name."""
+        (first, *_), held = self.held, self.held
+        found = values[first]
+        if len(held) == 1:
+            same = len(self.rows) == len(found) and torch.equal(self.rows, torch.arange(len(found)))
+            return found if same else found[self.rows]
+        taken = found.new_empty(len(self.rows), *found.shape[1:])
+        for name, at in held.items():
+            taken[at] = values[name][self.rows[at]]
+        return taken
+
+    def scatter_(self, into: Mapping[str, Tensor], values: Tensor) -> None:
+        """Write the tensor's rows into the rows of each parameter by name."""
+        for name, at in self.held.items():
+            into[name][self.rows[at]] = values[at]
+
+
+def saved_rows(model: Any, names: tuple[str, ...]) -> dict[str, SavedRows]:
+    """Return (name in transformers' files → the rows there) of the named parameters and buffers of a model.
+
+    Saving marks instead of the weights shows where a file puts each row, so every renaming and stacking is covered.
+    Names are those of a model in float, also if it was dequantized on loading.
+    """
+    marks: dict[str, Tensor] = {}
+    for number, name in enumerate(names):
+        module = model.get_submodule(name.rpartition(".")[0])
+        value = getattr(module, name.rpartition(".")[2])
+        axis = output_axis_of_experts(module) if value.ndim == 3 else None
+        count = 1 if not value.ndim else len(value) if axis is None else len(value) * value.shape[axis]
+        numbers = torch.arange(count, dtype=torch.float64) + number * _STACK
+        shape = [1] * value.ndim
+        if value.ndim:
+            shape[0] = len(value)
+        if axis is not None:
+            shape[axis] = value.shape[axis]
+        marks[name] = numbers.view(shape)
+    found = {}
+    for key, mark in _saved(model, marks).items():
+        numbers = mark.flatten().long()
+        found[key] = SavedRows(numbers // _STACK, numbers % _STACK, tuple(mark.shape), names)
+    return found
+
+
+def _saved(model: Any, marks: dict[str, Tensor]) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder, _float_names(model):
+        model.save_pretrained(folder, state_dict=marks)
+        return {key: mark for file in Path(folder).glob("*.safetensors") for key, mark in load_file(file).items()}
+
+
+@contextlib.contextmanager
+def _float_names(model: Any) -> Iterator[None]:
+    """Make transformers save under a float model's names, and leave the config as it was."""
+    hidden = {name: vars(model).pop(name) for name in ("hf_quantizer",) if name in vars(model)}
+    if dequantizes(model):
+        hidden["_weight_conversions"] = vars(model).pop("_weight_conversions")
+    config = {name: getattr(model.config, name, None) for name in ("dtype", "architectures")}
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(model, name, value)
+        for name, value in config.items():
+            setattr(model.config, name, value)
+
+
+def dequantizes(model: Any) -> bool:
+    """Return True if transformers dequantized a model on loading, and would save it under its quantized names.
+
+    transformers (5.23) then stores float weights of gpt-oss as ``*_blocks`` without scales, which load as random
+    experts, and FP8 codes without a ``quantization_config``, which load without their scales.
+    """
+    conversions = vars(model).get("_weight_conversions") or ()
+    return any(hasattr(step, "hf_quantizer") for each in conversions for step in getattr(each, "operations", ()))
