@@ -24,6 +24,8 @@ from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, KEY_PREFIX, i
 from shared_core.checkpoint_formats.files import read_json
 from shared_core.checkpoint_formats.opening import is_bare_weights, teacher_from_weights
 from shared_core.checkpoint_formats.plain import check_values
+from shared_core.checkpoint_formats.released import saved_dequantized
+from shared_core.checkpoint_formats.saved_rows import save_as_float_
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, require
 from shared_core.files.hub_names import check_named
@@ -277,8 +279,9 @@ def _loaded(
             # always given: otherwise transformers would prompt on the terminal
             config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
-                name, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(provided)
-            )
+                name, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(provided),
+                **(renamed := _names_of_dequantized(name, config)),
+            )  # fmt: skip
         except CheckpointError:
             raise
         except Exception as error:  # transformers, safetensors and the Hub client each raise their own
@@ -292,7 +295,18 @@ def _loaded(
         rule = f"teacher's files lack weights: {name!r} has no {lacking[0]} ({len(lacking)} missing)"
         raise CheckpointError("distill", rule, "it would teach from random weights")
     check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
+    if renamed:
+        vars(teacher).pop("_weight_conversions", None)  # otherwise it would be saved under these names again
+    save_as_float_(teacher)
     return teacher.to(device)  # type: ignore[no-any-return]
+
+
+def _names_of_dequantized(name: str, config: Any) -> dict[str, Any]:
+    """Return options with which transformers reads a folder that it saved after dequantizing the model on loading."""
+    how = saved_dequantized(Path(name).expanduser())
+    if how == "fp8":
+        config.quantization_config = {"quant_method": "fp8", "dequantize": True}
+    return {"key_mapping": {"_blocks$": ""}} if how == "mxfp4" else {}
 
 
 def empty_model(name: str) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,10 @@ class Released:
         """Return the tensors of a weight."""
         return {part: self.tensors[key] for part, key in layout.keys.items()}
 
-    def read(self, name: str) -> Stored:
-        """Return the codes and scales of a weight by its name in float."""
+    def read(self, name: str) -> Iterator[Stored]:
+        """Yield the codes and scales of a weight by its name in float, in parts of whole rows."""
         layout = self.weights[name]
-        return layout.read(self.parts(layout))
+        yield from map(layout.read, layout.pieces(self.parts(layout)))
 
 
 def released_config(model_or_folder: Any) -> tuple[Path, dict[str, Any]]:
@@ -121,6 +121,24 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError(_WHERE, rule, "give the folder that was released")
     _check_method(found, folder)
     return config, dict(found)
+
+
+def saved_dequantized(folder: Path | str) -> str:
+    """Return how transformers (5.23) saved a model that it had dequantized on loading: ``mxfp4``, ``fp8`` or empty.
+
+    Such a folder has no ``quantization_config``. Float weights of gpt-oss are called ``*_blocks`` there, and FP8 codes
+    have scales that nothing applies.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or "quantization_config" in read_config(folder):
+        return ""
+    try:
+        keys = _index(folder).keys()
+    except CheckpointError:
+        return ""
+    if any(key.endswith("_blocks") and f"{key.removesuffix('_blocks')}_scales" not in keys for key in keys):
+        return "mxfp4"
+    return "fp8" if any(key.endswith(".weight_scale_inv") for key in keys) else ""
 
 
 def _check_method(config: Mapping[str, Any], folder: object) -> None:
@@ -273,21 +291,26 @@ def released_grids(model: nn.Module, folder: Path | str, names: Iterable[str]) -
     return grids
 
 
-def _fill(grids: dict[str, Grid], saved: SavedRows, stored: Stored, model: nn.Module) -> None:
+def _fill(grids: dict[str, Grid], saved: SavedRows, pieces: Iterable[Stored], model: nn.Module) -> None:
     """Add a weight's scales to the grids of the parameters that it belongs to."""
-    if len(stored.codes) != len(saved.rows):
-        rule = f"{saved.names} must have {len(saved.rows)} rows in the released file, got {len(stored.codes)}"
+    scales, zeros, count = [], [], 0
+    for stored in pieces:
+        down, rows = (stored.block[0], 1), len(stored.codes)
+        scales.append(spread(stored.step, down, (rows, stored.step.shape[1])))
+        if stored.zero_point is not None:
+            zeros.append(spread(stored.zero_point, down, (rows, stored.step.shape[1])))
+        size, count = stored.block[1], count + rows
+    if count != len(saved.rows):
+        rule = f"{saved.names} must have {len(saved.rows)} rows in the released file, got {count}"
         raise CheckpointError(_WHERE, rule, "give the model's own release")
-    down = (stored.block[0], 1)
-    parts = {"scale": stored.step} | ({} if stored.zero_point is None else {"zero_point": stored.zero_point})
-    found = {part: spread(value, down, (len(stored.codes), value.shape[1])) for part, value in parts.items()}
+    found = {"scale": torch.cat(scales)} | ({"zero_point": torch.cat(zeros)} if zeros else {})
     for name in saved.held:
         if name not in grids:
             rows = _row_count(model, name)
             empty = {part: value.new_full((rows, value.shape[1]), torch.nan) for part, value in found.items()}
-            grids[name] = Grid(empty["scale"], empty.get("zero_point"), stored.block[1])
+            grids[name] = Grid(empty["scale"], empty.get("zero_point"), size)
         grid = grids[name]
-        if (grid.scale.shape[1], grid.zero_point is None) != (found["scale"].shape[1], stored.zero_point is None):
+        if (grid.scale.shape[1], grid.zero_point is None) != (found["scale"].shape[1], not zeros):
             raise CheckpointError(_WHERE, f"{name} must have one format in the released files, got two", "skip it")
     for part, value in found.items():
         saved.scatter_({name: getattr(grid, part) for name, grid in grids.items()}, value)

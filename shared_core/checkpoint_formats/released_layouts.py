@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,10 @@ class Layout:
         self.name, self.keys = name, dict(keys)
         self.options: dict[str, Any] = {}
 
+    def pieces(self, parts: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield the file's tensors in parts of whole rows, which take less memory to decode."""
+        yield dict(parts)
+
     def read(self, parts: Mapping[str, Tensor]) -> Stored:
         """Return the codes and scales in the file's tensors."""
         raise NotImplementedError
@@ -142,6 +146,11 @@ class Mxfp4Layout(Layout):
     """gpt-oss: stacked experts, uint8 ``*_blocks`` (experts, out, in/32, 16) and E8M0 ``*_scales``."""
 
     kind = "mxfp4"
+
+    def pieces(self, parts: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield one expert at a time."""
+        for expert in range(len(parts["blocks"])):
+            yield {part: value[expert : expert + 1] for part, value in parts.items()}
 
     def read(self, parts: Mapping[str, Tensor]) -> Stored:
         """Return all experts' rows one after the other."""

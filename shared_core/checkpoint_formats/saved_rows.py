@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared_core.modules.matching import output_axis_of_experts
 
@@ -113,11 +113,23 @@ def _float_names(model: Any) -> Iterator[None]:
             setattr(model.config, name, value)
 
 
+def save_as_float_(model: nn.Module) -> bool:
+    """Make ``save_pretrained`` write a model that transformers dequantized as a float model; return True if it was one.
+
+    Otherwise transformers (5.23) writes files that do not load, see `dequantizes`.
+    """
+    found = [module for module in model.modules() if dequantizes(module)]
+    for module in found:
+        delattr(module, "_weight_conversions")
+    return bool(found)
+
+
 def dequantizes(model: Any) -> bool:
     """Return True if transformers dequantized a model on loading, and would save it under its quantized names.
 
     transformers (5.23) then stores float weights of gpt-oss as ``*_blocks`` without scales, which load as random
-    experts, and FP8 codes without a ``quantization_config``, which load without their scales.
+    experts, and FP8 codes without a ``quantization_config``, which load without their scales. It raises an error for
+    FP8 and compressed-tensors experts.
     """
     conversions = vars(model).get("_weight_conversions") or ()
     return any(hasattr(step, "hf_quantizer") for each in conversions for step in getattr(each, "operations", ()))

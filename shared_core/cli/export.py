@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
 
-_SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf"}
+_SUFFIX = {
+    "onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf", "released": ""
+}  # fmt: skip
 _ONNX = {"kind": ("onnx",)}
 _TRACED = ("onnx", "executorch")
 _EXAMPLE_LENGTH = 16  # for inputs whose length is dynamic
@@ -49,7 +51,7 @@ class ExportOptions(ModelOptions):
         argument=True,
         reads="model",
     )
-    out: Path = option(help="The file to write; for compressed-tensors and torchao, a folder.")
+    out: Path = option(help="The file to write; for compressed-tensors, torchao and released, a folder.")
     weights: Path | None = option(
         None,
         "Trained weights: a folder, a .safetensors file, or a Lightning .ckpt. Integers need the eff_deployment.json "
@@ -62,11 +64,17 @@ class ExportOptions(ModelOptions):
         low=1,
     )
     dynamic_length: bool = option(False, "Also make the inputs' second axis dynamic.", only_with=_ONNX)
-    kind: Literal["onnx", "executorch", "compressed-tensors", "torchao", "gguf"] = option(
+    kind: Literal["onnx", "executorch", "compressed-tensors", "torchao", "gguf", "released"] = option(
         "onnx",
         "Format of the file: onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; "
-        "torchao for transformers; gguf for llama.cpp.",
+        "torchao for transformers; gguf for llama.cpp; released for the quantized format of --base.",
         flag="--format",
+    )
+    base: str | None = option(
+        None,
+        "The quantized release that MODEL was trained from: a folder, or a name in the Hub's local cache. Its files, "
+        "names and scales are kept. Default: MODEL.",
+        only_with={"kind": ("released",)},
     )
     opset: int = option(21, "ONNX opset version.", low=21, high=23, only_with=_ONNX)
     static_batch: bool = option(
@@ -140,6 +148,10 @@ def export(asked: ExportOptions) -> None:
             from shared_core.tools.export.executorch import export_executorch
 
             report = export_executorch(network, example, target, verify=verify, calibration=batches)
+        elif kind == "released":
+            from shared_core.tools.export.released import export_released
+
+            report = export_released(network, target, base=asked.base, example_inputs=example, verify=verify)
         else:
             name = kind.replace("-", "_")
             write = getattr(importlib.import_module(f"shared_core.tools.export.{name}"), f"export_{name}")
@@ -165,6 +177,15 @@ def export(asked: ExportOptions) -> None:
 
 def _check_out(asked: ExportOptions) -> None:
     out, suffix = asked.out, _SUFFIX[asked.kind]
+    if asked.kind == "released":
+        from shared_core.checkpoint_formats.released import released_config
+
+        asked.require(asked.base or Path(asked.model).is_dir(), f"--base must be given with {asked.model}, got none")
+        try:
+            released_config(asked.base or asked.model)
+        except CheckpointError as error:
+            told = f"--base must be the quantized release that {asked.model} was trained from: {error.rule}"
+            raise CheckpointError(asked.key, told, "" if asked.base else "add --base FOLDER") from error
     if not suffix:
         check_new(out, asked.key)
         return
@@ -282,6 +303,9 @@ def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> N
 
 def _lines(kind: str, report: Any) -> Iterator[str]:
     """Yield lines about the written file."""
+    if kind == "released":
+        yield from _released(report)
+        return
     layers = f"{counted(len(report.quantized), 'layer')} quantized" if report.quantized else "all layers in float"
     yield f"Wrote {report.path}: {size_text(report.bytes)}, {layers}."
     if report.quantized and report.float_layers:
@@ -296,6 +320,28 @@ def _lines(kind: str, report: Any) -> Iterator[str]:
         "torchao": _served,
         "gguf": _llama,
     }[kind](report)
+
+
+def _released(report: Any) -> Iterator[str]:
+    weights = counted(len(report.quantized), "weight")
+    yield f"Wrote {report.path}: {size_text(report.bytes)}, {report.format}, {weights} with codes."
+    yield f"Released scales kept in {counted(report.kept_scales, 'weight')}, all released bytes in {report.unchanged}."
+    yield f"Codes that changed: {report.changed_codes:,} of {report.codes:,}."
+    if errors := report.rounding_error:
+        worst = max(errors, key=errors.__getitem__)
+        mean = sum(errors.values()) / len(errors)
+        yield (
+            f"Rounded {counted(len(errors), 'weight')} off the released grid, with a relative error of {mean:.2%} on "
+            f"average and {errors[worst]:.2%} at most ({worst})."
+        )
+    if report.copied:
+        yield f"Copied from the release, because the model lacks them: {listed(report.copied)}."
+    if report.equal_layers is None:
+        yield _NOT_COMPARED
+        return
+    yield "Every tensor was decoded from the files and compared with the model."
+    if report.largest_difference is not None:
+        yield f"Largest difference in transformers from the rounded model: {report.largest_difference:.2g}."
 
 
 _MUCH = 0.25

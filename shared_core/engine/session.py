@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.plain import PlainKeys
+from shared_core.checkpoint_formats.saved_rows import save_as_float_
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_
 from shared_core.engine.checks import compatibility, coverage, model_guards
@@ -170,6 +171,11 @@ class Session:
         if self.coverage:
             self.experts.watch(model)
         self.context = context
+        if save_as_float_(model):
+            self.note(
+                "transformers dequantized this model on loading, and would save it in a form that does not load. It is "
+                "saved as a float model. `eff export --format released` writes the released format."
+            )
 
     def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
         """Return the context of a run, with everything to know about the model before techniques change it."""

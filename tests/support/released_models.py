@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     Mxfp4Config,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -25,7 +26,16 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-KINDS = ("gpt_oss", "qwen3_moe_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8", "llama_int8")
+KINDS = (
+    "gpt_oss",
+    "qwen3_fp8",
+    "qwen3_moe_fp8",
+    "deepseek_v3_fp8",
+    "kimi_int4",
+    "nemotron_nvfp4",
+    "llama_fp8",
+    "llama_int8",
+)
 
 
 def write_released(kind: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -54,7 +64,7 @@ def write_released(kind: str, folder: Path, *, dtype: torch.dtype = torch.bfloat
     return folder
 
 
-def load_released(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def load_released(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a released folder as users do: dequantized by transformers on a CPU."""
     method = AutoConfig.from_pretrained(folder).quantization_config["quant_method"]
     how = {
@@ -62,7 +72,8 @@ def load_released(folder: Path, dtype: torch.dtype = torch.float32, **options: A
         "fp8": lambda: FineGrainedFP8Config(dequantize=True),
         "compressed-tensors": lambda: CompressedTensorsConfig(dequantize=True),
     }[method]()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how, **options)
+    # transformers (5.23) leaves weights without codes beside FP8 in the file's dtype
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how).to(dtype)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -89,6 +100,10 @@ def _qwen3_moe(width: int = 128) -> Any:
     )  # fmt: skip
 
 
+def _qwen3() -> Any:
+    return Qwen3Config(hidden_size=128, intermediate_size=256, head_dim=64, num_key_value_heads=2, **_SIZES)
+
+
 def _deepseek_v3(width: int = 128) -> Any:
     return DeepseekV3Config(
         hidden_size=width, intermediate_size=2 * width, moe_intermediate_size=width, n_routed_experts=4,
@@ -102,7 +117,7 @@ def _llama() -> Any:
 
 
 _CONFIGS = {
-    "gpt_oss": _gpt_oss, "qwen3_moe_fp8": _qwen3_moe, "deepseek_v3_fp8": _deepseek_v3,
+    "gpt_oss": _gpt_oss, "qwen3_fp8": _qwen3, "qwen3_moe_fp8": _qwen3_moe, "deepseek_v3_fp8": _deepseek_v3,
     "kimi_int4": lambda: _deepseek_v3(64), "nemotron_nvfp4": _llama, "llama_fp8": _llama, "llama_int8": _llama,
 }  # fmt: skip
 
@@ -199,7 +214,7 @@ def _compressed(targets: list[str], ignore: list[str], format: str, preset: str,
 
 
 _QUANTIZERS = {
-    "gpt_oss": _mxfp4, "qwen3_moe_fp8": _fp8(False), "deepseek_v3_fp8": _fp8(True),
+    "gpt_oss": _mxfp4, "qwen3_fp8": _fp8(False), "qwen3_moe_fp8": _fp8(False), "deepseek_v3_fp8": _fp8(True),
     "kimi_int4": _compressed(
         ["Linear"], ["self_attn", "shared_experts", "mlp.gate.", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"],
         "pack-quantized", "W4A16", group_size=32,
