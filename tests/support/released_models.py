@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -27,15 +30,10 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 KINDS = (
-    "gpt_oss",
-    "qwen3_fp8",
-    "qwen3_moe_fp8",
-    "deepseek_v3_fp8",
-    "kimi_int4",
-    "nemotron_nvfp4",
-    "llama_fp8",
-    "llama_int8",
-)
+    "gpt_oss", "qwen3_fp8", "qwen3_moe_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8", "llama_int8",
+    "llama_int4_asym", "llama_mxfp4", "llama_mxfp8",
+)  # fmt: skip
+"""What transformers loads on a CPU; it has no right way for ``llama_mixed``."""
 
 
 def write_released(kind: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -118,7 +116,10 @@ def _llama() -> Any:
 
 _CONFIGS = {
     "gpt_oss": _gpt_oss, "qwen3_fp8": _qwen3, "qwen3_moe_fp8": _qwen3_moe, "deepseek_v3_fp8": _deepseek_v3,
-    "kimi_int4": lambda: _deepseek_v3(64), "nemotron_nvfp4": _llama, "llama_fp8": _llama, "llama_int8": _llama,
+    "kimi_int4": lambda: _deepseek_v3(64), "nemotron_nvfp4": _llama,
+    **dict.fromkeys(
+        ("llama_fp8", "llama_int8", "llama_int4_asym", "llama_mxfp4", "llama_mxfp8", "llama_mixed"), _llama
+    ),
 }  # fmt: skip
 
 
@@ -173,42 +174,46 @@ def _compressed(targets: list[str], ignore: list[str], format: str, preset: str,
     """Quantize with the package's own observers' rule and compressor."""
 
     def quantize(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization import preset_name_to_scheme
-        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
         scheme = preset_name_to_scheme(preset, targets)
         for name, value in change.items():
             setattr(scheme.weights, name, value)
-        args, found = scheme.weights, {}
+        compressor, found = BaseCompressor.get_value_from_registry(format), {}
         for key, value in tensors.items():
-            module = key.removesuffix(".weight")
-            inside = "self_attn" in key or "mlp" in key
-            if value.ndim != 2 or not inside or any(part in key for part in ignore):
+            quantizes = value.ndim == 2 and ("self_attn" in key or "mlp" in key)
+            if not quantizes or any(part in key for part in ignore):
                 found[key] = value
                 continue
-            size = args.group_size or value.shape[1]
-            groups = value.float().unflatten(1, (-1, size))
-            whole = generate_gparam(groups.amin(), groups.amax()) if args.strategy == "tensor_group" else None
-            scale, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args, whole)
-            parts = {
-                "weight": value.float(),
-                "weight_scale": scale.to(scale.dtype if whole is not None else value.dtype),
-            }
-            if args.symmetric is False:
-                parts["weight_zero_point"] = zeros.to(torch.int8)
-            if whole is not None:
-                parts["weight_global_scale"] = whole
-            parts = BaseCompressor.get_value_from_registry(format).compress(parts, scheme)
-            if scheme.input_activations is not None and whole is not None:
+            parts = compressor.compress(_with_scales(value, scheme.weights), scheme)
+            if scheme.input_activations is not None and "weight_global_scale" in parts:
                 parts["input_global_scale"] = torch.tensor([123.0])
-            found |= {f"{module}.{part}": one for part, one in parts.items()}
+            found |= {f"{key.removesuffix('.weight')}.{part}": one for part, one in parts.items()}
+        group = json.loads(scheme.model_dump_json(exclude={"format"})) | {"format": format}
         config = {
             "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-            "config_groups": {"group_0": json.loads(scheme.model_dump_json(exclude={"format"}))},
-            "ignore": ["lm_head", *(f"re:.*{part}.*" for part in ignore)], "kv_cache_scheme": None,
+            "config_groups": {"group_0": group}, "ignore": ["lm_head", *(f"re:.*{part}.*" for part in ignore)],
         }  # fmt: skip
         return found, config
+
+    return quantize
+
+
+def _with_scales(weight: Tensor, args: Any) -> dict[str, Tensor]:
+    groups = weight.float().unflatten(1, (-1, args.group_size or weight.shape[1]))
+    whole = generate_gparam(groups.amin(), groups.amax()) if args.strategy == "tensor_group" else None
+    scale, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args, whole)
+    parts = {"weight": weight.float(), "weight_scale": scale if whole is not None else scale.to(weight.dtype)}
+    if not args.symmetric:
+        parts["weight_zero_point"] = zeros.to(torch.int8)
+    return parts if whole is None else parts | {"weight_global_scale": whole}
+
+
+def _mixed(first: Any, second: Any) -> Any:
+    def quantize(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, config = first(tensors)
+        codes = {key: value for key, value in tensors.items() if "self_attn" in key}
+        rest, other = second({key: value for key, value in tensors.items() if key not in codes})
+        groups = {"group_0": config["config_groups"]["group_0"], "group_1": other["config_groups"]["group_0"]}
+        return codes | rest, config | {"format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
 
     return quantize
 
@@ -222,4 +227,11 @@ _QUANTIZERS = {
     "nemotron_nvfp4": _compressed(["Linear"], [], "nvfp4-pack-quantized", "NVFP4"),
     "llama_fp8": _compressed(["Linear"], [], "float-quantized", "FP8_DYNAMIC"),
     "llama_int8": _compressed(["Linear"], [], "int-quantized", "INT8"),
+    "llama_int4_asym": _compressed(["Linear"], [], "pack-quantized", "W4A16_ASYM", group_size=32),
+    "llama_mxfp4": _compressed(["Linear"], [], "mxfp4-pack-quantized", "MXFP4A16"),
+    "llama_mxfp8": _compressed(["Linear"], [], "mxfp8-quantized", "MXFP8"),
+    "llama_mixed": _mixed(
+        _compressed(["re:.*self_attn.*"], ["mlp"], "float-quantized", "FP8_DYNAMIC"),
+        _compressed(["re:.*mlp.*"], ["self_attn"], "pack-quantized", "W4A16", group_size=32),
+    ),
 }  # fmt: skip
