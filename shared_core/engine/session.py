@@ -173,8 +173,8 @@ class Session:
         self.context = context
         if save_as_float_(model):
             self.note(
-                "transformers dequantized this model on loading, and would save it in a form that does not load. It is "
-                "saved as a float model. `eff export --format released` writes the released format."
+                "transformers dequantized this model on loading. It is saved as a float model. "
+                "`eff export --format released` writes the format that it was released in."
             )
 
     def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:

@@ -30,16 +30,19 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 KINDS = (
-    "gpt_oss", "qwen3_fp8", "qwen3_moe_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8", "llama_int8",
-    "llama_int4_asym", "llama_mxfp4", "llama_mxfp8",
+    "gpt_oss", "qwen3_fp8", "qwen3_moe_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8",
+    "llama_int8", "llama_int4_asym", "llama_mxfp4", "llama_mxfp8",
 )  # fmt: skip
 """What transformers loads on a CPU; it has no right way for ``llama_mixed``."""
 
 
-def write_released(kind: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+def write_released(
+    kind: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **sizes: int
+) -> Path:
     """Write a released folder of one of `KINDS`, with random weights in two files; return it."""
     torch.manual_seed(seed)
     config = _CONFIGS[kind]()
+    config.update(sizes)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     for name, value in model.named_parameters():  # zeros would hide a mistake
         if name.endswith("bias"):

@@ -4,5 +4,7 @@ from .executorch import export_executorch as export_executorch
 from .gguf import export_gguf as export_gguf
 from .onnx import ExportReport as ExportReport
 from .onnx import export_onnx as export_onnx
+from .released import ReleasedReport as ReleasedReport
+from .released import export_released as export_released
 from .served import ServedReport as ServedReport
 from .torchao import export_torchao as export_torchao
