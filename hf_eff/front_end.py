@@ -54,11 +54,13 @@ class HuggingFace:
         """Return True if a trainer took the recipe."""
         return self._used
 
-    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
+    def load_teacher(
+        self, name: str, student: nn.Module, *, trust_remote_code: bool = False, dequantize: bool = False
+    ) -> nn.Module:
         """Return the transformers model in a folder or on the Hub. The other front end uses it too."""
         from hf_eff._adapters.distillation import load_teacher
 
-        return load_teacher(name, student, trust_remote_code=trust_remote_code)
+        return load_teacher(name, student, trust_remote_code=trust_remote_code, dequantize=dequantize)
 
     def empty_model(self, folder: str) -> nn.Module:
         """Return the transformers model that a folder's config describes, without values (on the meta device)."""

@@ -217,7 +217,9 @@ class Distillation(Adapter):
             )
 
 
-def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
+def load_teacher(
+    name: str, student: nn.Module, *, trust_remote_code: bool = False, dequantize: bool = False
+) -> nn.Module:
     """Return the model saved under `name`, on the student's device. Random numbers are not affected.
 
     Args:
@@ -226,16 +228,17 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
         student: Gives the device, and the class if the config names none or the student is a sentence-transformers
             model.
         trust_remote_code: Run the code that comes with the weights (``auto_map`` in ``config.json``).
+        dequantize: Load quantized weights as float ones.
     """
     composed = _is_composed(student)
     if is_bare_weights(Path(name).expanduser()) and not composed:
         return teacher_from_weights(Path(name).expanduser(), student)
     if is_adapter_folder(Path(name).expanduser()):
-        return _with_adapters(Path(name).expanduser(), student, trust_remote_code=trust_remote_code)
-    return _loaded(name, student, trust_remote_code=trust_remote_code)
+        return _with_adapters(Path(name).expanduser(), student, trust_remote_code, dequantize)
+    return _loaded(name, student, trust_remote_code=trust_remote_code, dequantize=dequantize)
 
 
-def _with_adapters(folder: Path, student: nn.Module, *, trust_remote_code: bool) -> nn.Module:
+def _with_adapters(folder: Path, student: nn.Module, trust_remote_code: bool, dequantize: bool) -> nn.Module:
     """Return the base model that a PEFT adapter folder names, with the adapters merged."""
     from shared_core.lora.peft_files import merge_, read_base  # imports all of quantization
 
@@ -247,7 +250,9 @@ def _with_adapters(folder: Path, student: nn.Module, *, trust_remote_code: bool)
     values = read_base(folder).get("config")
     config = AutoConfig.for_model(**values) if values else None
     provided = [key.removeprefix(KEY_PREFIX) for key in open_adapter(folder).specs]
-    model = _loaded(base, student, trust_remote_code=trust_remote_code, config=config, provided=provided)
+    model = _loaded(
+        base, student, trust_remote_code=trust_remote_code, config=config, provided=provided, dequantize=dequantize
+    )
     return merge_(model, folder)
 
 
@@ -258,6 +263,7 @@ def _loaded(
     trust_remote_code: bool,
     config: Any = None,
     provided: Collection[str] = (),
+    dequantize: bool = False,
 ) -> nn.Module:
     """Return the model in a folder or under a Hub name.
 
@@ -267,6 +273,7 @@ def _loaded(
         trust_remote_code: As for `load_teacher`.
         config: Used instead of the one in the folder.
         provided: Weights that may be missing from its files or have another shape there.
+        dequantize: As for `load_teacher`.
     """
     composed = _is_composed(student)
     _check_path(name, "config.json", *(["modules.json"] if composed else ()))
@@ -278,6 +285,8 @@ def _loaded(
                 return _composed_teacher(name, student, trust_remote_code).to(device)
             # always given: otherwise transformers would prompt on the terminal
             config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            if dequantize and isinstance(getattr(config, "quantization_config", None), dict):
+                config.quantization_config["dequantize"] = True
             teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
                 name, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(provided),
                 **(renamed := _names_of_dequantized(name, config)),

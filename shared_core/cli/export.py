@@ -213,8 +213,9 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     has_ranges = asked.weights is not None and _has_ranges(asked.weights)
     network: Any
     network, example, folder = open_model(
-        asked.model, asked.weights, asked.key, load_quantized if has_ranges else load_weights
-    )
+        asked.model, asked.weights, asked.key, load_quantized if has_ranges else load_weights,
+        dequantize=asked.kind == "released",
+    )  # fmt: skip
     if folder is None:
         asked.require_inputs(example is not None)
         return network, example

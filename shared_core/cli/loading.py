@@ -285,14 +285,18 @@ def check_new(folder: Path, where: str) -> None:
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
-def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, allow_codes: bool = False) -> nn.Module:
+def load_folder(
+    folder: Path, where: str, *, trust_remote_code: bool = False, allow_codes: bool = False, dequantize: bool = False
+) -> nn.Module:
     """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable."""
     from shared_core.libraries import collecting_later
 
     with collecting_later():  # it imports torch and transformers
         from torch import nn
 
-        model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
+        model = _from_folder(
+            "load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code, dequantize=dequantize
+        )
     is_float, told = not getattr(model, "is_quantized", False), f"{folder} must hold float weights, got quantized ones"
     require(allow_codes or is_float, where, told, "give the folder that they were quantized from", CheckpointError)
     return model.requires_grad_(True).eval()
@@ -327,13 +331,18 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
 
 
 def open_model(
-    model: str, weights: Path | None, where: str, load: Callable[[nn.Module, Path, str], object] = load_weights
+    model: str,
+    weights: Path | None,
+    where: str,
+    load: Callable[[nn.Module, Path, str], object] = load_weights,
+    *,
+    dequantize: bool = False,
 ) -> tuple[nn.Module, Any, Path | None]:
     """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``."""
     tell_unfinished(Path(model) if weights is None else weights)
     if (folder := Path(model)).is_dir():
         require(weights is None, where, f"--weights must be left out for a folder, got {weights}")
-        return load_folder(folder, where), None, folder
+        return load_folder(folder, where, dequantize=dequantize), None, folder
     network, example = build_model(model, where)
     if weights is not None:
         load(network, weights, where)

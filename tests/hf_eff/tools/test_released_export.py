@@ -6,6 +6,7 @@ import shutil
 import commands
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from released_models import KINDS, load_released, tensors_of, tokens, write_released
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -242,3 +243,26 @@ def test_the_command_asks_for_the_release(released, tmp_path):
     assert "14 weights" in result.output
     (tmp_path / "out" / "model.safetensors.eff.json").unlink()
     assert same_files(tmp_path / "qwen3_fp8", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "rounded"), [("gpt_oss", "q_proj", 0), ("kimi_int4", "o_proj", 0), ("qwen3_fp8", "q_proj", 2)]
+)
+def test_adapters_on_a_release_are_merged_into_its_format(kind, target, rounded, released, tmp_path):
+    folder = released(kind)
+    adapted = get_peft_model(load_released(folder), LoraConfig(r=2, target_modules=[target], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    told = commands.told_by(
+        "export", tmp_path / "adapter", "--format", "released", "--base", folder, "--out", tmp_path / "out"
+    )
+    assert told["largest_difference"] < 1e-5
+    assert len(told["rounding_error"]) == len(told["quantized"]) - told["unchanged"] == rounded
+    assert all(target in name and 0 < error < 0.05 for name, error in told["rounding_error"].items())
+    torch.testing.assert_close(logits(load_released(tmp_path / "out")), logits(adapted), rtol=0.05, atol=0.05)
+
+
+def test_a_release_itself_comes_back(released, tmp_path):
+    folder = released("kimi_int4")
+    commands.eff("export", folder, "--format", "released", "--out", tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors.eff.json").unlink()
+    assert same_files(folder, tmp_path / "out")
