@@ -137,7 +137,7 @@ def test_the_command_refuses(room):
         (["export_task:build", "--out", "."], ConfigError, "--out must be a file, got the folder"),
         (["export_task:build", "--out", "m", "--calibration", "export_task:none"], ConfigError, "must return batches"),
         (["export_task:build", "--out", "m", "--format", "pt"], ConfigError,
-         "--format must be one of onnx, executorch, compressed-tensors, torchao, gguf, got 'pt'"),
+         "--format must be one of onnx, executorch, compressed-tensors, torchao, gguf, released, got 'pt'"),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
         (["missing.py:build", "--out", "m"], ConfigError, "there is no file missing.py"),
