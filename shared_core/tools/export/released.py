@@ -91,11 +91,14 @@ def export_released(
         CompatibilityError: If the model does not fit the base, or the folder differs from the model; nothing is
             written.
 
+    Source: OCP Microscaling Formats 1.0; compressed-tensors 0.20; transformers 5.23.
+
     Example:
         ``export_released(trained, "served", base="gpt-oss-20b").changed_codes``
     """
     _check_model(model)
     released = Released(released_config(model if base is None else base)[0])
+    _check_sizes(model, released)
     plain = _plain(model)
     saved = _fitting_rows(plain, released)
     values = _Values(plain, saved)
@@ -109,7 +112,7 @@ def export_released(
                 parts, results[name] = _encode(layout, released.parts(layout), values.rows(name), globals_.get(name))
                 _write(temporary, {layout.keys[part]: value for part, value in parts.items()}, released)
         for key in saved.keys() - released.weights.keys():
-            _write(temporary, {key: values.tensor(key).to(released.tensors[key].dtype)}, released)
+            _write(temporary, {key: _cast(key, values.tensor(key), released.tensors[key])}, released)
         if verify:
             _check_bytes(temporary, released, values)
         gap = None
@@ -147,6 +150,20 @@ def _check_model(model: Any) -> None:
         raise ConfigError(_WHERE, rule, "load it with dequantize=True in its quantization config")
 
 
+_SIZES = ("_layers", "_size", "_heads", "_experts")
+
+
+def _check_sizes(model: Any, released: Released) -> None:
+    """Refuse a model of other sizes: the release's config would describe a larger one."""
+    text = released.config.get("text_config") or {}
+    for theirs, own in ((released.config, model.config), (text, getattr(model.config, "text_config", None))):
+        for name, size in theirs.items():
+            found = getattr(own, name, size)
+            if name.endswith(_SIZES) and isinstance(size, int) and found != size:
+                rule = f"{name} must be the same in the model and the release, got {found} and {size}"
+                raise CompatibilityError(_WHERE, rule, "give the release that the model was trained from as base")
+
+
 def _plain(model: nn.Module) -> Any:
     """Return the model, or its baked copy if it has quantizers."""
     if not any(is_quantized(module) for module in model.modules()):
@@ -177,7 +194,7 @@ class _Values:
     """The model's tensors under their names in transformers' files."""
 
     def __init__(self, model: nn.Module, saved: Mapping[str, SavedRows]) -> None:
-        self._saved, self._rows = saved, {}
+        self.saved, self._rows = saved, {}
         for name, value in model.state_dict().items():
             if isinstance(value, Tensor):
                 module = model.get_submodule(name.rpartition(".")[0])
@@ -186,11 +203,11 @@ class _Values:
 
     def rows(self, key: str) -> Tensor:
         """Return the tensor with one row per output."""
-        return self._saved[key].gather(self._rows).cpu()
+        return self.saved[key].gather(self._rows).cpu()
 
     def tensor(self, key: str) -> Tensor:
         """Return the tensor in its shape in the file."""
-        rows, at = self.rows(key), self._saved[key]
+        rows, at = self.rows(key), self.saved[key]
         if not at.shape:
             return rows.reshape(())
         if len(at.shape) == 3 and max(at.shape[1:]) > 1:
@@ -284,7 +301,7 @@ def _new_global_scales(released: Released, values: _Values) -> dict[str, Tensor]
         largest, outgrown = {}, False
         for name in group:
             layout = released.weights[name]
-            if "weight_global_scale" in layout.keys and name in values._saved:
+            if "weight_global_scale" in layout.keys and name in values.saved:
                 scale = released.tensors[layout.keys["weight_global_scale"]].float()
                 largest[name] = values.rows(name).float().abs().amax()
                 # a weight rounded to 16 bits may be above the largest value by half a step of that type
@@ -307,6 +324,14 @@ def _fused(released: Released) -> Iterator[list[str]]:
         seen |= {*group}
 
 
+def _cast(key: str, value: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor without codes in the release's dtype."""
+    if value.is_floating_point() and not (like.is_floating_point() and like.element_size() > 1):
+        rule = f"{key} must have a scale in the release, got {like.dtype} without one"
+        raise CompatibilityError(_WHERE, rule, "its format is not supported")
+    return value.to(like.dtype)
+
+
 def _copy_files(released: Released, folder: Path) -> None:
     """Copy the release's files, without weights in other formats and without subfolders, which hold copies of them."""
     weights = {file.name for file in released.files.values()}
@@ -322,12 +347,11 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], released: Released) -> N
         file = folder / released.files[key].name
         with file.open("r+b") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            begin, end = json.loads(stream.read(size))[key]["data_offsets"]
-            data = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            told = f"{key} must have {end - begin} bytes as in the release, got {len(data)}"
-            require(len(data) == end - begin, _WHERE, told, "give the model's own release", CompatibilityError)
-            stream.seek(8 + size + begin)
-            stream.write(data)
+            entry = json.loads(stream.read(size))[key]
+            told = f"{key} must have the shape {entry['shape']} of the release, got {[*value.shape]}"
+            require([*value.shape] == entry["shape"], _WHERE, told, "give the model's own release", CompatibilityError)
+            stream.seek(8 + size + entry["data_offsets"][0])
+            stream.write(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _check_bytes(folder: Path, base: Released, values: _Values) -> None:
@@ -335,7 +359,7 @@ def _check_bytes(folder: Path, base: Released, values: _Values) -> None:
     written = Released(folder)
     checked = set()
     for name, layout in written.weights.items():
-        if name not in values._saved:
+        if name not in values.saved:
             continue
         pieces = list(layout.pieces(written.parts(layout)))
         weight = values.rows(name)
@@ -348,7 +372,7 @@ def _check_bytes(folder: Path, base: Released, values: _Values) -> None:
                 raise _differs(name, f"a difference of {gap:.3g}")
         checked |= {*layout.keys.values()}
     for key in written.files.keys() - checked:
-        own = key in values._saved
+        own = key in values.saved
         like = base.tensors[key]
         expected = values.tensor(key).to(like.dtype) if own else like
         if not _same_bits(written.tensors[key], expected):

@@ -156,9 +156,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(released, tmp_path,
     model = load_released(folder)
     with pytest.raises(ConfigError, match="transformers"):
         export_released(nn.Linear(2, 2), out, base=folder)
-    with pytest.raises(CompatibilityError, match=r"gpt_oss|does not"):
-        export_released(model, out, base=released("gpt_oss"))
-    with pytest.raises(CompatibilityError, match="shape"):
+    with pytest.raises(CompatibilityError, match="must hold"):
+        export_released(model, out, base=released("qwen3_moe_fp8"))
+    fewer = load_released(folder)
+    fewer.config.num_hidden_layers, fewer.model.layers = 1, fewer.model.layers[:1]
+    with pytest.raises(CompatibilityError, match="num_hidden_layers"):
+        export_released(fewer, out)
+    with pytest.raises(CompatibilityError, match="intermediate_size"):
         export_released(
             load_released(write_released("qwen3_fp8", tmp_path / "b", intermediate_size=384)), out, base=folder
         )
@@ -169,6 +173,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(released, tmp_path,
     with pytest.raises(CompatibilityError, match="finite"):
         export_released(model, out)
     assert not out.exists()
+
+
+def test_codes_without_a_scale_are_refused(released, tmp_path):
+    folder = released("qwen3_fp8")
+    model = load_released(folder)
+    key = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"].pop(key)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({k: v for k, v in load_file(file).items() if k != key}, file, metadata={"format": "pt"})
+    with pytest.raises(CompatibilityError, match="must have a scale"):
+        export_released(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def saved(model, folder):
