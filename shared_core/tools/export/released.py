@@ -233,7 +233,8 @@ def _encode(
 ) -> tuple[dict[str, Tensor], _Result]:
     """Return the file's tensors for a weight, on the released scales where its blocks lie on them."""
     pieces = list(layout.pieces(parts))
-    shape = (sum(len(layout.read(piece).codes) for piece in pieces), layout.read(pieces[0]).codes.shape[1])
+    one = layout.read(pieces[0]).codes.shape  # all pieces have the same
+    shape = (len(pieces) * one[0], one[1])
     if weight.shape != shape:
         rule = f"{layout.name} must have one shape, got {tuple(weight.shape)} in the model and {shape} in the release"
         raise CompatibilityError(_WHERE, rule, "give the release that the model was trained from as base")
