@@ -72,7 +72,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
         config_class: type[TechniqueConfig] = REGISTRY[key].config_class
         hint = config_class.hints()[option.name]
         text = config_class.meaning(option)
-        if option.name in (config_class.switch, config_class.other_switch):
+        if option.name in (config_class.switch, *config_class.other_switches):
             text += f" Switches {key} on."
         elif default := default_text(option.default):
             text += f" Default: {default}."

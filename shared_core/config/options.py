@@ -311,8 +311,8 @@ class TechniqueConfig(Options):
     """The name in a recipe and the prefix of the flags."""
     switch: ClassVar[str] = ""
     """Option whose flag enables the technique."""
-    other_switch: ClassVar[str] = ""
-    """Another option that also enables it."""
+    other_switches: ClassVar[tuple[str, ...]] = ()
+    """Other options that also enable it."""
 
     after: ClassVar[tuple[str, ...]] = ()
     """Keys of techniques that attach and act in each step before this one. The default is the registration order."""

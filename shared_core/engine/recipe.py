@@ -103,7 +103,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 options.setdefault(key, {})[field.name] = value
         for key, given in options.items():
             config_class = REGISTRY[key].config_class
-            switches = [name for name in (config_class.switch, config_class.other_switch) if name]
+            switches = [config_class.switch, *config_class.other_switches]
             # Options without a switch: the technique would silently stay off.
             if given.keys().isdisjoint(switches):
                 other, switch = next(iter(given)), f" or --{key}_".join(switches)

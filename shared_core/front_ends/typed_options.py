@@ -102,7 +102,7 @@ class OneTechnique:
         name = type(self).__name__
         require(self.key, name, "no technique's class has this name", "name the callback like its technique's class")
         config = registration(self.key).config_class
-        switches = [one for one in (config.switch, config.other_switch) if one]
+        switches = [config.switch, *config.other_switches]
         if switch:
             told = f"only {config.switch} can be given without its name, got {len(switch)} values"
             require(len(switch) == 1, name, told, f"write {name}({switch[0]!r}, OPTION=VALUE)")

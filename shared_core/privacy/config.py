@@ -26,7 +26,7 @@ class PrivacyConfig(TechniqueConfig):
     about: ClassVar[str] = "Trains with differential privacy (DP-SGD)."
     key: ClassVar[str] = "dp"
     switch: ClassVar[str] = "noise_multiplier"
-    other_switch: ClassVar[str] = "target_epsilon"
+    other_switches: ClassVar[tuple[str, ...]] = ("target_epsilon",)
     libraries: ClassVar[Mapping[str, str]] = {"opacus": "privacy"}
     without: ClassVar[Mapping[str, tuple[str, ...]]] = {"secure_mode": ("seed",)}
 

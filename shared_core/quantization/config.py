@@ -43,7 +43,7 @@ class QatConfig(OverridableConfig):
     about: ClassVar[str] = "Trains with weights and inputs rounded to few bits."
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
-    other_switch: ClassVar[str] = "weights"
+    other_switches: ClassVar[tuple[str, ...]] = ("weights",)
 
     # The soup evaluates with active quantizers. Hooks on a layer's forward must be gone before layers become plain.
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")

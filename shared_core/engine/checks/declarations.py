@@ -74,7 +74,7 @@ def _check_switches(config: type[TechniqueConfig], where: str) -> None:
     options = {field.name for field in dataclasses.fields(config)}
     if not config.switch:
         raise ConfigError(where, "has no switch", "set it to the option that switches the technique on")
-    for name in filter(None, (config.switch, config.other_switch)):
+    for name in (config.switch, *config.other_switches):
         if name not in options:
             undecorated = "__dataclass_fields__" not in vars(config)
             remedy = "decorate the class with @dataclass(frozen=True, kw_only=True)" if undecorated else ""

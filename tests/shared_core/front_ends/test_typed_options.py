@@ -26,7 +26,7 @@ def test_a_callback_takes_its_switch_without_a_name(package, key):
     ):
         kind()
     value = VALUES.get(key) or REGISTRY[key].config_class.hints()[config.switch].__args__[0]
-    if config.other_switch:  # which of the two is meant cannot be told
+    if config.other_switches:  # which of them is meant cannot be told
         with pytest.raises(ConfigError, match=f"must be named, .*write {kind.__name__}\\({config.switch}="):
             kind(0.5)
         return
