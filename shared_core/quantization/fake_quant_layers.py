@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.released import Grid as ReleasedGrid
 from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
 from shared_core.engine.checks.claims import Grid, Where
 from shared_core.errors import CompatibilityError
@@ -36,6 +37,7 @@ from shared_core.quantization.batch_norm import (
     PlainState,
     derived,
     fold_pair_,
+    folded_weight,
     importable,
     unfold_pair_,
 )
@@ -43,6 +45,7 @@ from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.layer_graph import LAYERS
 from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
 from shared_core.quantization.low_bit import to_blocks
+from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.schemes import LayerScheme
 
 
@@ -62,7 +65,7 @@ class _FakeQuant(PlainState):
 
     def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward, which reads weights as attributes, with fake-quantized weights."""
-        weights = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
+        weights = {name: self.quantizer.weight(self, weight, name) for name, weight in weights_of(self).items()}
         try:
             vars(self).update(weights)  # Python finds these before the parameters of the same names
             return STOCK[own_class(self)].forward(self, *args, **kwargs)
@@ -80,7 +83,8 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the fake-quantized vectors of the indices."""
-        if self.quantizer.scheme.spans_rows:  # the scale also depends on vectors that are not looked up
+        # a scale also depends on vectors that are not looked up, or is given for the whole table
+        if self.quantizer.scheme.spans_rows or self.quantizer.weight_scale is not None:
             weight = self.quantizer.weight(self, self.weight)
             return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
         # Round only the vectors looked up. The whole table could cost more than the model.
@@ -104,7 +108,7 @@ class _FakeQuantRecurrent(_FakeQuant):
         try:
             # The stock forward, which calls cuDNN, reads `_flat_weights`, so it is replaced during the call.
             self._flat_weights = [
-                self.quantizer.weight(self, weight) if name.startswith("weight_") else weight
+                self.quantizer.weight(self, weight, name) if name.startswith("weight_") else weight
                 for name, weight in zip(self._flat_weights_names, flat, strict=True)
             ]
             if isinstance(input, Tensor):
@@ -268,10 +272,11 @@ def bake_(module: nn.Module, baked: set[int]) -> None:
 
     Weights that FSDP2 shards are gathered one at a time, so every process must call it.
     """
-    for weight in weights_of(module).values():
+    quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
+    for name, weight in weights_of(module).items():
         if id(weight) not in baked:
             baked.add(id(weight))
-            fill_(weight, module.quantizer.baked_weight(module, whole(weight)))  # type: ignore[operator, union-attr]
+            fill_(weight, quantizer.baked_weight(module, whole(weight), name))
 
 
 @torch.no_grad()
@@ -280,20 +285,28 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
 
     For weights that FSDP2 shards it returns only the size, unless `gather`: then every process must call it.
     """
-    weights = list(weights_of(module).values())
-    numel = sum(weight.numel() for weight in weights)
-    if not gather and any(map(is_sharded, weights)):
+    weights = weights_of(module)
+    numel = sum(weight.numel() for weight in weights.values())
+    if not gather and any(map(is_sharded, weights.values())):
         return {"weights": numel}
-    sums, peak, largest = SignalToNoise(), 0.0, 0.0
-    for exact in filter(Tensor.numel, map(whole, weights)):
-        rounded = module.quantizer.baked_weight(module, exact)  # type: ignore[operator, union-attr]
+    quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
+    sums, peak, largest, clipped = SignalToNoise(), 0.0, 0.0, 0
+    for name, weight in weights.items():
+        exact = whole(weight)
+        if not exact.numel():
+            continue
+        rounded = quantizer.baked_weight(module, exact, name)
+        if isinstance(quantizer.weight_scale, KeptScale):
+            clipped += quantizer.weight_scale.clipped(module, folded_weight(module, exact), name)
         sums.add(exact, rounded)
         error = (exact.double() - rounded.double()).abs().max().item()
         peak, largest = max(peak, exact.abs().max().item()), max(largest, error)
+    kept = {"weights_clipped": clipped} if isinstance(quantizer.weight_scale, KeptScale) else {}
     return {
         "weights": numel,
         "sqnr_db": sums.decibels,
         "largest_relative_error": largest / peak if peak else 0.0,
+        **kept,
     }
 
 
@@ -309,32 +322,47 @@ def _rows_of_scales(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> T
     )
 
 
+_LARGEST = {"fp4_e2m1": 6, "fp8_e4m3": 448}
+
+
 def _mx_codes(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
-    """Return a weight's blocks in steps of the element: those of e2m1 are halves."""
+    """Return a weight's blocks in units of their scales."""
     rows = as_rows(module, weight)
     blocks = F.pad(rows, (0, -rows.shape[1] % scheme.block)).reshape(-1, scheme.block).float()
-    element: Element = "fp4_e2m1" if scheme.weight == "mxfp4" else "fp8_e4m3"
-    scale = decode(mx_encode(blocks, element).scale, "e8m0")
-    return blocks / scale * (2 if scheme.weight == "mxfp4" else 1)
+    return blocks / decode(mx_encode(blocks, cast("Element", scheme.element)).scale, "e8m0")
 
 
-def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
-    """Return the grid on which a baked weight must lie."""
-    kind = scheme.weight
-    is_mx, is_fp8 = kind in ("mxfp4", "mxfp8"), kind.startswith("fp8") or kind == "mxfp8"
+def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any], kept: ReleasedGrid | None = None) -> Grid:
+    """Return the grid on which a baked weight must lie: the one that was kept, or that of the weight's own values."""
+    kind, element = scheme.weight, scheme.element
+    # both zeros are one value
+    levels = 2**scheme.weight_bits - (kind not in ("channel", "group", "binary"))
     # A folded layer saves the unfolded weight, whose rows are multiples of other steps.
     is_folded = "batch_norm" in entry
+    if kept is not None and not is_folded:
+        return Grid(
+            functools.partial(as_rows, module),
+            levels,
+            kept.group_size,
+            scheme.weight_qmax if element is None else _LARGEST[element],
+            kept.scale.flatten(),
+            element,
+            zeros=None if kept.zero_point is None else kept.zero_point.flatten(),
+            holds=Where.SAVED,
+        )
+    is_mx = kind in ("mxfp4", "mxfp8")
     # With a learned scale the smallest code is -(qmax + 1). Without a scale the step follows from the largest weight.
-    largest = {"channel": scheme.weight_qmax + is_folded, "mxfp4": 12}.get(kind, 448 if is_fp8 else None)
-    scale = (1.0,) if is_mx else None if is_folded else entry.get("weight_scale")
+    largest = scheme.weight_qmax + is_folded if kind == "channel" else None
+    if element is not None and kind != "nvfp4":
+        largest = _LARGEST[element]
+    told = [1.0] if is_mx else None if is_folded else entry.get("weight_scale")
     return Grid(
         functools.partial(_mx_codes if is_mx else _rows_of_scales, module, scheme),
-        # both zeros are one value
-        2**scheme.weight_bits - (kind not in ("channel", "group", "binary")),
+        levels,
         scheme.group_size if kind == "group" else 0 if is_mx else scheme.block,
         largest,
-        None if scale is None else tuple(scale),
-        torch.float8_e4m3fn if is_fp8 else None,
+        None if told is None else torch.tensor(told),
+        element,
         any_step=is_folded,
         holds=Where.SAVED,
     )

@@ -17,9 +17,10 @@ from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
 from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
 from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_limits, fp8_scale
+from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
-from shared_core.quantization.rounding import on_grid, quantize_input, quantize_weight
+from shared_core.quantization.rounding import quantize_input, quantize_weight
 from shared_core.quantization.schemes import LayerScheme
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class LayerQuantizer:
         self.has_range = False  # a copy of bank.known on the host, so that a forward does not wait for the device
         self.batch_norm: str | None = None
         """Relative name of the batch norm folded into the layer, or None."""
-        self.weight_scale: WeightScale | None = None
-        """Searched or learned scales of the weight; None: computed from the weight."""
+        self.weight_scale: WeightScale | KeptScale | None = None
+        """Learned or kept scales of the weight; None: computed from the weight."""
 
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
         """Observe `x` in training, and return it fake-quantized once quantization is on and a range exists."""
@@ -88,13 +89,14 @@ class LayerQuantizer:
             return fp8_limits(self.bank.ranges[index].abs().amax())
         return self.bank.limits(index)
 
-    def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return one of the layer's weights, fake-quantized once that is switched on."""
+    def weight(self, module: nn.Module, weight: Tensor, name: str = "weight") -> Tensor:
+        """Return the layer's weight of this name, fake-quantized once that is switched on."""
         if not self.bank.quantizing:
             return weight
         if is_sharded(weight):
-            return apply_in_parts(functools.partial(self.weight, module), weight, self._whole_axes(module, weight))
-        return self.rounded(module, weight, self.bank.noise(weight, self.number) if module.training else None)
+            in_part = functools.partial(self.weight, module, name=name)
+            return apply_in_parts(in_part, weight, self._whole_axes(module, weight))
+        return self.rounded(module, weight, name, self.bank.noise(weight, self.number) if module.training else None)
 
     def _whole_axes(self, module: nn.Module, weight: Tensor) -> set[int]:
         """Return the axes of a weight along which parts cannot be quantized separately."""
@@ -102,20 +104,20 @@ class LayerQuantizer:
         by_row = self.weight_scale is None and self.bank.noise_seed is None and not self.scheme.spans_rows
         return axes - {output_axis(module)} if by_row else axes
 
-    def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
+    def rounded(self, module: nn.Module, weight: Tensor, name: str = "weight", noise: Tensor | None = None) -> Tensor:
         """Return the (folded) weight rounded to its grid, to nearest without noise."""
         if self.weight_scale is not None:
-            return self.weight_scale.quantize(module, weight)
+            return self.weight_scale.quantize(module, weight, name, noise)
         return quantize_weight(module, weight, self.scheme, noise)
 
     @torch.no_grad()
-    def baked_weight(self, module: nn.Module, weight: Tensor) -> Tensor:
+    def baked_weight(self, module: nn.Module, weight: Tensor, name: str = "weight") -> Tensor:
         """Return the weight with which a plain layer computes the quantized result, rounded to nearest."""
         if self.baked:
             return weight
         if self.batch_norm is not None:
             return unfolded_weight(module, self.rounded(module, folded_weight(module, weight)), weight)
-        return self.rounded(module, weight)
+        return self.rounded(module, weight, name)
 
     def qparams(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return (scale, zero point) of the input's range, in signed codes; None if there is none."""
@@ -129,7 +131,8 @@ class LayerQuantizer:
     def entry(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the layer's scheme and range as plain values; None if its range is missing."""
         entry = dataclasses.asdict(self.scheme)
-        if self.weight_scale is not None:
+        # scales of groups and blocks would be too many for a text file
+        if self.weight_scale is not None and self.scheme.weight == "channel" and hasattr(module, "weight"):
             entry["weight_scale"] = self.weight_scale.scale(module).tolist()
         elif self.batch_norm is not None:
             rows = as_rows(module, folded_weight(module, module.weight.detach()))  # type: ignore[operator, union-attr]
@@ -172,11 +175,11 @@ class LearnedQuantizer(LayerQuantizer):
         learned = self.learned_input
         return super().limits(module, index) if learned is None or not learned.learns else learned.limits(module)
 
-    def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return one of the layer's weights, fake-quantized once that is switched on."""
-        if self.weight_scale is not None and not self.bank.quantizing:
+    def weight(self, module: nn.Module, weight: Tensor, name: str = "weight") -> Tensor:
+        """Return the layer's weight of this name, fake-quantized once that is switched on."""
+        if isinstance(self.weight_scale, WeightScale) and not self.bank.quantizing:
             return stay_in_graph(weight, module.weight_magnitude)
-        return super().weight(module, weight)
+        return super().weight(module, weight, name)
 
     def qparams(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return (scale, zero point) of the input's range, in signed codes; None if there is none."""
@@ -221,21 +224,15 @@ class SavedQuantizer(LayerQuantizer):
         index: int | None,
         scheme: LayerScheme,
         saved: dict[str, Any] | None,
-        fixed_scale: Tensor | None = None,
+        weight_scale: KeptScale | None = None,
     ) -> None:
         super().__init__(bank, index, scheme)
-        self.saved, self.fixed_scale = saved, fixed_scale
-        self.has_range, self.baked = saved is not None, fixed_scale is None
+        self.saved, self.weight_scale = saved, weight_scale
+        self.has_range, self.baked = saved is not None, weight_scale is None
 
-    def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
+    def weight(self, module: nn.Module, weight: Tensor, name: str = "weight") -> Tensor:
         """Return the weight on its saved grid. A baked weight already lies on it."""
-        return weight if self.fixed_scale is None else self.rounded(module, weight)
-
-    def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the (folded) weight rounded to its grid."""
-        if self.fixed_scale is None:
-            return super().rounded(module, weight, noise)
-        return on_grid(module, weight, self.fixed_scale)
+        return weight if self.baked else self.rounded(module, weight, name)
 
     def entry(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the saved entry; None if the layer has no range."""

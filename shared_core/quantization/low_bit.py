@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from eff_kernels.quantization import group as group_kernels
 from eff_kernels.quantization import low_bit as low_bit_kernels
+from eff_kernels.quantization.affine import values_of
 from torch import Tensor
 
 from shared_core.errors import ConfigError
 from shared_core.numerics.block_formats import Element, mx_round_to, nvfp4_round_to
+from shared_core.numerics.rounding import round_to
 from shared_core.quantization.affine import check_axis, check_choice, check_floats
 
 
@@ -130,6 +132,41 @@ def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:
         tensor([ 16., 448.])
     """
     return _ToRange.apply(x, largest)  # type: ignore[no-untyped-call, no-any-return]
+
+
+BEYOND: dict[Element, float] = {"fp4_e2m1": 7.0, "fp8_e4m3": _E4M3_MAX + _E4M3_STEP / 2}
+"""Half a step beyond the largest value: from there on values are clipped."""
+
+
+class _ByScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, element: Element) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.beyond = BEYOND[element]
+        codes = round_to(x.to(scale.dtype) / scale, element)
+        return values_of(codes, scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, scale = ctx.saved_tensors
+        return grads[0] * ((x.to(scale.dtype) / scale).abs() < ctx.beyond), None, None
+
+
+def fake_quantize_by_scale(x: Tensor, scale: Tensor, element: Element) -> Tensor:
+    """Return ``s·round(x/s)``, rounded to a small float format with a given scale. Values outside saturate.
+
+    The gradient passes straight through. It is 0 from half a step beyond the largest value on.
+
+    Args:
+        x: Any shape and floating type.
+        scale: Broadcasts with `x`, float32, or float64 for float64.
+        element: ``fp4_e2m1`` or ``fp8_e4m3``.
+
+    Example:
+        >>> fake_quantize_by_scale(torch.tensor([1.1, 7.0, 16.0]), torch.tensor(2.0), "fp4_e2m1").tolist()
+        [1.0, 8.0, 12.0]
+    """
+    return _ByScale.apply(x, scale, element)  # type: ignore[no-untyped-call, no-any-return]
 
 
 _DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from eff_kernels.quantization import affine as kernels
 from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_groups
 from eff_kernels.quantization.low_bit import binarize, ternarize
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.released import Grid
 from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, from_rows
-from shared_core.quantization.low_bit import from_blocks, mx_fake_quantize, nvfp4_fake_quantize, to_blocks
+from shared_core.quantization.low_bit import (
+    BEYOND,
+    fake_quantize_by_scale,
+    from_blocks,
+    mx_fake_quantize,
+    nvfp4_fake_quantize,
+    to_blocks,
+)
 from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
 
 
@@ -92,9 +101,39 @@ def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, nois
     return from_rows(module, rows, weight)
 
 
-def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return `weight` rounded to multiples of its channels' scales."""
-    rows = as_rows(module, weight)
-    steps = scale.to(rows.device).unsqueeze(1)
-    # A baked weight already lies on the grid of the saved scale, so that rounding it again changes no value.
-    return from_rows(module, (rows.to(steps.dtype) / steps).round_().mul_(steps).to(rows.dtype), weight)
+def on_grid(rows: Tensor, grid: Grid, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
+    """Return a matrix rounded to a given grid: ``x̂ = s·(clamp(round(x/s) + z) − z)``.
+
+    The gradient is 1, and 0 where a value was clipped: where its nearest code, were there more of them, lies outside.
+
+    Args:
+        rows: One row for each output channel.
+        grid: Its scales, and zero points of integers.
+        scheme: Gives the codes: e2m1, e4m3, or integers, with one more on the negative side.
+        noise: For stochastic rounding of integers, of the shape of `rows`.
+    """
+    values, steps, zeros = _in_groups(rows, grid)
+    if scheme.element is not None:
+        found = fake_quantize_by_scale(values, steps, scheme.element)
+    else:
+        noise = None if noise is None else _in_groups(noise, grid)[0]
+        # The gate of unrounded values would close for the largest code, whose quotient may be an ulp outside.
+        found = kernels.fake_quantize(values, steps, zeros, *scheme.weight_range, True, noise)
+    return found.view(len(rows), -1)[:, : rows.shape[1]]
+
+
+def beyond_codes(rows: Tensor, grid: Grid, scheme: LayerScheme) -> Tensor:
+    """Return where `on_grid` clips, one row for each group."""
+    values, steps, zeros = _in_groups(rows, grid)
+    codes = values.to(steps.dtype) / steps
+    if scheme.element is not None:
+        return codes.abs() >= BEYOND[scheme.element]
+    codes, (qmin, qmax) = codes.round_() + zeros, scheme.weight_range
+    return (codes < qmin) | (codes > qmax)
+
+
+def _in_groups(rows: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, scale and zero point with a row for each group. A shorter last group is padded with zeros."""
+    steps = grid.scale.to(kernels.compute_dtype(rows.dtype)).view(-1, 1)
+    zeros = torch.zeros_like(steps) if grid.zero_point is None else grid.zero_point.view(-1, 1)
+    return F.pad(rows, (0, -rows.shape[1] % grid.group_size)).reshape(-1, grid.group_size), steps, zeros

@@ -77,6 +77,18 @@ class LayerScheme:
         """Weights per scale in a block format, 0 in others."""
         return 16 if self.weight == "nvfp4" else 32 if self.weight in _MX else 0
 
+    @property
+    def element(self) -> Literal["fp4_e2m1", "fp8_e4m3"] | None:
+        """The float format of a code; None for integers."""
+        if self.weight in ("mxfp4", "nvfp4"):
+            return "fp4_e2m1"
+        return "fp8_e4m3" if self.weight == "mxfp8" or self.weight.startswith("fp8") else None
+
+    @property
+    def weight_range(self) -> tuple[int, int]:
+        """Smallest and largest code of a weight whose scale is given: learned, searched or kept."""
+        return -(1 << (self.weight_bits - 1)), self.weight_qmax
+
     def group_of(self, width: int) -> int:
         """Return how many weights of a row share a scale: `group_size` if it divides the width, else all."""
         return width if width % self.group_size else self.group_size
@@ -157,6 +169,7 @@ Scheme = Literal[
     "int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp8", "fp8_static", "fp8_block",
     "mxfp4", "nvfp4", "ternary", "binary", "W2A16", "W3A16", "W4A16", "W5A16", "W6A16", "W7A16", "W8A16", "W4A16_ASYM",
     "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "MXFP4XFP8", "MXFP8A16", "MXFP8",
+    "released",
 ]  # fmt: skip
 _PAIRS = {
     "int8": ("int8", "int8_static"), "int8_weight": ("int8", "none"), "int8_dynamic": ("int8", "int8_token"),
@@ -191,4 +204,4 @@ def preset_name(name: str) -> str:
     """
     if name in _OTHERWISE:
         raise ValueError(f"{name} means in compressed-tensors {_OTHERWISE[name]}")
-    return next((known for known in SCHEMES if known.lower() == name.lower()), name)
+    return next((known for known in (*SCHEMES, "released") if known.lower() == name.lower()), name)

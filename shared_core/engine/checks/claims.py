@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,12 +124,14 @@ class Grid(Claim):
     """Number of weights that share a scale; 0: one scale per row."""
     largest: int | None = None
     """Largest code; None if codes are not multiples of a step."""
-    scale: tuple[float, ...] | None = None
-    """Scale per row; None if the largest weight of a row has the largest code."""
-    codes: torch.dtype | None = None
-    """Dtype of codes in a small float format; None for integer codes."""
+    scale: Tensor | None = None
+    """Scale per group, or one; None if the largest weight of a group has the largest code."""
+    codes: Literal["fp4_e2m1", "fp8_e4m3"] | None = None
+    """Small float format of codes; None for integers."""
     any_step: bool = False
     """True if the largest weight may have any code, as with a learned scale that is not in `scale`."""
+    zeros: Tensor | None = None
+    """Code of zero per group, with `scale`."""
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
         """Return how far the worst weight is from its code, or a number of values above `levels`."""
@@ -149,8 +152,7 @@ class Grid(Claim):
         if not bool(wide.isfinite().all()):
             return "a weight is not finite"
         if self.scale is not None:
-            scale = torch.tensor(self.scale, dtype=torch.float64, device=wide.device)
-            off = self._distance(wide, scale, largest, rounding)
+            off = self._distance(wide, self.scale.to(wide), largest, rounding)
         else:
             peak, off = wide.abs().amax(dim=1), wide.new_full((len(wide),), math.inf)
             # The largest weight has the largest code. With a learned scale, which may not reach it, try each code.
@@ -163,12 +165,26 @@ class Grid(Claim):
         """Return the largest distance to a code per row, in steps; 0 within rounding. Codes out of range count as 1."""
         # With a scale of 0 all weights are 0.
         codes = rows / scale.where(scale != 0, 1.0).unsqueeze(1)
-        nearest = codes.round() if self.codes is None else codes.float().to(self.codes).double()
-        off, size = (codes - nearest).abs(), codes.abs()
+        off, size = (codes - _nearest(codes, self.codes)).abs(), codes.abs()
+        if self.zeros is not None:
+            size = (codes + self.zeros.to(codes).unsqueeze(1)).abs()
         # Allow four roundings of a weight of that size (scale, product, casts), and 1e-4 steps for a rounded scale.
         allowed = 4 * rounding * size + 1e-4
         # Allow one code beyond the largest: two's complement has one more negative code.
         return off.where(off > allowed, 0.0).where(size <= largest + 1 + allowed, 1.0).amax(dim=1)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _nearest(codes: Tensor, format: str | None) -> Tensor:
+    """Return the nearest code: a whole number, or a value of a small float format."""
+    if format is None:
+        return codes.round()
+    if format == "fp8_e4m3":
+        return codes.float().to(torch.float8_e4m3fn).double()
+    values = torch.tensor(_E2M1, dtype=codes.dtype, device=codes.device)
+    return values[torch.bucketize(codes.abs(), (values[1:] + values[:-1]) / 2)].copysign(codes)
 
 
 @dataclasses.dataclass(frozen=True)

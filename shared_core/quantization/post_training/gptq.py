@@ -62,7 +62,7 @@ class WeightGrid:
         self.low, self.high = -scheme.weight_qmax - scheme.affine, scheme.weight_qmax
         self.held = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
         if weight is not None:  # searched scales are saved with the weight, and clip
-            self.low, self.high = weight.qmin, weight.qmax
+            self.low, self.high = scheme.weight_range
             self.scale = weight.scale(layer).detach().to(rows).unsqueeze(1)
             self.zero = torch.zeros_like(self.scale)
         elif scheme.weight == "group":

@@ -34,8 +34,8 @@ from shared_core.quantization.post_training import equalization
 from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
 from shared_core.quantization.post_training.quality import output_noise
 from shared_core.quantization.ranges.histogram import Histogram
+from shared_core.quantization.ranges.kept_scales import one_per_channel
 from shared_core.quantization.ranges.kv_cache import KvCacheReport, calibrate_kv_cache, check_kv_cache
-from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.quantization.ranges.policy import OWN_SCALES
 from shared_core.quantization.ranges.saved_ranges import apply_ranges
@@ -213,12 +213,13 @@ def quantize_with_report(
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
     """Return a `QatConfig` from any form that `quantize` accepts."""
-    if isinstance(config, QatConfig):
-        return config
-    options = {"scheme": config} if isinstance(config, str) else dict(config)
-    made = QatConfig.from_dict(options)
+    options = {"scheme": config} if isinstance(config, str) else config
+    made = options if isinstance(options, QatConfig) else QatConfig.from_dict(options)
+    if made.scheme == "released" or made.init is not None:
+        rule = "scheme must name formats: scheme released and init start a training"
+        raise ConfigError(WHERE, rule, "choose the formats")
     # a moving average would depend on the order of batches and start from the first
-    if "range" in options or not made.is_static:
+    if isinstance(options, QatConfig) or "range" in options or not made.is_static:
         return made
     return dataclasses.replace(made, range="mse" if made.is_not_fp8_static else "minmax")
 
@@ -348,12 +349,9 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
             continue
         weight: Any = layer.weight
         if owners[id(weight)] == 1:
-            searched = WeightScale(layer, scheme, False, False)
-            searched.set(
-                layer,
-                least_error_scale(as_rows(layer, folded_weight(layer, weight.detach())), searched.qmin, searched.qmax),
-            )
-            quantizer.weight_scale = searched
+            rows = as_rows(layer, folded_weight(layer, weight.detach()))
+            scale = least_error_scale(rows, *scheme.weight_range)
+            quantizer.weight_scale = one_per_channel(scale, rows.shape[1], scheme)
 
 
 @torch.no_grad()

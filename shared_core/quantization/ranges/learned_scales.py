@@ -319,7 +319,7 @@ class WeightScale:
     """
 
     def __init__(self, module: nn.Module, scheme: LayerScheme, plus: bool, rounded_gate: bool) -> None:
-        self.qmin, self.qmax = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
+        self.qmin, self.qmax = scheme.weight_range
         self.plus, self.rounded_gate = plus, rounded_gate
         # LSQ+: a range of 3σ in steps of the grid; LSQ: its initial scale, 2 E|w| / √qmax, in units of E|w|.
         self._steps = -self.qmin / 3 if plus else math.sqrt(self.qmax) / 2
@@ -347,8 +347,8 @@ class WeightScale:
         scale = torch.maximum((mean - spread).abs(), (mean + spread).abs()) / -self.qmin
         return torch.where(scale > 0, scale, torch.ones_like(scale))
 
-    def quantize(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return `weight` on the learned grid."""
+    def quantize(self, module: nn.Module, weight: Tensor, name: str = "weight", noise: Tensor | None = None) -> Tensor:
+        """Return `weight` on the learned grid, rounded to nearest."""
         rows = as_rows(module, weight)
         scale = self.scale(module).to(rows.device, kernels.compute_dtype(rows.dtype))
         factor = lsq_grad_scale(rows.shape, self.qmax, axis=0)

@@ -29,6 +29,7 @@ from shared_core.quantization.layer_quantizer import (
     LearnedQuantizer,
 )
 from shared_core.quantization.ranges.gelu import GeluInputs
+from shared_core.quantization.ranges.kept_scales import KeptScale, kept_from_state
 from shared_core.quantization.ranges.learned_scales import SMALLEST_MAGNITUDE, InputRange, WeightScale, learned_value
 from shared_core.quantization.ranges.observers import EstimatorBank, RangeBank
 from shared_core.quantization.schemes import LayerScheme
@@ -56,6 +57,8 @@ class ObservedRanges:
             for number, (name, scheme) in enumerate(schemes.items())
         }
         self._number_outputs()
+        self.kept: dict[str, KeptScale] = {}
+        """Layer → the scales of its weights, where they are kept."""
         self._pending: Tensor | None = None
         self._counts: Tensor | None = None
         self._window_restored = False
@@ -87,8 +90,27 @@ class ObservedRanges:
     def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         """Register what the swapped layers need. Called after they have their quantizers."""
 
+    def keep(self, kept: Mapping[str, KeptScale]) -> None:
+        """Round the weights of these layers with given scales."""
+        self.kept = dict(kept)
+        for name, scale in kept.items():
+            self.quantizers[name].weight_scale = scale
+
+    def start_from(self, ranges: Mapping[str, tuple[float, float]]) -> None:
+        """Start the observers from known ranges of inputs. An average treats them as that of many steps."""
+        bank = self.bank
+        found, known = bank.ranges.clone(), bank.known.clone()
+        for row, name in enumerate(self.static):
+            if name in ranges:
+                found[row] = found.new_tensor(ranges[name])
+                known[row] = True
+                bank.averaged[row] = 2**31
+        bank.set_ranges(found, known)
+        self._set_known()
+
     def leave_out(self, names: Collection[str]) -> None:
         """Drop layers before anything was observed. The others stay registered."""
+        self.kept = {name: scale for name, scale in self.kept.items() if name not in names}
         self.schemes = {name: scheme for name, scheme in self.schemes.items() if name not in names}
         self.quantizers = {name: quantizer for name, quantizer in self.quantizers.items() if name not in names}
         self.static = [name for name in self.static if name not in names]
@@ -219,7 +241,8 @@ class ObservedRanges:
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the current window and learned state."""
-        return {"layers": self.rows, **self.bank.state_dict(), "learned": {}, "gelu_inputs": None}
+        kept = {name: scale.state_dict() for name, scale in self.kept.items()}
+        return {"layers": self.rows, **self.bank.state_dict(), "learned": {}, "gelu_inputs": None, "kept": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore saved ranges by layer name."""
@@ -235,6 +258,11 @@ class ObservedRanges:
         self.bank.load_state_dict(state, rows)
         self._window_restored = True
         self._set_known()
+        saved = state.get("kept", {})
+        if others := sorted(saved.keys() ^ self.kept.keys()):
+            rule = f"saved weight scales and those kept now differ in {', '.join(others[:5])}"
+            raise CheckpointError("qat", rule, "resume with the scheme, init and skip of the saved run")
+        self.keep({name: kept_from_state(one, self.schemes[name]) for name, one in saved.items()})
 
 
 class _ClippedRanges(ObservedRanges):
@@ -401,7 +429,7 @@ class _LearnedRanges(ObservedRanges):
     def start(self) -> None:
         with checked_together():
             for layer, quantizer in self._learning():
-                if quantizer.weight_scale is not None:
+                if isinstance(quantizer.weight_scale, WeightScale):
                     quantizer.weight_scale.start(layer)
 
     def set_step(self, step: int, *, observing: bool, quantizing: bool, counting: bool) -> None:

@@ -13,6 +13,7 @@ from shared_core.config.options import checked
 from shared_core.errors import ConfigError
 from shared_core.modules.matching import plain_name
 from shared_core.modules.own_forward import fast_paths_off
+from shared_core.modules.weight_views import as_rows
 from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
 from shared_core.quantization.fake_quant_layers import (
     FAKE_QUANT,
@@ -26,6 +27,7 @@ from shared_core.quantization.fake_quant_layers import (
 )
 from shared_core.quantization.layer_graph import chosen_layers
 from shared_core.quantization.layer_quantizer import SavedQuantizer
+from shared_core.quantization.ranges.kept_scales import one_per_channel
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.schemes import Input, LayerScheme, Weight
@@ -76,7 +78,9 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         if "batch_norm" not in entry:
             swap(module, SavedQuantizer(bank, index, schemes[name], dict(entry)))
             continue
-        quantizer = SavedQuantizer(bank, index, schemes[name], dict(entry), torch.tensor(entry["weight_scale"]))
+        width = as_rows(module, module.weight).shape[1]  # type: ignore[arg-type]
+        scale = one_per_channel(torch.tensor(entry["weight_scale"]), width, schemes[name])
+        quantizer = SavedQuantizer(bank, index, schemes[name], dict(entry), scale)
         quantizer.batch_norm = entry["batch_norm"]
         fold_and_swap(module, batch_norm_of(model, name, entry["batch_norm"], "apply_ranges"), quantizer)
     fast_paths_off(model, tuple(STOCK))
