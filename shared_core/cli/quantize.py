@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
 _WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
-_OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep")
+_OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep", "init")
 QuantizeCommand = command_with_options("qat", lambda: ("scheme", "weights", "inputs", *_OF_TRAINING))
 
 

@@ -26,6 +26,8 @@ from shared_core.quantization.schemes import (
 if TYPE_CHECKING:
     import torch
 
+_FORMATS = ("weights", "inputs", "weight_bits", "activation_bits", "group_size", "include", "overrides")
+"""Options that give formats to layers."""
 Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
 _ROUNDED_WEIGHTS = ("ema", "minmax", "percentile", "kl", "mse", "pact")
 """Ranges for which weights have no learned scale."""
@@ -43,7 +45,7 @@ class QatConfig(OverridableConfig):
     about: ClassVar[str] = "Trains with weights and inputs rounded to few bits."
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
-    other_switches: ClassVar[tuple[str, ...]] = ("weights",)
+    other_switches: ClassVar[tuple[str, ...]] = ("weights", "init")
 
     # The soup evaluates with active quantizers. Hooks on a layer's forward must be gone before layers become plain.
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
@@ -74,7 +76,8 @@ class QatConfig(OverridableConfig):
         None,
         help="formats of weights and inputs by one name, in any case: int8 (inputs with fixed ranges), int8_weight, "
         "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp8, fp8_static, fp8_block, mxfp4, nvfp4, ternary, "
-        "binary, or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
+        "binary, released (those of the folder that the model was loaded from, with its scales), or "
+        "compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
         "MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
         flag_type=str | None,
     )
@@ -83,6 +86,11 @@ class QatConfig(OverridableConfig):
         help="format of weights, instead of the scheme's. int8: per channel; int4, int4_asym: in groups, without or "
         "with zero points; fp8: per channel; fp8_tensor: one scale; fp8_block: blocks of 128 x 128; mxfp4, mxfp8, "
         "nvfp4: blocks of 32, 32 or 16",
+    )
+    init: str | None = option(
+        None,
+        help="folder to start from, of eff quantize or as models are released: its weights, the scales of these, its "
+        "input ranges and, without scheme and weights, its formats",
     )
     inputs: Inputs = option(
         "auto",
@@ -172,13 +180,26 @@ class QatConfig(OverridableConfig):
 
     def validate(self) -> None:
         """Raise `ConfigError` without formats, for formats that cannot be multiplied, and for invalid overrides."""
-        self.require(self.scheme or self.weights, "scheme or weights must be given, got neither", "add one")
+        is_given = self.scheme or self.weights or self.init
+        self.require(is_given, "scheme, weights or init must be given, got none", "add one")
+        if self.is_open:
+            source = "scheme released" if self.scheme else "init without scheme"
+            odd = [name for name in _FORMATS if self.is_given(name)]
+            told = f"{source} takes the formats of layers from a folder, got {', '.join(odd)} too"
+            self.require(not odd, told, "leave them out; skip keeps layers in float")
+        keeps = self.scheme == "released" or self.init is not None
+        told = f"range {self.range} learns weight scales, but scheme released and init keep those of a folder"
+        self.require(not keeps or self.range not in ("lsq", "lsq_plus"), told, "use another range")
+        both = self.init is not None and self.scheme == "released"
+        self.require(not both, "scheme released and init are two sources of weight scales", "give one of them")
         told = self.layer_scheme.mismatch
         self.require(not told, f"weights and inputs cannot be combined, because {told}", "choose other inputs, or none")
         hints = self.hints()
         for pattern, name, value in self.override_options():
             is_float = name in ("scheme", "weights") and value.lower() in ("none", "null")
             self.require(not is_float, f"overrides must give {pattern} a format as {name}, got {value}", "use skip")
+            is_one = not (name == "scheme" and value.lower() == "released")
+            self.require(is_one, "overrides cannot give single layers the scheme released", "use it for all, with skip")
             if name in ("scheme", "weights", "inputs"):
                 coerce(_preset(value) if name == "scheme" else value, hints[name], "qat.overrides", name)
 
@@ -196,9 +217,14 @@ class QatConfig(OverridableConfig):
         return dataclasses.replace(own, range=self.range) if own.is_static else own
 
     @property
+    def is_open(self) -> bool:
+        """True if the formats are those of a folder, which is read when the model is known."""
+        return self.scheme == "released" or (self.init is not None and not (self.scheme or self.weights))
+
+    @property
     def layer_scheme(self) -> LayerScheme:
         """The scheme of a layer without overrides. Groups have no size yet."""
-        preset = LayerScheme(*WEIGHTS["int8"], *INPUTS["none"]) if self.scheme is None else SCHEMES[self.scheme]
+        preset = SCHEMES.get(str(self.scheme), LayerScheme(*WEIGHTS["int8"], *INPUTS["none"]))
         of_weight = preset.of_weight if self.weights is None else WEIGHTS[self.weights]
         of_input = INPUTS.get(self.inputs, preset.of_input)
         found = LayerScheme(*of_weight, *of_input)
@@ -214,7 +240,9 @@ class QatConfig(OverridableConfig):
     @property
     def preset_or_formats(self) -> str:
         """The preset's name, or the formats in words if they are not a preset's."""
-        is_preset = self.scheme is not None and self.layer_scheme == SCHEMES[self.scheme]
+        if self.is_open:
+            return f"the formats of {self.init or 'the released model'}"
+        is_preset = self.layer_scheme == SCHEMES.get(str(self.scheme))
         return str(self.scheme if is_preset else self.layer_scheme)
 
     @property
@@ -225,8 +253,8 @@ class QatConfig(OverridableConfig):
 
     @property
     def is_static(self) -> bool:
-        """True if activations have observed ranges."""
-        return self.layer_scheme.has_range
+        """True if activations have observed ranges, or may have them."""
+        return self.layer_scheme.has_range or self.is_open
 
     @property
     def has_integers(self) -> bool:
@@ -271,7 +299,7 @@ class QatConfig(OverridableConfig):
         few = {"ternary", "binary"}
         formats = {one.weight for one in schemes} | {value for _, name, value in others if name == "weights"}
         has_few = bool(few & formats)
-        return gets_range or (gets_bits and has_few) or any(one.has_range for one in schemes)
+        return self.is_open or gets_range or (gets_bits and has_few) or any(one.has_range for one in schemes)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
@@ -280,6 +308,11 @@ class QatConfig(OverridableConfig):
             yield (
                 "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
                 "apply_ranges restores quantizers in these"
+            )
+        if (self.scheme == "released" or self.init is not None) and "lora" in recipe:
+            yield (
+                "qat with scheme released or init cannot be combined with lora: the folder's scales belong to whole "
+                "weights; train these, or give lora a scheme by name"
             )
         if self.learns_ranges and "efficient_loading" in environment:
             yield (

@@ -37,11 +37,18 @@ _ORIGINAL = "peft trains a copy of it instead (modules_to_save)"
 
 
 def select_layers(
-    model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...], min_size: int = 0, *, trains: bool = False
+    model: nn.Module,
+    include: tuple[str, ...],
+    skip: tuple[str, ...],
+    min_size: int = 0,
+    *,
+    trains: bool = False,
+    may_skip: bool = False,
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return (name → layer to quantize, name → why a matched layer stays in float).
 
     For a layer with adapters, the base layer is quantized, and `include` and `skip` match the layer's own name too.
+    `may_skip` says that layers which `include` names by themselves may stay in float too.
     With `lora`, whose adapters are merged at the end, the base layer keeps that name. In a PEFT model it has PEFT's
     name (``…base_layer``).
     """
@@ -76,7 +83,7 @@ def select_layers(
         own = found.name.removesuffix(BASE)
         if reason is None:
             layers[own if hasattr(adapted.get(own), "user_layer") else found.name] = found.module
-        elif {found.name, own} & set(include) or (
+        elif ({found.name, own} & set(include) and not may_skip) or (
             type(found.module).__name__ in include and reason not in (_ADAPTER, _ORIGINAL)
         ):
             raise CompatibilityError(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.released import Grid
 from shared_core.config.training_time import parse_position
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim
@@ -36,10 +37,12 @@ from shared_core.quantization.fake_quant_layers import (
     swap,
     weight_report,
 )
+from shared_core.quantization.ranges.kept_scales import kept_from_state
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
 from shared_core.quantization.schemes import WITH_RANGE, LayerScheme
 from shared_core.quantization.selection import BASE, layer_schemes, select_layers
+from shared_core.quantization.starting import Start, find_start, kept_scales
 
 _COUNT_EVERY = 10
 """Clipped values are counted in one of these steps, and from the last planned one on."""
@@ -59,6 +62,8 @@ class QuantizationAwareTraining(Technique):
 
     def __init__(self, config: QatConfig, *, trains: bool = True) -> None:
         super().__init__(config)
+        self._asked = config
+        self._start = Start(config)
         self.layers: dict[str, nn.Module] = {}
         self.left_out: dict[str, str] = {}
         self.schemes: dict[str, LayerScheme] = {}
@@ -83,12 +88,21 @@ class QuantizationAwareTraining(Technique):
         """Swap the classes of the layers to quantize. Nothing is observed yet."""
         model = context.model
         context.undo.callback(self._detach)
-        config = self.config
+        asked = self._asked
+        self._start = find_start(asked, model, context.resumed.get(self.key, {}).get("start"))
+        self.config = config = self._start.config
         self.layers, self.left_out = select_layers(
-            model, config.include, config.skip, config.min_size, trains=self._trains
+            model, config.include, config.skip, config.min_size, trains=self._trains, may_skip=asked.is_open
         )
         self.schemes = layer_schemes(config, self.layers)
         self.policy = make_policy(config, self.schemes, self._between_layers())
+        kept, notes = kept_scales(self._start, model, self.layers, self.schemes)
+        if self._start.saved:
+            saved = context.resumed[self.key]["kept"]
+            kept = {name: kept_from_state(one, self.schemes[name]) for name, one in saved.items()}
+        self.policy.keep(kept)
+        for note in notes:
+            context.note(note)
         modules = {plain_name(name): module for name, module in model.named_modules()}
         folds = self._find_folds(model)
         for name, module in self.layers.items():
@@ -220,6 +234,8 @@ class QuantizationAwareTraining(Technique):
         self.plan(context)
         device = next(iter(weights_of(next(iter(self.layers.values()))).values())).device
         self.policy.begin(device, context.generator.initial_seed() % 2**31)
+        if state is None and not self.bank.num_updates:
+            self.policy.start_from(self._start.ranges())
         self._set_switches(context.step)
 
     def plan(self, context: Context) -> Plan:
@@ -347,7 +363,8 @@ class QuantizationAwareTraining(Technique):
                 name = self._weight_keys.get(plain_name(key))
                 if name is not None:
                     layer: Any = self.layers[name]
-                    baked[key] = cut(layer.quantizer.baked_weight(layer, whole(value.detach())), value)
+                    own = plain_name(key).rpartition(".")[2]
+                    baked[key] = cut(layer.quantizer.baked_weight(layer, whole(value.detach()), own), value)
         return baked
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
@@ -357,8 +374,13 @@ class QuantizationAwareTraining(Technique):
         entries, there = self.ranges(), context.model.state_dict()
         found = {key: self._weight_keys[key] for key in map(plain_name, there) if key in self._weight_keys}
         return {
-            key: grid_of(self.layers[name], self.schemes[name], entries.get(name, {})) for key, name in found.items()
+            key: grid_of(self.layers[name], self.schemes[name], entries.get(name, {}), self._kept_grid(key, name))
+            for key, name in found.items()
         }
+
+    def _kept_grid(self, key: str, layer: str) -> Grid | None:
+        kept = self.policy.kept.get(layer)
+        return None if kept is None else kept.grids[key.rpartition(".")[2]]
 
     def ranges(self) -> dict[str, dict[str, Any]]:
         """Return every layer's scheme and range as plain values, for `apply_ranges` and `convert`."""
@@ -367,11 +389,11 @@ class QuantizationAwareTraining(Technique):
 
     def deployment(self) -> dict[str, Any]:
         """Return the activation ranges, which with the baked weights reproduce the trained model."""
-        return {"ranges": self.ranges()}
+        return {"ranges": self.ranges()} | ({"kept_from": self._start.folder} if self.policy.kept else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the current window, counts and switches."""
-        return {**self.policy.state_dict(), "began_at": self._began_at}
+        return {**self.policy.state_dict(), "began_at": self._began_at, "start": self._start.state_dict()}
 
     def figures(self) -> dict[str, float]:
         """Return 1 if quantization is on, else 0, and the numbers of layers and range updates."""
@@ -395,6 +417,7 @@ class QuantizationAwareTraining(Technique):
                 entry["name"] for entry in layers if entry["input"] in WITH_RANGE and entry["scale"] is None
             ],
             "clipped": self._clipped(layers),
+            "kept_scales": self._kept(layers),
             "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers if "sqnr_db" in entry), default=None),
             "left_out": dict(self.left_out),
             "float_inputs": self.float_inputs,
@@ -416,6 +439,9 @@ class QuantizationAwareTraining(Technique):
                 f"In step {clipped['step']:,}, {100 * clipped['share']:.1f} % of the layers' input values lay outside "
                 f"their ranges and were clipped, up to {100 * clipped['largest']:.1f} % in {clipped['layer']}."
             )
+        if (kept := report.get("kept_scales")) is not None:
+            share = "" if kept["clipped"] is None else f"; {100 * kept['clipped']:.2g} % of the values were clipped"
+            told.append(f"Weight scales of {counted(kept['layers'], 'layer')}: kept from {kept['from']}{share}.")
         if report["left_out"]:
             told.append(f"Left in float: {listed(report['left_out'], 3)}.")
         if report["without_range"]:
@@ -433,6 +459,15 @@ class QuantizationAwareTraining(Technique):
         clipped, values = (sum(column) for column in zip(*counts.values(), strict=True))
         largest = counts[layer][0] / counts[layer][1]
         return {"step": self.bank.counted_step, "share": clipped / values, "largest": largest, "layer": layer}
+
+    def _kept(self, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return the folder of kept weight scales, and the share of these weights that are clipped."""
+        if not (kept := self.policy.kept):
+            return None
+        counts = [(one["weights_clipped"], one["weights"]) for one in layers if "weights_clipped" in one]
+        clipped, values = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+        share = clipped / values if values else None  # sharded weights are gathered only at the end
+        return {"from": self._start.folder, "layers": len(kept), "clipped": share}
 
     def _layer_reports(self, *, gather: bool = False) -> list[dict[str, Any]]:
         reports = []
