@@ -181,7 +181,7 @@ class QatConfig(OverridableConfig):
     def validate(self) -> None:
         """Raise `ConfigError` without formats, for formats that cannot be multiplied, and for invalid overrides."""
         is_given = self.scheme or self.weights or self.init
-        self.require(is_given, "scheme, weights or init must be given, got none", "add one")
+        self.require(is_given, "scheme or weights or init must be given, got none", "add one")
         if self.is_open:
             source = "scheme released" if self.scheme else "init without scheme"
             odd = [name for name in _FORMATS if self.is_given(name)]

@@ -75,7 +75,7 @@ def test_python_gets_the_same_signature():
     parameters = inspect.signature(QuantizationAwareTraining).parameters
     assert parameters["scheme"].default is None  # weights can be given instead
     assert parameters["ema_constant"].annotation is float
-    with pytest.raises(ConfigError, match="scheme or weights must be given"):
+    with pytest.raises(ConfigError, match="scheme or weights or init must be given"):
         QuantizationAwareTraining()
     with pytest.raises(ConfigError, match="did you mean 'scheme'"):
         QuantizationAwareTraining(schme="int8")

@@ -98,6 +98,8 @@ class ObservedRanges:
 
     def start_from(self, ranges: Mapping[str, tuple[float, float]]) -> None:
         """Start the observers from known ranges of inputs. An average treats them as that of many steps."""
+        if not ranges:
+            return
         bank = self.bank
         found, known = bank.ranges.clone(), bank.known.clone()
         for row, name in enumerate(self.static):

@@ -311,7 +311,8 @@ def test_overrides_reach_their_layers_alone():
 
 
 def test_names_are_those_of_the_types_and_a_preset_has_any_case():
-    assert (set(SCHEMES), set(WEIGHTS), {"auto", *INPUTS}) == tuple(map(set, map(get_args, (Scheme, Weights, Inputs))))
+    names = ({*SCHEMES, "released"}, set(WEIGHTS), {"auto", *INPUTS})
+    assert names == tuple(map(set, map(get_args, (Scheme, Weights, Inputs))))
     assert QatConfig(scheme="mxfp4a16") == QatConfig(scheme="MXFP4A16")
     assert QatConfig(scheme="MXFP4").layer_scheme == QatConfig(weights="mxfp4", inputs="mxfp4").layer_scheme
     assert QatConfig(scheme="int8", inputs="none").layer_scheme == QatConfig(scheme="int8_weight").layer_scheme
@@ -346,7 +347,7 @@ def test_averages_need_batches_where_an_override_gives_a_layer_a_range(head, ran
     ({"scheme": "int8_weight", "range": "kl"}, ConfigError, "range needs inputs of int8_static or fp8_static"),
     ({"scheme": "fp8", "weight_bits": 4}, ConfigError, "weight_bits needs weights of int8, int4 or int4_asym"),
     ({"scheme": "int8_weight", "activation_bits": 8}, ConfigError, "activation_bits needs inputs of int8_static"),
-    ({"inputs": "mxfp8"}, ConfigError, "scheme or weights must be given"),
+    ({"inputs": "mxfp8"}, ConfigError, "scheme or weights or init must be given"),
     ({"scheme": "FP8"}, ConfigError, "FP8 means in compressed-tensors one scale per tensor"),
     ({"scheme": "W4A17"}, ConfigError, "did you mean 'W4A16'"),
     ({"weights": "nvfp4", "inputs": "mxfp8"}, ConfigError, "mxfp8 inputs have a power of two .* nvfp4 weights lack"),
