@@ -268,6 +268,11 @@ class DistillConfig(TechniqueConfig):
         return self.alpha
 
     @property
+    def has_task(self) -> bool:
+        """True if the task loss counts in any step."""
+        return bool(self.task_weight or self.alpha_end) or (self.begin, self.end) != (0.0, 1.0)
+
+    @property
     def drawn_peers(self) -> int:
         """Number of other students that start from random weights."""
         return self.peers - 1 if isinstance(self.peers, int) else 0

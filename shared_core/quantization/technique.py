@@ -101,7 +101,7 @@ class QuantizationAwareTraining(Technique):
             saved = context.resumed[self.key]["kept"]
             kept = {name: kept_from_state(one, self.schemes[name]) for name, one in saved.items()}
         self.policy.keep(kept)
-        for note in notes:
+        for note in (*notes, *self._equal_teacher(context)):
             context.note(note)
         modules = {plain_name(name): module for name, module in model.named_modules()}
         folds = self._find_folds(model)
@@ -142,6 +142,17 @@ class QuantizationAwareTraining(Technique):
         # the state dict of a layer with lora adapters has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
         return self._touched()
+
+    def _equal_teacher(self, context: Context) -> Iterator[str]:
+        """Yield a note if the student starts as its own teacher: released weights lie on their grid already."""
+        distill: Any = context.techniques.get("distill")
+        if self._asked.scheme != "released" or distill is None or distill.config.has_task:
+            return
+        if distill.config.teaching == "self" and {scheme.input for scheme in self.schemes.values()} == {"none"}:
+            yield (
+                "qat: released weights lie on their grid, so the student starts equal to teacher self and learns "
+                "nothing from it. Set alpha above 0, or name a teacher in 16 bits"
+            )
 
     def _between_layers(self) -> list[str]:
         """Return the layers whose outputs an engine needs as codes: it sums a convolution in integers only then."""

@@ -58,6 +58,17 @@ def test_layers_to_skip_stay_in_float(tmp_path):
     assert any("layers.1" in note and "train in float" in note for note in session.notes)
 
 
+@pytest.mark.parametrize(
+    ("kind", "alpha", "is_told"),
+    [("gpt_oss", None, True), ("gpt_oss", 0.5, False), ("nemotron_nvfp4", None, False)],  # NVFP4 also rounds inputs
+)
+def test_a_student_that_starts_equal_to_its_teacher_is_told(kind, alpha, is_told, tmp_path):
+    recipe = {"qat": {"scheme": "released"}, "distill": {"teacher": "self", "alpha": alpha}}
+    session = Session(recipe)
+    session.attach(load_released(write_released(kind, tmp_path / "released"), torch.bfloat16))
+    assert any("equal to teacher" in note for note in session.notes) == is_told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_oss", "nemotron_nvfp4"])
 def test_a_resumed_run_is_bit_for_bit_the_same(kind, tmp_path):
