@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.saved_rows import saved_rows
@@ -23,8 +24,14 @@ from shared_core.files.atomic import atomic_folder
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, weights_of
-from shared_core.numerics.block_formats import Element, mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
-from shared_core.numerics.rounding import decode
+from shared_core.numerics.block_formats import (
+    Element,
+    mx_encode,
+    mx_round_to,
+    nvfp4_binary_scale,
+    nvfp4_encode,
+)
+from shared_core.numerics.rounding import decode, round_to
 from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
 from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
@@ -93,6 +100,7 @@ def _put(model: nn.Module, name: str, layers: dict[str, nn.Linear]) -> str:
 
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
+_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OUTPUTS = 32
 # Matrices that vLLM fuses: their parts share one scheme and one input range.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -348,12 +356,16 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
     initialize_module_for_quantization(layer, force_zero_point=False)
     if scheme.block == 32:  # one power of two per block, which the largest code determines
         element: Element = "fp4_e2m1" if scheme.weight == "mxfp4" else "fp8_e4m3"
-        layer.weight_scale.data = torch.exp2(mx_encode(rows, element).scale.float() - 127)
+        scale = torch.exp2(mx_encode(rows, element).scale.float() - 127)
+        # A kept scale may have 240 as its largest code. As 480 at half of it, e4m3 would saturate.
+        off = F.pad(mx_round_to(rows, element) != rows, (0, -rows.shape[1] % 32)).view(*scale.shape, 32).any(-1)
+        layer.weight_scale.data = scale.where(~off, 2 * scale)
         return
     if tensor_scale is not None:
-        if not torch.equal(nvfp4_round_to(rows, per_tensor_scale=tensor_scale), rows):
+        scales = _nvfp4_scales(rows, tensor_scale)
+        if bool(scales.isnan().any()):
             raise off_grid(_WHERE, name, scheme)
-        layer.weight_scale.data = decode(nvfp4_encode(rows, per_tensor_scale=tensor_scale).scale, "fp8_e4m3")
+        layer.weight_scale.data = scales
         layer.weight_global_scale.data = tensor_scale.reciprocal().view(1)
         if input_scale is not None:
             layer.input_global_scale.data = input_scale.reciprocal().view(1)
@@ -364,6 +376,19 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
     layer.weight_scale.data = scale.view(len(rows) // (128 if scheme.weight == "fp8_block" else 1), -1)
     if scheme.affine:
         layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
+
+
+def _nvfp4_scales(rows: Tensor, tensor_scale: Tensor) -> Tensor:
+    """Return the scale of each block with which codes give its values exactly; NaN if there is none."""
+    blocks = rows.view(len(rows), -1, 16)
+    found = torch.full(blocks.shape[:2], torch.nan)
+    # Blocks whose scales training kept need not reach the largest code, 6.
+    kept = [(blocks.abs().amax(2) / code / tensor_scale).to(torch.float8_e4m3fn).float() for code in _E2M1[:-1]]
+    for scale in (*kept, decode(nvfp4_encode(rows, per_tensor_scale=tensor_scale).scale, "fp8_e4m3")):
+        step = (scale * tensor_scale).unsqueeze(2)
+        fits = (round_to(blocks / step, "fp4_e2m1") * step == blocks).all(2)
+        found = scale.where(fits, found)
+    return found
 
 
 def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:

@@ -204,7 +204,7 @@ def codes_of(
         groups = rows.reshape(1, -1)
     is_float = scheme.weight.startswith("fp8")
     levels = torch.float8_e4m3fn if is_float else torch.int8
-    qmax: float = 448.0 if is_float else scheme.weight_qmax
+    qmax = 448 if is_float else scheme.weight_qmax
     if "weight_scale" in entry:
         scale = torch.tensor(entry["weight_scale"], dtype=torch.float32).view(-1)
         codes = (groups / scale.unsqueeze(1)).round()
@@ -213,7 +213,9 @@ def codes_of(
         span = 2**scheme.weight_bits - 1
         found = exact_grid(groups, range(span, 0, -1), levels, dtype, span)
     else:
-        found = exact_grid(groups, [qmax], levels, dtype)
+        # Scales that training kept need not reach the largest code, or have one more negative one.
+        kept = [*range(416, 255, -32), 240] if is_float else [*range(qmax - 1, 0, -1), qmax + 1]
+        found = exact_grid(groups, [qmax, *kept], levels, dtype)
     if found is None:
         raise off_grid(where, name, scheme)
     return found
