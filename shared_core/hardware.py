@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +31,8 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def milliseconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[float]:
-    """Return the milliseconds of each call by `now`: medians of rounds in turns, after a warm-up round.
+def milliseconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[list[float]]:
+    """Return the milliseconds of each call by `now`, in rounds in which they take turns, after a warm-up round.
 
     On a CPU, torch uses one thread.
     """
@@ -50,7 +49,7 @@ def milliseconds(calls: Sequence[Callable[[], Any]], device: torch.device, repea
                 rounds[-1].append(1e3 * (now(device) - start))
     finally:
         torch.set_num_threads(threads)
-    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+    return [[*times] for times in zip(*rounds[1:], strict=True)]
 
 
 def cpu_capabilities() -> Mapping[str, Any]:

@@ -23,7 +23,13 @@ from shared_core.front_ends.flags import check_before_imports, recipe_of
 from shared_core.printing import table
 from shared_core.runs.command import TrainingCommand, without_secrets
 from shared_core.runs.executors import Executor, LocalExecutor
-from shared_core.runs.trained_model import count_parameters, find_model, model_metrics, usual_metric
+from shared_core.runs.trained_model import (
+    check_distilled,
+    count_parameters,
+    find_model,
+    model_metrics,
+    usual_metric,
+)
 
 _DISTILL = "distill_"
 
@@ -378,15 +384,7 @@ class TeacherChain:
         """Return the receipt's report of distillation. Raise an error if it is missing but required."""
         if stage.teacher is None:
             return {}
-        told: Mapping[str, Any] = self._receipt(stage).get("techniques", {}).get("distill", {})
-        found = "its receipt has no distilled batch" if told else "its receipt has no distillation"
-        remedy = (
-            "the command must train to its end with the Hugging Face Trainer or Lightning, and use its recipe: "
-            "`python my_train.py` does, any other command must read it from the file that EFF_RECIPE and {recipe} name"
-        )
-        rule = f"{stage.name} must learn from its teacher, but {found}"
-        require(told.get("batches"), "chain", rule, remedy, TrainingError)
-        return told
+        return check_distilled(self._receipt(stage), "chain", stage.name)
 
     def _read(self) -> None:
         """Read the finished stages, and one that has trained but has no row yet."""

@@ -266,11 +266,14 @@ class StartedRun:
     shown: int
     """Bytes of the log that were shown, or are from an earlier attempt."""
 
-    def finish(self, output: BinaryIO | None = None) -> None:
-        """Wait for its end, and show its log meanwhile."""
+    def finish(self, output: BinaryIO | None = None, is_hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for its end, and show its log meanwhile. Return False if it was stopped because it is hopeless."""
         try:
             while (code := self.run.poll()) is None:
                 self._show(output)
+                if is_hopeless():
+                    self.run.kill()
+                    return False
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.run.wait(_SHOW_SECONDS)
             self._show(output)
@@ -286,6 +289,7 @@ class StartedRun:
                 + "\n".join(f"  {line}" for line in lines[-_LAST_LINES:]),
                 code if code > 0 else 128 - code,
             )
+        return True
 
     def _show(self, output: BinaryIO | None) -> None:
         if output is not None and self.log.exists():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shared_core.errors import CheckpointError, require
+from shared_core.errors import CheckpointError, TrainingError, require
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
 from shared_core.soup.config import larger_is_better
@@ -17,16 +17,22 @@ from shared_core.soup.config import larger_is_better
 _STATISTICS = ("running_mean", "running_var")
 
 
-def find_model(folder: Path, pattern: str | None = None) -> Path:
+def find_model(folder: Path, pattern: str | None = None, where: str = "chain", flag: str = "--model") -> Path:
     """Return the model that a training wrote into `folder`.
 
     That is the folder itself if it has weights, else its best ``checkpoint-*``, else the best ``.ckpt`` in it. The
     trainer decides which is best. Without a metric it is the newest.
+
+    Args:
+        folder: The output folder of the training.
+        pattern: A glob in it, to use instead.
+        where: The calling command, for errors.
+        flag: Its option for the glob, for errors.
     """
     if pattern is not None:
         # Of several files the newest: a script may have written others before.
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-        require(found, "chain", f"{folder} has no model under {pattern!r}", "", CheckpointError)
+        require(found, where, f"{folder} has no model under {pattern!r}", "", CheckpointError)
         return found[-1]
     if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
         return folder
@@ -45,9 +51,9 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         best = Path(str(_monitor(files[newest]).get("best_model_path")))
         return next((file for file in files if file.resolve() == best.resolve()), newest)
     raise CheckpointError(
-        "chain",
+        where,
         f"{folder} has no trained model (a Transformers folder, checkpoint-* or .ckpt)",
-        "the script must save it there (save_model, ModelCheckpoint), or pass its path under {out} (--model)",
+        f"the script must save it there (save_model, ModelCheckpoint), or pass its path under {{out}} ({flag})",
     )
 
 
@@ -86,6 +92,35 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
     for file in folder.glob("*_results.json"):
         found |= numeric_metrics(_object(file))
     return {name: value for name, value in sorted(found.items()) if name not in ("step", "epoch")}
+
+
+def validations(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """Return the steps and values of a metric that a running or finished training has logged in its folder."""
+    found: dict[int, float] = {}
+    for file in folder.rglob("metrics.csv"):
+        with contextlib.suppress(OSError), file.open(newline="", encoding="utf-8") as rows:
+            entries = [_numbers(row) for row in csv.DictReader(rows)]
+            found |= {int(one["step"]): one[metric] for one in entries if {"step", metric} <= one.keys()}
+    for state in filter(None, map(_state, (*_checkpoints(folder), folder))):
+        entries = [one for one in state.get("log_history", ()) if {"step", metric} <= one.keys()]
+        found |= {int(one["step"]): float(one[metric]) for one in entries}
+    return sorted(found.items())
+
+
+def check_distilled(receipt: Mapping[str, Any], where: str, name: str) -> Mapping[str, Any]:
+    """Return what a run's receipt says of distillation.
+
+    Raises:
+        TrainingError: If the run did not learn from its teacher.
+    """
+    told: Mapping[str, Any] = receipt.get("techniques", {}).get("distill", {})
+    found = "its receipt has no distilled batch" if told else "its receipt has no distillation"
+    remedy = (
+        "the command must train to its end with the Hugging Face Trainer or Lightning, and use its recipe: "
+        "`python my_train.py` does, any other command must read it from the file that EFF_RECIPE and {recipe} name"
+    )
+    require(told.get("batches"), where, f"{name} must learn from its teacher, but {found}", remedy, TrainingError)
+    return told
 
 
 def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -56,7 +57,15 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def latency(first: nn.Module, second: nn.Module, example_inputs: Any, repeats: int) -> tuple[float, float]:
-    """Return the milliseconds of a forward pass of two models, as `milliseconds` takes them."""
+    """Return the median milliseconds of a forward pass of two models, measured as by `alternating`."""
+    one, other = alternating(first, second, example_inputs, repeats)
+    return statistics.median(one), statistics.median(other)
+
+
+def alternating(
+    first: nn.Module, second: nn.Module, example_inputs: Any, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Return the milliseconds of each forward pass of two models, measured as by `hardware.milliseconds`."""
     device = next((tensor.device for tensor in first.parameters()), torch.device("cpu"))
     with evaluated(first), evaluated(second):
         one, other = milliseconds(

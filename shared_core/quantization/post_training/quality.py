@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -214,7 +215,8 @@ def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, re
         makers["torchao"] = (lambda: convert(quantized, backend="torchao"), example_inputs)
     forms = {name: form for name, (make, inputs) in makers.items() if (form := _form(make, inputs)) is not None}
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return dict(zip(forms, milliseconds([*forms.values()], device, repeats), strict=True))
+    times = milliseconds([*forms.values()], device, repeats)
+    return {name: statistics.median(found) for name, found in zip(forms, times, strict=True)}
 
 
 def _form(make: Callable[[], nn.Module], inputs: Any) -> Callable[[], Any] | None:
