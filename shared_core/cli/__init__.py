@@ -25,6 +25,7 @@ from shared_core.cli.loading import user_error, wants_traceback
 from shared_core.cli.planning import explain, plan, privacy
 from shared_core.cli.quantize import QuantizeCommand, quantize
 from shared_core.cli.reference import compat, doctor, flags, formats
+from shared_core.cli.search import SearchCommand, search
 from shared_core.cli.smaller_models import LowRankCommand, PruneCommand, low_rank, prune, shrink
 from shared_core.cli.soup import soup
 from shared_core.cli.trainings import ChainCommand, chain, lottery, report, run, try_out
@@ -90,7 +91,7 @@ class _Group(TyperGroup):
 
 _WORKING = frozenset({
     "cache-teacher", "chain", "compress", "decompress", "export", "lottery", "low-rank", "prune", "quantize", "run",
-    "shrink", "soup", "try",
+    "search", "shrink", "soup", "try",
 })  # fmt: skip
 
 
@@ -155,6 +156,7 @@ _CLASSES: dict[Any, type[TyperCommand]] = {
     prune: PruneCommand,
     quantize: QuantizeCommand,
     chain: ChainCommand,
+    search: SearchCommand,
 }
 # the panels of `eff --help`: command -> an example, which also opens the command's own help
 _PANELS: dict[str, dict[Any, str]] = {
@@ -164,6 +166,7 @@ _PANELS: dict[str, dict[Any, str]] = {
         try_out: "eff try train.py --output_dir {out} --prune_sparsity 0.8 --qat_scheme int8",
         cache_teacher: "eff cache-teacher runs/teacher --data train.jsonl --out teacher_cache",
         chain: "eff chain --teacher runs/big --students medium small --out chain -- python train.py --model {student}",
+        search: "eff search runs/big --calibration data:batches --out small -- python train.py --model {student} {out}",
         lottery: "eff lottery --rounds 5 --out tickets -- python train.py --output_dir {round}",
     },
     "After training": {

@@ -281,9 +281,9 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
 
 
 _BASIC = frozenset({
-    "as_json", "delta", "evaluate", "every_layer", "force", "goal", "gpus", "kind", "memory", "merged", "method",
-    "model", "noise_multiplier", "out", "params", "recipe", "report", "rounds", "scheme", "shrink", "steps", "students",
-    "target_epsilon", "teacher", "weights",
+    "as_json", "cost", "delta", "evaluate", "every_layer", "force", "goal", "gpus", "kind", "limit", "memory", "merged",
+    "method", "model", "noise_multiplier", "out", "params", "recipe", "report", "rounds", "scheme", "shrink", "steps",
+    "students", "target_epsilon", "teacher", "trials", "weights",
 })  # fmt: skip
 _DATA = frozenset({
     "attack", "batch_size", "batches", "calibration", "data", "epochs", "examples", "fields", "inputs", "length",

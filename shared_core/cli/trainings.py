@@ -219,7 +219,7 @@ def try_out(
     work = TryOut(script, rest, recipe, out, steps=steps, repeats=repeats, eval_batches=eval_batches)
     make_folder(out)
     with (
-        _stoppable("eff try", f"the logs of its runs are in {out / 'logs'}".__str__),
+        stoppable("eff try", f"the logs of its runs are in {out / 'logs'}".__str__),
         bar(f"trying, {len(work.pairs)} pairs of runs") as advance,
     ):
         pairs = work.run(advance, lambda plain: chosen_metric(plain, metric, mode))
@@ -291,9 +291,9 @@ def lottery(asked: LotteryOptions) -> None:
         errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
 
     def kept() -> str:
-        return f"{len([*out.glob(f'*/{RESULT_FILE}')])} runs are finished in {out}; {_GOES_ON}"
+        return f"{len([*out.glob(f'*/{RESULT_FILE}')])} runs are finished in {out}; {GOES_ON}"
 
-    with _stoppable(asked.key, kept):
+    with stoppable(asked.key, kept):
         curve = search.run_command(
             asked.command, out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
             executor=executor_of(asked.executor, asked.executor_set, out, asked.key),
@@ -311,11 +311,11 @@ def lottery(asked: LotteryOptions) -> None:
     echo(f"wrote {out / 'curve.json'}, .csv and, with matplotlib, .png")
 
 
-_DISTILL, _GOES_ON = "distill_", "the same command goes on from there"
+DISTILL, GOES_ON = "distill_", "the same command goes on from there"
 
 
 @contextlib.contextmanager
-def _stoppable(where: str, kept: Callable[[], str]) -> Iterator[None]:
+def stoppable(where: str, kept: Callable[[], str]) -> Iterator[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C in this block, and say what is kept."""
 
     def stop(number: int, frame: object) -> None:
@@ -343,6 +343,8 @@ _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 class ChainCommand(TyperCommand):
     """Accepts several values after --students and --distill_*. The training command follows --."""
 
+    several: ClassVar[tuple[str, ...]] = ("students",)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the remaining arguments without the options that have several values."""
         end = args.index("--") if "--" in args else len(args)
@@ -353,7 +355,7 @@ class ChainCommand(TyperCommand):
             name, equals, value = argument.removeprefix("--").partition("=")
             name = name.replace("-", "_")
             if argument.startswith("--"):
-                takes_several = name == "students" or name.startswith(_DISTILL)
+                takes_several = name in self.several or name.startswith(DISTILL)
                 values = several.setdefault(name, []) if takes_several else None
                 if values is not None:
                     values += [value] if equals else []
@@ -399,7 +401,7 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     for name, values in several.items():
         is_switch = name in flags() and flags()[name][1].type in ("bool", bool)
         asked.require(values or is_switch, f"--{name} must have a value", f"write --{name} VALUE")
-    options = {name.removeprefix(_DISTILL): values or ["true"] for name, values in several.items()}
+    options = {name.removeprefix(DISTILL): values or ["true"] for name, values in several.items()}
     work = TeacherChain(
         asked.command, out, teacher=asked.teacher, students=names, generations=asked.generations, options=options,
         model=asked.model, metric=asked.metric,
@@ -414,7 +416,7 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
         student = "the student" if stage.student is None else stage.student
         learns = "trains from the labels alone" if stage.teacher is None else f"learns from {stage.teacher}"
         if len(work.stages) == 1 and stage.teacher is None:
-            unused = sorted({f"--{name}" for name in (*several, *stage.flags) if name.startswith(_DISTILL)})
+            unused = sorted({f"--{name}" for name in (*several, *stage.flags) if name.startswith(DISTILL)})
             learns += "" if stage.recipe(None) else ", and no technique is switched on"
             learns += f"; {', '.join(unused)} has no use without a teacher" if unused else ""
         say(f"{stage.name}: {student} {learns}")
@@ -428,11 +430,11 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
             say(f"warning: {warning}")
 
     def kept() -> str:
-        return f"{len(work.table.rows)} of {len(work.stages)} stages are finished in {out}; {_GOES_ON}"
+        return f"{len(work.table.rows)} of {len(work.stages)} stages are finished in {out}; {GOES_ON}"
 
     try:
         stream = (sys.stderr if as_json else sys.stdout).buffer
-        with _stoppable(asked.key, kept):
+        with stoppable(asked.key, kept):
             table = work.run(resume=asked.resume, output=stream, begin=begin, end=end)
     except RunError as error:
         echo(f"error: {error}", err=True)

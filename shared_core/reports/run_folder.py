@@ -57,6 +57,7 @@ REPORTS = {
     "low_rank": "eff_low_rank.json",
     "curve": "curve.json",
     "chain": "chain.json",
+    "search": "search.json",
 }
 _RECEIPTS = f"{Path(RECEIPT_FILE).stem}*.json"
 _LOG, _STATE, _SOUP, _COMMAND = "metrics.csv", "trainer_state.json", "soup_path.json", ".eff.json"

@@ -7,6 +7,7 @@ steps, and details: layers, the path of a soup, the curve of tickets, the stages
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -433,6 +434,7 @@ def _details(run: RunFolder) -> list[Section]:
         "low_rank": lambda values: [_options(values), *_layers("eff low-rank", values)],
         "curve": _tickets,
         "chain": _chain,
+        "search": _searched,
     }
     for name, values in run.reports.items():
         sections += of_report[name](values)
@@ -556,6 +558,20 @@ def _chain(values: Values) -> list[Section]:
         "seconds": lambda row: round(row["seconds"], 1),
     }  # fmt: skip
     return [Section("Chain", [table_of(values["stages"], columns)])]
+
+
+def _searched(values: Values) -> list[Section]:
+    columns: Columns = {
+        "candidate": "name", **{size: functools.partial(_size_of, size) for size in values["sizes"]},
+        "parameters": "parameters", values["cost"]: "cost",
+        "share": lambda row: None if row["share"] is None else round(row["share"], 4),
+        str(values["metric"]): "quality", "state": "state", "front": lambda row: row["name"] in values["front"],
+    }  # fmt: skip
+    return [Section("Search", [table_of(values["rows"], columns)])]
+
+
+def _size_of(name: str, row: Values) -> Any:
+    return row["sizes"][name]
 
 
 def _shrunk(values: Values) -> list[Section]:

@@ -1,4 +1,4 @@
-"""Start the user's own training several times: lottery searches, chains of students, trials of techniques."""
+"""Start the user's own training several times: lotteries, chains of students, searches, trials of techniques."""
 
 from shared_core.lazy_exports import export_lazily
 

@@ -1,3 +1,5 @@
+from .candidates import Candidates as Candidates
+from .candidates import Cost as Cost
 from .chain import ChainTable as ChainTable
 from .chain import Stage as Stage
 from .chain import TeacherChain as TeacherChain
@@ -6,6 +8,9 @@ from .executors import RunError as RunError
 from .executors import executor_of as executor_of
 from .lottery import LotterySearch as LotterySearch
 from .lottery import TicketCurve as TicketCurve
+from .search import ModelSearch as ModelSearch
+from .search import SearchRow as SearchRow
+from .search import SearchTable as SearchTable
 from .try_out import Findings as Findings
 from .try_out import TryOut as TryOut
 from .try_out import chosen_metric as chosen_metric

@@ -103,6 +103,10 @@ COMMANDS = {
     ],
     "report": [(RUN,), (f"none{NAME}",), (RUN, RUN, "--out", f"page{NAME}.html")],
     "run": [(f"{NAME}.py", "--prune_sparsity", "0.5"), ("hostile.py", "--prune_sparsity", NAME)],
+    "search": [
+        ("hostile:build", "--calibration", f"hostile:{NAME}", "--out", f"search{NAME}", "--", NAME),
+        (NAME, "--calibration", NAME, "--out", NAME, "--", sys.executable, f"{NAME}.py"),
+    ],
     "shrink": [("hostile:build", "--out", f"small{NAME}", "--weights", ZERO)],
     "soup": [
         (ZERO, ONE, *EVAL, "--out", f"soup{NAME}.safetensors"), (ZERO, OTHER, *EVAL, "--out", "s.safetensors"),

@@ -100,7 +100,7 @@ def test_one_that_fails_ends_all_with_its_error(room):
     assert not (room / "o").exists()
 
 
-@pytest.mark.parametrize("command", ["prune", "shrink", "lottery", "chain", "export"])
+@pytest.mark.parametrize("command", ["prune", "shrink", "lottery", "chain", "search", "export"])
 def test_a_command_that_shares_no_work_is_refused(monkeypatch, command):
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")

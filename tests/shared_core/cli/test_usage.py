@@ -21,6 +21,7 @@ from shared_core.cli import main
     (["chain", "--generations", "2", "--", "true"], "eff chain: missing option '--out'"),
     (["export", "m:f"], "eff export: missing option '--out'"),
     (["lottery", "--", "true"], "eff lottery: missing option '--out'"),
+    (["search", "m", "--out", "x", "--", "true"], "eff search: missing option '--calibration'"),
     (["cache-teacher", "m", "--data", "d", "--out", "c", "--batch-size", "x"],
      "eff cache-teacher: invalid value for '--batch-size'"),
     (["quantize", "os:getcwd", "--out", "x", "--min_size", "-1"],
