@@ -39,6 +39,7 @@ SYBIL = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
 SCRIPT = re.compile(r"# \w+\.\w+\n")
 """Begins a block that is a file; tests of their own run these."""
 COMMANDS = typer.main.get_command(app)
+TAKE_FLAGS = ("run", "try", "chain", "lottery", "search")  # those of techniques too
 
 
 def blocks(page, *languages):
@@ -124,7 +125,7 @@ def parse(words):
     """Parse a command of `eff` as it does, up to opening the files."""
     name, *arguments = words
     command = COMMANDS.commands[name]
-    if name in ("run", "try", "chain", "lottery"):  # which take the flags of techniques too
+    if name in TAKE_FLAGS:
         arguments = take_flags(arguments)[1]
     if name == "run":
         return
@@ -161,7 +162,15 @@ def test_commands_and_flags_in_the_text(page):
                 for word in words[2:]
                 if word.startswith("--") and len(word) > 2
             }
-            if words[1] not in ("run", "try", "chain", "lottery", "prune", "low-rank"):  # which also take flags
+            if words[1] not in (
+                "run",
+                "try",
+                "chain",
+                "lottery",
+                "search",
+                "prune",
+                "low-rank",
+            ):  # which also take flags
                 assert given <= options, span
         for flag in re.findall(r"--(\w+)", span):
             told = flag.endswith("_") or re.search(rf"is not a flag| -- .*{flag}", span)  # quoted, or the script's own
