@@ -105,6 +105,7 @@ EXTRAS = [  # a command that must fail, and the extra that it must name
     ("eff privacy --noise-multiplier 1.0 --sample-rate 0.01 --steps 100", "privacy"),
     ("eff quantize model:build --out quantized --report page.html", "plots"),
     ("eff compress large.safetensors --out small.eff", "compress"),
+    ("eff search model:build --calibration model:build --out small -- python model.py", "search"),
     ("python -c model.attach({'lora':{'rank':2}})", "lora"),
     ("python -c model.attach({'dp':{'noise_multiplier':1}})", "privacy"),
     ("python -c model.attach({'fp8':{'recipe':'tensorwise','backend':'torchao'}})", "torchao"),
