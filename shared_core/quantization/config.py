@@ -173,9 +173,12 @@ class QatConfig(OverridableConfig):
     keep: bool = option(False, help="keep the fake-quantizing modules in the model after training")
 
     def __post_init__(self) -> None:
-        """Take a preset's name in any case, then check every option."""
+        """Take names of formats in any case, then check every option."""
         if isinstance(self.scheme, str):
             object.__setattr__(self, "scheme", _preset(self.scheme))
+        for name in ("weights", "inputs"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, value.lower())
         super().__post_init__()
 
     def validate(self) -> None:
@@ -201,7 +204,7 @@ class QatConfig(OverridableConfig):
             is_one = not (name == "scheme" and value.lower() == "released")
             self.require(is_one, "overrides cannot give single layers the scheme released", "use it for all, with skip")
             if name in ("scheme", "weights", "inputs"):
-                coerce(_preset(value) if name == "scheme" else value, hints[name], "qat.overrides", name)
+                coerce(_preset(value) if name == "scheme" else value.lower(), hints[name], "qat.overrides", name)
 
     def of_layer(self, options: Mapping[str, str]) -> QatConfig:
         """Return the config of a layer with these overrides, which start from the formats given for all layers.
@@ -210,10 +213,12 @@ class QatConfig(OverridableConfig):
             ConfigError: If the formats cannot be multiplied, or an option needs others.
         """
         replaced = {*self.overridable} if "scheme" in options else {*options}
-        for half, bits in {"weights": ("weight_bits", "group_size"), "inputs": ("activation_bits",)}.items():
-            replaced |= {*bits} if half in options else set()
+        for half, bits in {"weights": "weight_bits", "inputs": "activation_bits"}.items():
+            replaced |= {bits, "group_size"} if half in options else set()
         kept = {name: getattr(self, name) for name in self.overridable if name not in replaced}
         own = QatConfig.from_dict({**kept, **options})
+        if own.has_groups and own.group_size is None:
+            own = dataclasses.replace(own, group_size=self.group_size)
         return dataclasses.replace(own, range=self.range) if own.is_static else own
 
     @property

@@ -304,14 +304,17 @@ def _fused(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _tensor_scales(exported: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return NVFP4's tensor scale of each layer. Fused layers share their largest one."""
-    found = {
-        name: nvfp4_binary_scale(exported.get_parameter(f"{name}.weight").detach().float().abs().amax())
-        for name in names
-    }
-    for layers in _fused(exported):
-        shared = [found[name] for name in layers if name in found]
-        found |= {name: max(shared) for name in layers if name in found}
+    """Return NVFP4's tensor scale of each layer. Fused layers share one."""
+    weights = {name: exported.get_parameter(f"{name}.weight").detach().float() for name in names}
+    fused = [[name for name in layers if name in weights] for layers in _fused(exported)]
+    single = [[name] for name in weights.keys() - {name for parts in fused for name in parts}]
+    found: dict[str, Tensor] = {}
+    for parts in filter(None, (*fused, *single)):
+        scale = nvfp4_binary_scale(torch.stack([weights[name].abs().amax() for name in parts]).amax())
+        # Kept scales of blocks may be too large for e4m3 beside it.
+        wider = (scale * 2**power for power in range(6))
+        fits = (one for one in wider if not any(_nvfp4_scales(weights[name], one).isnan().any() for name in parts))
+        found |= dict.fromkeys(parts, next(fits, scale))
     return found
 
 

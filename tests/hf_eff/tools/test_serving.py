@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from decoders import decoder_of
 from mixtures import mixture
-from qat_step import qat_result
+from qat_step import qat_result, qat_step
 from safetensors.torch import load_file
 from tokenizers.models import BPE
 from transformers import (
@@ -151,6 +151,34 @@ def test_released_formats_load_as_training_saw_the_model(options, kind, parts, i
         loaded(**INPUTS)
     assert all(torch.equal(value.float(), model.state_dict()[name].to(value.dtype).float())
                for name, value in loaded.state_dict().items() if name in model.state_dict())  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [
+    {"scheme": "W4A16", "group_size": 32}, {"scheme": "int8_weight"}, {"scheme": "FP8_DYNAMIC"}, {"scheme": "MXFP8A16"},
+    {"scheme": "NVFP4A16"}, {"scheme": "int4_weight", "group_size": 32},
+], ids=lambda options: options["scheme"])  # fmt: skip
+def test_weights_that_moved_on_scales_that_training_kept_are_exported(options, folder, make, tmp_path):
+    model, _ = folder(**options)
+    moved = make.language_model(
+        hidden_size=32, intermediate_size=64, initializer_range=0.3, vocab_size=32, tie_word_embeddings=False
+    )
+    moved, ranges = qat_result(moved, INPUTS, init=str(tmp_path / "run"))  # takes the folder's weights
+    assert all(torch.equal(value, moved.state_dict()[name]) for name, value in model.state_dict().items())
+    for fewer in (0.9, 0.4):  # so that most groups do not reach their largest codes any more
+        again = make.language_model(
+            hidden_size=32, intermediate_size=64, initializer_range=0.3, vocab_size=32, tie_word_embeddings=False
+        )
+        network, technique, context = qat_step(again, INPUTS, init=str(tmp_path / "run"))
+        with torch.no_grad():
+            for value in network.parameters():
+                value *= fewer
+        ranges = technique.deployment()["ranges"]
+        technique.finish(context)
+        report = export_compressed_tensors(
+            apply_ranges(network, ranges), tmp_path / f"out{fewer}", example_inputs=INPUTS
+        )
+        assert report.equal_layers == 15
+        assert report.largest_difference <= 5e-2
 
 
 def test_layers_of_a_model_have_formats_of_their_own(folder, tmp_path):

@@ -315,7 +315,16 @@ def test_names_are_those_of_the_types_and_a_preset_has_any_case():
     assert names == tuple(map(set, map(get_args, (Scheme, Weights, Inputs))))
     assert QatConfig(scheme="mxfp4a16") == QatConfig(scheme="MXFP4A16")
     assert QatConfig(scheme="MXFP4").layer_scheme == QatConfig(weights="mxfp4", inputs="mxfp4").layer_scheme
+    assert QatConfig(weights="MXFP4", inputs="MXFP8") == QatConfig(weights="mxfp4", inputs="mxfp8")
     assert QatConfig(scheme="int8", inputs="none").layer_scheme == QatConfig(scheme="int8_weight").layer_scheme
+
+
+def test_a_group_size_holds_for_formats_of_overrides_that_have_groups():
+    overrides = {"a": {"weights": "INT4_asym"}, "b": {"weights": "mxfp4"}, "c": {"scheme": "W4A8"}}
+    config = QatConfig(weights="int4", group_size=64, overrides=overrides)
+    schemes = layer_schemes(config, {name: nn.Linear(256, 8) for name in "abcd"})
+    assert {name: scheme.group_size for name, scheme in schemes.items()} == {"a": 64, "b": 0, "c": 64, "d": 64}
+    assert schemes["a"].affine
 
 
 def test_layers_have_pairs_of_their_own():
