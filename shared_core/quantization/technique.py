@@ -349,6 +349,7 @@ class QuantizationAwareTraining(Technique):
             bank.refresh()
         bank.observing = bank.counts_clipped = False
         bank.clear_window()
+        bank.count_window.zero_()  # forwards after the last step count in no step
         self._freeze_norms(context)
         reshard_(context.model)
         self.policy.gather()

@@ -21,7 +21,7 @@ MADE = {
     "comm": {"hook": "bf16", "processes": 2, "ratio": 2.0, "bytes_per_step": {"gradients": 1000000, "sent": 500000}},
 }  # fmt: skip
 NUMBERS = {
-    "prune": "60.0 % of 4,292 weights", "qat": "3 layers in int8", "cluster": "8 values", "distill": "64 positions",
+    "prune": "60.0 % of 4,292 weights", "qat": "3 layers with int8", "cluster": "8 values", "distill": "64 positions",
     "average": "4 updates", "dp": "epsilon 7.91", "soup": "2 of 4 checkpoints", "comm": "500.0 kB",
 }  # fmt: skip
 
