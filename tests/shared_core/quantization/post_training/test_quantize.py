@@ -22,12 +22,12 @@ from shared_core.quantization import (
     quantize,
     quantize_with_report,
 )
-from shared_core.quantization.config import Scheme
 from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, quantized_bytes, thresholds
 from shared_core.quantization.post_training.quantize import least_error_scale
+from shared_core.quantization.schemes import SCHEMES as PRESETS
 
-SCHEMES = [*(name for name in Scheme.__args__ if name.islower()), "W3A16", "MXFP4A16", "MXFP8"]
+SCHEMES = [*(name for name in PRESETS if name.islower()), "W3A16", "MXFP4A16", "MXFP8"]
 SEEDS = (0, 1, 2)
 
 
