@@ -45,7 +45,7 @@ OPTIONS = {
     ),
     "cluster": "bits bits_of begin include skip min_size",
     "qat": (
-        "scheme weights inputs begin freeze_observers fold_batch_norm freeze_bn range ema_constant percentile "
+        "scheme weights init inputs begin freeze_observers fold_batch_norm freeze_bn range ema_constant percentile "
         "clip_gelu weight_bits activation_bits group_size rounding gate calibration_batches include skip min_size "
         "overrides keep"
     ),
@@ -237,8 +237,8 @@ def test_help_of_every_flag_is_a_sentence_with_its_range_and_default():
     assert all(text.endswith(".") and "None" not in text for text in shown.values())
     meanings = {row["flag"].removeprefix("--"): row["help"] for row in describe_flags()}
     assert shown["prune_sparsity"] == f"{meanings['prune_sparsity']} Switches prune on."
-    assert shown["distill_alpha"] == f"{meanings['distill_alpha']} Default: 0.5."
-    assert "[0, 1]" in meanings["distill_alpha"]
+    assert shown["distill_beta"] == f"{meanings['distill_beta']} Default: 0.5."
+    assert "[0, 1]" in meanings["distill_beta"]
     assert shown["low_rank_skip"].endswith("Default: last.")
     assert "--prune_sparsity NUMBER" in parser.format_help()
 

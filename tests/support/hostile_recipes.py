@@ -188,7 +188,7 @@ def check_told(error: EffError) -> None:
     """Fail an error that states no rule, or is no line that can be read and printed."""
     text = str(error)
     text.encode()
-    assert re.search(r"must|is not|matches no|no \w+ can|cannot|needs?|has no|required|were|are", text), text
+    assert re.search(r"must|is not|matches no|no \w+ can|cannot|needs?|takes|has no|required|were|are", text), text
     assert len(text) < 3000, f"{len(text)} characters: {text[:300]}"
 
 
