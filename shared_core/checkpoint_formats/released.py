@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.files import MappedSafetensors, open_safetensors, read_config, read_json
 from shared_core.checkpoint_formats.released_layouts import Fp8Layout, Layout, Stored, layout_of, parsed_groups, spread
-from shared_core.checkpoint_formats.saved_rows import SavedRows, saved_rows
+from shared_core.checkpoint_formats.saved_rows import SavedRows, row_count, saved_rows
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.libraries import installed_version
 
@@ -278,9 +278,18 @@ def released_grids(model: nn.Module, folder: Path | str, names: Iterable[str]) -
     Raises:
         CheckpointError: If the folder holds no codes of a parameter, or parts of it differ in their format.
     """
-    released, names = Released(folder), tuple(names)
+    names = tuple(names)
+    return grids_of(Released(folder), saved_rows(model, names), model, names)
+
+
+def grids_of(
+    released: Released, rows: Mapping[str, SavedRows], model: nn.Module, names: Collection[str]
+) -> dict[str, Grid]:
+    """Return the grids that `released_grids` does, of an opened folder. `rows` may be those of more parameters."""
     grids: dict[str, Grid] = {}
-    for key, saved in saved_rows(model, names).items():
+    for key, saved in rows.items():
+        if not saved.held.keys() <= {*names}:
+            continue
         if key not in released.weights:
             rule = f"{key} must have codes in {released.path}, got float weights or none"
             raise CheckpointError(_WHERE, rule, "leave it out")
@@ -306,18 +315,11 @@ def _fill(grids: dict[str, Grid], saved: SavedRows, pieces: Iterable[Stored], mo
     found = {"scale": torch.cat(scales)} | ({"zero_point": torch.cat(zeros)} if zeros else {})
     for name in saved.held:
         if name not in grids:
-            rows = _row_count(model, name)
-            empty = {part: value.new_full((rows, value.shape[1]), torch.nan) for part, value in found.items()}
+            count = row_count(model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name))
+            empty = {part: value.new_full((count, value.shape[1]), torch.nan) for part, value in found.items()}
             grids[name] = Grid(empty["scale"], empty.get("zero_point"), size)
         grid = grids[name]
         if (grid.scale.shape[1], grid.zero_point is None) != (found["scale"].shape[1], not zeros):
             raise CheckpointError(_WHERE, f"{name} must have one format in the released files, got two", "skip it")
     for part, value in found.items():
         saved.scatter_({name: getattr(grid, part) for name, grid in grids.items()}, value)
-
-
-def _row_count(model: nn.Module, name: str) -> int:
-    from shared_core.modules.weight_views import as_rows
-
-    module, value = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
-    return len(as_rows(module, torch.empty(value.shape, device="meta")))

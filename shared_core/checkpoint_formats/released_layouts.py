@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from shared_core.errors import CheckpointError
 from shared_core.numerics.formats import FORMATS
-from shared_core.numerics.rounding import binade, round_to
+from shared_core.numerics.rounding import binade, decode, encode, round_to
 
 _E4M3 = FORMATS["fp8_e4m3"]
 
@@ -81,7 +82,7 @@ def over_blocks(values: Tensor, block: tuple[int, int], reduce: str) -> Tensor:
     return blocks.amax((1, 3)) if reduce == "amax" else blocks.amin((1, 3))
 
 
-class Layout:
+class Layout(ABC):
     """The tensors of one weight in a released file.
 
     Attributes:
@@ -102,25 +103,25 @@ class Layout:
         """Yield the file's tensors in parts of whole rows, which take less memory to decode."""
         yield dict(parts)
 
+    @abstractmethod
     def read(self, parts: Mapping[str, Tensor]) -> Stored:
         """Return the codes and scales in the file's tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, stored: Stored, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the file's tensors for codes and scales, in the shapes and dtypes of the released ones."""
-        raise NotImplementedError
 
     def loaded(self, stored: Stored, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the weight as the format's own package computes it, which may round the product to 16 bits."""
         return stored.values
 
+    @abstractmethod
     def nearest(self, ratio: Tensor) -> Tensor:
         """Return the code nearest to each w/s (+ zero point)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fresh(self, low: Tensor, high: Tensor, like: Stored) -> tuple[Tensor, Tensor | None]:
         """Return (scale, zero point) by the format's own rule for blocks with these smallest and largest values."""
-        raise NotImplementedError
 
     def encoded(self, rows: Tensor, stored: Stored) -> Stored:
         """Return the nearest codes of a weight on the scales of `stored`."""
@@ -131,9 +132,7 @@ class Layout:
         return dataclasses.replace(stored, codes=self.nearest(ratio))
 
 
-_FP4 = torch.tensor(
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
-)
+_FP4 = decode(torch.arange(16, device="cpu"), "fp4_e2m1")
 _CODE_OF_TWICE = torch.tensor([0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7], dtype=torch.uint8, device="cpu")
 
 
@@ -161,11 +160,11 @@ class Mxfp4Layout(Layout):
         """Return all experts' rows one after the other."""
         blocks, scales = parts["blocks"], parts["scales"]
         codes = _unpacked(blocks.flatten(-2)).flatten(0, -2)
-        return Stored(codes, torch.exp2(scales.flatten(0, -2).float() - 127), None, None, (1, 32))
+        return Stored(codes, decode(scales.flatten(0, -2), "e8m0"), None, None, (1, 32))
 
     def write(self, stored: Stored, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return blocks and scales."""
-        scales = (torch.log2(stored.scale) + 127).round().to(torch.uint8)
+        scales = encode(stored.scale, "e8m0")
         return {
             "blocks": _packed(stored.codes).view(parts["blocks"].shape),
             "scales": scales.view(parts["scales"].shape),
@@ -195,14 +194,14 @@ class Fp8Layout(Layout):
     def read(self, parts: Mapping[str, Tensor]) -> Stored:
         """Return codes and block scales."""
         codes, scale = parts["weight"].float(), parts["scale"]
-        scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+        scale = decode(scale, "e8m0") if scale.dtype == torch.uint8 else scale.float()
         block = (codes.shape[0], codes.shape[1]) if self.size is None else self.size
         return Stored(codes, scale.reshape(1, 1) if self.size is None else scale, None, None, block)
 
     def write(self, stored: Stored, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return codes and scales."""
         like = parts["scale"]
-        scale = (torch.log2(stored.scale) + 127).round() if like.dtype == torch.uint8 else stored.scale
+        scale = encode(stored.scale, "e8m0") if like.dtype == torch.uint8 else stored.scale
         return {"weight": stored.codes.to(parts["weight"].dtype), "scale": scale.to(like.dtype).view(like.shape)}
 
     def nearest(self, ratio: Tensor) -> Tensor:
@@ -251,7 +250,7 @@ class CompressedLayout(Layout):
         else:
             codes = parts["weight"].float()
         scale = parts["weight_scale"]
-        scale = torch.exp2(scale.float() - 127) if self._has_exponents else scale.float()
+        scale = decode(scale, "e8m0") if self._has_exponents else scale.float()
         block = self._block(codes.shape)
         scale = scale.reshape(-(-codes.shape[0] // block[0]), -(-codes.shape[1] // block[1]))
         zero_point = parts.get("weight_zero_point")
@@ -281,13 +280,13 @@ class CompressedLayout(Layout):
         else:
             found["weight"] = stored.codes.to(parts["weight"].dtype)
         like = parts["weight_scale"]
-        scale = (torch.log2(stored.scale) + 127).round() if self._has_exponents else stored.scale
+        scale = encode(stored.scale, "e8m0") if self._has_exponents else stored.scale
         found["weight_scale"] = scale.to(like.dtype).view(like.shape)
         if stored.zero_point is not None:
-            zeros, told = stored.zero_point.to(torch.int8), parts["weight_zero_point"]
-            packs = told.dtype == torch.int32
+            zeros, like = stored.zero_point.to(torch.int8), parts["weight_zero_point"]
+            packs = like.dtype == torch.int32
             found["weight_zero_point"] = (
-                pack_to_int32(zeros, self._bits, packed_dim=0) if packs else zeros.to(told.dtype).view(told.shape)
+                pack_to_int32(zeros, self._bits, packed_dim=0) if packs else zeros.to(like.dtype).view(like.shape)
             )
         if stored.global_scale is not None:
             like = parts["weight_global_scale"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,11 +36,10 @@ class SavedRows:
     shape: tuple[int, ...]
     names: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def held(self) -> dict[str, Tensor]:
         """Parameters with rows in the tensor, and where these are."""
-        numbers = sorted({*self.owners.tolist()})
-        return {self.names[owner]: self.owners == owner for owner in numbers}
+        return {self.names[owner]: self.owners == owner for owner in torch.unique(self.owners).tolist()}
 
     @property
     def inputs_last(self) -> bool:
@@ -47,13 +48,12 @@ class SavedRows:
 
     def gather(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor's rows, from the rows of each parameter by name."""
-        (first, *_), held = self.held, self.held
-        found = values[first]
-        if len(held) == 1:
+        found = values[next(iter(self.held))]
+        if len(self.held) == 1:
             same = len(self.rows) == len(found) and torch.equal(self.rows, torch.arange(len(found)))
             return found if same else found[self.rows]
         taken = found.new_empty(len(self.rows), *found.shape[1:])
-        for name, at in held.items():
+        for name, at in self.held.items():
             taken[at] = values[name][self.rows[at]]
         return taken
 
@@ -73,20 +73,24 @@ def saved_rows(model: Any, names: tuple[str, ...]) -> dict[str, SavedRows]:
     for number, name in enumerate(names):
         module = model.get_submodule(name.rpartition(".")[0])
         value = getattr(module, name.rpartition(".")[2])
-        axis = output_axis_of_experts(module) if value.ndim == 3 else None
-        count = 1 if not value.ndim else len(value) if axis is None else len(value) * value.shape[axis]
-        numbers = torch.arange(count, dtype=torch.float64) + number * _STACK
-        shape = [1] * value.ndim
-        if value.ndim:
-            shape[0] = len(value)
-        if axis is not None:
-            shape[axis] = value.shape[axis]
-        marks[name] = numbers.view(shape)
+        shape = _shape_of_rows(module, value)
+        marks[name] = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + number * _STACK
     found = {}
     for key, mark in _saved(model, marks).items():
         numbers = mark.flatten().long()
         found[key] = SavedRows(numbers // _STACK, numbers % _STACK, tuple(mark.shape), names)
     return found
+
+
+def row_count(module: nn.Module, value: Tensor) -> int:
+    """Return the number of rows of a module's parameter or buffer: one per output, with experts concatenated."""
+    return math.prod(_shape_of_rows(module, value))
+
+
+def _shape_of_rows(module: nn.Module, value: Tensor) -> list[int]:
+    """Return the shape with inputs counted as 1."""
+    axis = output_axis_of_experts(module) if value.ndim == 3 else None
+    return [size if place in (0, axis) else 1 for place, size in enumerate(value.shape)]
 
 
 def _saved(model: Any, marks: dict[str, Tensor]) -> dict[str, Tensor]:

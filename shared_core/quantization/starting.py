@@ -19,15 +19,15 @@ from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, check_values, 
 from shared_core.checkpoint_formats.released import (
     Grid,
     Released,
+    grids_of,
     released_config,
-    released_grids,
     released_options,
     weight_names,
 )
-from shared_core.checkpoint_formats.saved_rows import saved_rows
+from shared_core.checkpoint_formats.saved_rows import row_count, saved_rows
 from shared_core.distributed.sharded_tensors import fill_parameters_
 from shared_core.errors import CheckpointError, CompatibilityError, require
-from shared_core.modules.matching import output_axis_of_experts, plain_name
+from shared_core.modules.matching import plain_name
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.printing import listed
 from shared_core.quantization.config import QatConfig
@@ -253,7 +253,7 @@ def _released(
     ]  # fmt: skip
     _check_dtype(model, alike)
     found: dict[str, dict[str, Grid]] = {}
-    for name, grid in released_grids(model, start.path, alike).items() if alike else ():
+    for name, grid in grids_of(released, rows, model, alike).items():
         layer, own = owners[name]
         found.setdefault(layer, {})[own] = grid
     left, lost = [name for name in coded if name not in owners], [key for key in released.weights if key not in rows]
@@ -308,8 +308,7 @@ def _dequantized(model: Any, folder: Path) -> tuple[dict[str, Tensor], list[str]
         else:
             continue  # its parameters lack values, which is told
         for name in place.held:
-            axis = output_axis_of_experts(model.get_submodule(name.rpartition(".")[0])) if own[name].ndim == 3 else None
-            count = own[name].shape[:1].numel() * (1 if axis is None else own[name].shape[axis])
+            count = row_count(model.get_submodule(name.rpartition(".")[0]), own[name])
             rows.setdefault(name, values.new_full((count, values.shape[1]), torch.nan))
         place.scatter_(rows, values)
     weights = {}
