@@ -30,6 +30,7 @@ from shared_core.modules.matching import (
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.block_formats import Element, mx_encode
+from shared_core.numerics.formats import FORMATS
 from shared_core.numerics.rounding import SignalToNoise, decode
 from shared_core.quantization.batch_norm import (
     FOLDED,
@@ -322,9 +323,6 @@ def _rows_of_scales(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> T
     )
 
 
-_LARGEST = {"fp4_e2m1": 6, "fp8_e4m3": 448}
-
-
 def _mx_codes(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
     """Return a weight's blocks in units of their scales."""
     rows = as_rows(module, weight)
@@ -344,7 +342,7 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any], ke
             functools.partial(as_rows, module),
             levels,
             kept.group_size,
-            scheme.weight_qmax if element is None else _LARGEST[element],
+            scheme.weight_qmax if element is None else int(FORMATS[element].largest),
             kept.scale.flatten(),
             element,
             zeros=None if kept.zero_point is None else kept.zero_point.flatten(),
@@ -354,7 +352,7 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any], ke
     # With a learned scale the smallest code is -(qmax + 1). Without a scale the step follows from the largest weight.
     largest = scheme.weight_qmax + is_folded if kind == "channel" else None
     if element is not None and kind != "nvfp4":
-        largest = _LARGEST[element]
+        largest = int(FORMATS[element].largest)
     told = [1.0] if is_mx else None if is_folded else entry.get("weight_scale")
     return Grid(
         functools.partial(_mx_codes if is_mx else _rows_of_scales, module, scheme),

@@ -174,17 +174,13 @@ class Grid(Claim):
         return off.where(off > allowed, 0.0).where(size <= largest + 1 + allowed, 1.0).amax(dim=1)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 def _nearest(codes: Tensor, format: str | None) -> Tensor:
     """Return the nearest code: a whole number, or a value of a small float format."""
     if format is None:
         return codes.round()
-    if format == "fp8_e4m3":
-        return codes.float().to(torch.float8_e4m3fn).double()
-    values = torch.tensor(_E2M1, dtype=codes.dtype, device=codes.device)
-    return values[torch.bucketize(codes.abs(), (values[1:] + values[:-1]) / 2)].copysign(codes)
+    from shared_core.numerics.rounding import round_to  # loads kernels, so not at the import of `Session`
+
+    return round_to(codes, format)
 
 
 @dataclasses.dataclass(frozen=True)
