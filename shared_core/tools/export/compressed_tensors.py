@@ -36,6 +36,7 @@ from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
 from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
 from shared_core.tools.export.served import (
+    FUSED,
     ServedModel,
     ServedReport,
     compare_outputs,
@@ -100,10 +101,7 @@ def _put(model: nn.Module, name: str, layers: dict[str, nn.Linear]) -> str:
 
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
-_E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OUTPUTS = 32
-# Matrices that vLLM fuses: their parts share one scheme and one input range.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def export_compressed_tensors(
@@ -298,7 +296,7 @@ def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
 def _fused(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield the layers, by name, that vLLM fuses into one matrix."""
     for parent, module in model.named_modules():
-        for parts in _FUSED:
+        for parts in FUSED:
             if layers := {f"{parent}.{part}": getattr(module, part) for part in parts if hasattr(module, part)}:
                 yield layers
 
@@ -385,12 +383,16 @@ def _nvfp4_scales(rows: Tensor, tensor_scale: Tensor) -> Tensor:
     """Return the scale of each block with which codes give its values exactly; NaN if there is none."""
     blocks = rows.view(len(rows), -1, 16)
     found = torch.full(blocks.shape[:2], torch.nan)
+    usual = decode(nvfp4_encode(rows, per_tensor_scale=tensor_scale).scale, "fp8_e4m3")
     # Blocks whose scales training kept need not reach the largest code, 6.
-    kept = [(blocks.abs().amax(2) / code / tensor_scale).to(torch.float8_e4m3fn).float() for code in _E2M1[:-1]]
-    for scale in (*kept, decode(nvfp4_encode(rows, per_tensor_scale=tensor_scale).scale, "fp8_e4m3")):
+    codes = decode(torch.arange(6, 0, -1), "fp4_e2m1").tolist()
+    kept = ((blocks.abs().amax(2) / code / tensor_scale).to(torch.float8_e4m3fn).float() for code in codes)
+    for scale in itertools.chain([usual], kept):
         step = (scale * tensor_scale).unsqueeze(2)
         fits = (round_to(blocks / step, "fp4_e2m1") * step == blocks).all(2)
-        found = scale.where(fits, found)
+        found = scale.where(fits & found.isnan(), found)
+        if not bool(found.isnan().any()):
+            break
     return found
 
 

@@ -21,14 +21,12 @@ from shared_core.files.atomic import atomic_folder, scratch_folder
 from shared_core.modules.matching import output_axis_of_experts
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.quantization.fake_quant_layers import is_quantized
-from shared_core.tools.export.served import check_difference
+from shared_core.tools.export.served import FUSED, check_difference
 from shared_core.tools.export.source import baked_copy, check_finite, quantized_reference, quiet
 from shared_core.tools.measuring import difference, outputs
 
 _WHERE = "export_released"
 _LARGEST_NVFP4 = 448.0 * 6.0
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Matrices that engines fuse: one global scale for NVFP4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +316,7 @@ def _fused(released: Released) -> Iterator[list[str]]:
     seen: set[str] = set()
     for name in released.weights:
         parent, _, own = name.removesuffix(".weight").rpartition(".")
-        parts = next((parts for parts in _FUSED if own in parts), (own,))
+        parts = next((parts for parts in FUSED if own in parts), (own,))
         group = [key for part in parts if (key := f"{parent}.{part}.weight") in released.weights] or [name]
         if name not in seen:
             yield group

@@ -26,6 +26,9 @@ from shared_core.tools.export.source import (
 )
 from shared_core.tools.measuring import difference, outputs
 
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that engines fuse: their parts share one scheme, one input range and one tensor scale."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServedReport:

@@ -159,24 +159,20 @@ def test_released_formats_load_as_training_saw_the_model(options, kind, parts, i
 ], ids=lambda options: options["scheme"])  # fmt: skip
 def test_weights_that_moved_on_scales_that_training_kept_are_exported(options, folder, make, tmp_path):
     model, _ = folder(**options)
-    moved = make.language_model(
-        hidden_size=32, intermediate_size=64, initializer_range=0.3, vocab_size=32, tie_word_embeddings=False
-    )
-    moved, ranges = qat_result(moved, INPUTS, init=str(tmp_path / "run"))  # takes the folder's weights
-    assert all(torch.equal(value, moved.state_dict()[name]) for name, value in model.state_dict().items())
+    shape = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3, "vocab_size": 32}
+    options = {"init": str(tmp_path / "run")}  # takes the folder's weights
+    again, _ = qat_result(make.language_model(**shape, tie_word_embeddings=False), INPUTS, **options)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
     for fewer in (0.9, 0.4):  # so that most groups do not reach their largest codes any more
-        again = make.language_model(
-            hidden_size=32, intermediate_size=64, initializer_range=0.3, vocab_size=32, tie_word_embeddings=False
-        )
-        network, technique, context = qat_step(again, INPUTS, init=str(tmp_path / "run"))
+        network = make.language_model(**shape, tie_word_embeddings=False)
+        network, technique, context = qat_step(network, INPUTS, **options)
         with torch.no_grad():
             for value in network.parameters():
                 value *= fewer
         ranges = technique.deployment()["ranges"]
         technique.finish(context)
-        report = export_compressed_tensors(
-            apply_ranges(network, ranges), tmp_path / f"out{fewer}", example_inputs=INPUTS
-        )
+        out = tmp_path / f"out{fewer}"
+        report = export_compressed_tensors(apply_ranges(network, ranges), out, example_inputs=INPUTS)
         assert report.equal_layers == 15
         assert report.largest_difference <= 5e-2
 
