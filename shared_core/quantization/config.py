@@ -159,6 +159,11 @@ class QatConfig(OverridableConfig):
         "unrounded",
         help="pass gradients where x/s + z, or its rounded value (as torch's ops), is in range",
     )
+    recompute_weights: bool = option(
+        False,
+        help="round weights again in backward instead of keeping the rounded ones: saves their memory, costs a second "
+        "rounding",
+    )
     calibration_batches: int = option(
         10, help="training batches to re-estimate ranges of replaced weights, as in a soup", low=1
     )

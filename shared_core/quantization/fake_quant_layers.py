@@ -57,19 +57,19 @@ class _FakeQuant(PlainState):
 
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
         """Run the stock layer on fake-quantized input and weight."""
-        x, weight = self.operands(input)
-        return self.quantizer.output(self, compute(self, x, weight, self.bias, *args))  # type: ignore[no-any-return]
-
-    def operands(self: Any, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the fake-quantized input and weight."""
-        return self.quantizer.input(self, input), self.quantizer.weight(self, self.weight)
+        x = self.quantizer.input(self, input)
+        weights, context = self.quantizer.weights(self, {"weight": self.weight}, in_autocast=True)
+        with context:
+            y = compute(self, x, weights["weight"], self.bias, *args)
+        return self.quantizer.output(self, y)  # type: ignore[no-any-return]
 
     def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward, which reads weights as attributes, with fake-quantized weights."""
-        weights = {name: self.quantizer.weight(self, weight, name) for name, weight in weights_of(self).items()}
+        weights, context = self.quantizer.weights(self, weights_of(self))
         try:
             vars(self).update(weights)  # Python finds these before the parameters of the same names
-            return STOCK[own_class(self)].forward(self, *args, **kwargs)
+            with context:
+                return STOCK[own_class(self)].forward(self, *args, **kwargs)
         finally:
             for name in weights:
                 del vars(self)[name]
@@ -265,6 +265,17 @@ def layer_entry(module: nn.Module) -> dict[str, Any] | None:
         return getattr(module, "quantized_range", None)
     quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
     return quantizer.entry(module)
+
+
+def recomputable(module: nn.Module) -> bool:
+    """Return True for a layer that can round its weights again in backward, see `LayerQuantizer.weights`.
+
+    A folded batch norm scales the weight by statistics that change, and recurrent kernels copy it. An embedding saves
+    only indices.
+    """
+    return isinstance(module, _FakeQuant) and not isinstance(
+        module, (nn.Embedding, _FakeQuantRecurrent, _FakeQuantCell)
+    )
 
 
 @torch.no_grad()

@@ -5,8 +5,10 @@ Most layers have a `LayerQuantizer`. The subclasses add clipped, learned and sav
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +16,14 @@ from eff_kernels.quantization import affine as kernels
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
+from shared_core.errors import TrainingError
 from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
 from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_limits, fp8_scale
 from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
+from shared_core.quantization.recomputed_weights import recomputing
 from shared_core.quantization.rounding import quantize_input, quantize_weight
 from shared_core.quantization.schemes import LayerScheme
 
@@ -98,6 +102,41 @@ class LayerQuantizer:
             return apply_in_parts(in_part, weight, self._whole_axes(module, weight))
         return self.rounded(module, weight, name, self.bank.noise(weight, self.number) if module.training else None)
 
+    def weights(
+        self, module: nn.Module, latent: Mapping[str, Tensor], *, in_autocast: bool = False
+    ) -> tuple[dict[str, Tensor], contextlib.AbstractContextManager[Any]]:
+        """Return the rounded weights by name, and a context for the computation with them.
+
+        In it, backward saves no rounded weight if the bank recomputes them. A compiled graph decides this by itself.
+
+        Args:
+            module: The layer.
+            latent: Its weights by name.
+            in_autocast: True if the computation is one that autocast runs in its own dtype.
+        """
+        rounded = {name: self.weight(module, weight, name) for name, weight in latent.items()}
+        bank = self.bank
+        if not (bank.recomputes and bank.quantizing and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return rounded, contextlib.nullcontext()
+        if any(map(is_sharded, rounded.values())):  # a DTensor's parts are saved, which no name leads to
+            return rounded, contextlib.nullcontext()
+        if in_autocast:  # cast here, because the copy that autocast makes is the one saved
+            rounded = {name: _autocast(weight) for name, weight in rounded.items()}
+        dtypes = {name: weight.dtype for name, weight in rounded.items()}
+        exact = {name: (weight.detach(), weight._version) for name, weight in latent.items()}
+        draws = module.training
+
+        def again(name: str) -> Tensor:
+            weight, version = exact[name]
+            if weight._version != version:
+                rule = "weights must not change between forward and backward with recompute_weights"
+                raise TrainingError("qat", f"{rule}", "leave recompute_weights out")
+            with torch.no_grad():
+                noise = bank.noise(weight, self.number) if draws else None
+                return self.rounded(module, weight, name, noise).to(dtypes[name])
+
+        return rounded, recomputing(rounded, again)
+
     def _whole_axes(self, module: nn.Module, weight: Tensor) -> set[int]:
         """Return the axes of a weight along which parts cannot be quantized separately."""
         axes = {*range(weight.dim())}
@@ -149,6 +188,12 @@ class LayerQuantizer:
         """Return the input's range as plain values."""
         minimum, maximum = self.bank.ranges[index].tolist()
         return {"min": minimum, "max": maximum}
+
+
+def _autocast(weight: Tensor) -> Tensor:
+    device = weight.device.type
+    lowers = torch.is_autocast_enabled(device) and weight.is_floating_point() and weight.dtype != torch.float64
+    return weight.to(torch.get_autocast_dtype(device)) if lowers else weight
 
 
 class LearnedQuantizer(LayerQuantizer):

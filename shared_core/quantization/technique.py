@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.released import Grid
 from shared_core.config.training_time import parse_position
-from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
+from shared_core.distributed.sharded_tensors import cut, is_sharded, is_tensor_parallel, reshard_, whole
 from shared_core.engine.checks.claims import Claim
 from shared_core.engine.checks.optimizer_parameters import layers_of_copies, named_parts
 from shared_core.engine.observers.progress import not_finite_note
@@ -33,6 +33,7 @@ from shared_core.quantization.fake_quant_layers import (
     fold_and_swap,
     grid_of,
     layer_entry,
+    recomputable,
     restore,
     swap,
     weight_report,
@@ -128,6 +129,8 @@ class QuantizationAwareTraining(Technique):
                 "qat: PEFT saves only the adapters, not the rounded base they were trained on. Also save "
                 "model.unload() after training, or use lora instead of PEFT's adapters: it merges them"
             )
+        if config.recompute_weights:
+            context.note(self._recomputed(model))
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
         # Every key of a tied module leads to the layer whose quantizer knows the grid.
@@ -142,6 +145,18 @@ class QuantizationAwareTraining(Technique):
         # the state dict of a layer with lora adapters has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
         return self._touched()
+
+    def _recomputed(self, model: nn.Module) -> str:
+        """Say how much memory `recompute_weights` saves at most; raise an error if it cannot save any."""
+        if is_tensor_parallel(model):
+            raise CompatibilityError("qat", "recompute_weights does not work with tensor parallelism", "leave it out")
+        found = [module for module in self.layers.values() if recomputable(module)]
+        if not found:
+            kinds = "linear layers, convolutions without a folded batch norm, or stacked experts"
+            raise MatchError("qat", f"recompute_weights needs {kinds}, but the model has none", "leave it out")
+        size = sum(weight.nbytes for module in found for weight in weights_of(module).values()) / 2**20
+        layers = counted(len(found), "layer")
+        return f"qat: backward rounds the weights of {layers} again, so that up to {size:,.1f} MiB are not kept"
 
     def _equal_teacher(self, context: Context) -> Iterator[str]:
         """Yield a note if the student starts as its own teacher: released weights lie on their grid already."""

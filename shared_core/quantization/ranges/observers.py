@@ -98,6 +98,8 @@ class RangeBank:
         self.rounded_gate = rounded_gate
         self.observing = self.observes_in_eval = False
         self.quantizing = False
+        self.recomputes = False
+        """True if backward rounds weights again instead of keeping the rounded ones."""
         self.num_updates = 0
         self.window = torch.full((num_layers, 2), math.inf)  # (min, -max): both are reduced by a minimum
         self.ranges = torch.zeros(num_layers, 2)  # (min, max)

@@ -134,6 +134,7 @@ class ObservedRanges:
             self.bank.noise_seed = seed
         self.bank.quantizing = False  # the best checkpoint may be from before quantization started
         self.bank.counts_clipped = bool(self.static)
+        self.bank.recomputes = self.config.recompute_weights
 
     def start(self) -> None:
         """Called when fake quantization starts."""
