@@ -219,7 +219,8 @@ def fitted(made: Table, width: int) -> Table:
 
     columns = [[str(cell) for cell in column.cells] for column in made.columns]
     widths = [max(map(len, [*cells, str(column.header)])) for column, cells in zip(made.columns, columns, strict=True)]
-    if not made.show_header or sum(widths) + 2 * len(widths) <= width:
+    gaps = (made.padding[1] + made.padding[3]) * len(widths)
+    if not made.show_header or sum(widths) + gaps <= width:
         return made
     least = []
     for column, cells in zip(made.columns, columns, strict=True):
@@ -228,7 +229,7 @@ def fitted(made: Table, width: int) -> Table:
         least.append(most if column.no_wrap else min(most, _WRAPPED))
         if column.no_wrap:
             column.header = textwrap.fill(str(column.header), max(most, 1))
-    if sum(least) + 2 * len(least) <= width:
+    if sum(least) + gaps <= width:
         return made
     listed = Table(title=made.title, **_look(), show_header=False)
     listed.add_column(no_wrap=True)

@@ -91,8 +91,12 @@ class _Registry(Mapping[str, Registration]):
     def _all(self) -> dict[str, Registration]:
         if not self._loaded:
             self._loaded = True  # set first, because a module that registers a technique may read the others
-            for point in metadata.entry_points(group=GROUP):
-                self._load(point)
+            try:
+                for point in metadata.entry_points(group=GROUP):
+                    self._load(point)
+            except BaseException:
+                self._loaded = False  # the next run must not silently lack the technique
+                raise
         return self._known
 
     def _load(self, point: metadata.EntryPoint) -> None:
@@ -219,7 +223,8 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     known = REGISTRY.get(key)
     # A class that a notebook defines again replaces the earlier one. Another class must not.
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):
-        raise ConfigError(where, f"the key {key!r} is taken by {known.package}.{known.config_name}")
+        taken_by = f"{known.package}.{known.config_name}"
+        raise ConfigError(where, f"the key {key!r} is taken by {taken_by}", "give key another name")
     own = {f"{key}_{field.name}" for field in dataclasses.fields(config)}
     taken = sorted(own & flags(*(REGISTRY.keys() - {key})).keys())
     if taken:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import eff
 from promise_drivers import assert_resumes, difference, run_bare, run_hf, run_lightning
 from promise_table import TECHNIQUES, Row
 from torch import nn
@@ -81,6 +82,13 @@ def test_it_resumes_bit_for_bit(run, tmp_path):
     assert_resumes(run, lambda: RECIPE, tmp_path, [3], dropout=0.3, shuffle=True)
 
 
+def test_the_table_of_pairs_has_a_line_for_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = eff("compat").output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.startswith(f"{len(REGISTRY)} noise ")]
+
+
 def test_what_it_declares_is_heard():
     assert in_order(["prune", "soup", "noise", "lora"]) == ["lora", "noise", "prune", "soup"]
     assert is_in_bar("noise/deviation")
@@ -116,8 +124,9 @@ def test_an_entry_point_brings_flag_yaml_and_explain(tmp_path):
     assert json.loads(explained.stdout)["techniques"].keys() == {"noise"}, explained.stderr[-2000:]
     parsed = run("args.py", "--output_dir", "out", "--noise_eta", "0.25")
     assert parsed.stdout.strip() == "Recipe.from_dict({'noise': {'eta': 0.25}})", parsed.stderr[-2000:]
-    broken = run("-c", "from shared_core import Recipe; Recipe.from_dict({'prune': {}})", path=str(info.parent))
-    assert "entry point noise of gradient-noise does not load" in broken.stderr
+    read = "from shared_core import Recipe\ntry:\n    Recipe.from_dict({})\nexcept Exception:\n    Recipe.from_dict({})"
+    broken = run("-c", read, path=str(info.parent))
+    assert broken.stderr.count("entry point noise of gradient-noise does not load") == 2
 
 
 @dataclass(frozen=True, kw_only=True)
