@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -66,26 +65,20 @@ class Hooks:
             # Bound methods compare by object and function.
             setattr(self, name, [call for call in getattr(self, name) if call[1] != method])
 
-    def call(
-        self, calls: Calls[Concatenate[Context, P], None], context: Context, *args: P.args, **kwargs: P.kwargs
-    ) -> None:
+    def call(self, calls: Calls[..., None], *args: Any) -> None:
         """Call the methods of one of the lists above, and measure each technique's time."""
         for key, hook in calls:
             start = time.perf_counter()
-            hook(context, *args, **kwargs)
+            hook(*args)
             self.seconds[key] += time.perf_counter() - start
 
     def around_forward(self, context: Context) -> AbstractContextManager[Any]:
         """Return a context manager for one micro-batch's forward pass and loss."""
-        arounds = [returned(key, "forward", hook(context), AbstractContextManager) for key, hook in self.forward]
+        arounds = [_Timed(self.seconds, key, "forward", hook(context)) for key, hook in self.forward]
         # Usually there is one technique, and an ExitStack would cost more than its hook.
         if len(arounds) < 2:
             return arounds[0] if arounds else contextlib.nullcontext()
-        with contextlib.ExitStack() as stack:
-            for around in arounds:
-                stack.enter_context(around)
-            # pop_all hands the contexts over: entered here, exited by the caller.
-            return stack.pop_all()
+        return _all_entered(arounds)
 
     def mixed(self, loss: Tensor, context: Context) -> Tensor:
         """Return the loss after all techniques, each of which receives the loss of the previous one."""
@@ -97,19 +90,7 @@ class Hooks:
 
     def entered(self, context: Context, purpose: Purpose) -> contextlib.ExitStack:
         """Enter `swapped` of all techniques; return the stack that leaves them, as it does at once where one raises."""
-        # pop_all only if all were entered: with an error, those that were are left.
-        with contextlib.ExitStack() as stack:
-            for key, hook in self.swapped:
-                # Made outside of the time that is counted: calling a context manager's function does nothing yet.
-                surrounding = returned(key, "swapped", hook(context, purpose), AbstractContextManager)
-                with self.timed(key):
-                    surrounding.__enter__()
-                stack.push(functools.partial(self._left, key, surrounding))
-            return stack.pop_all()
-
-    def _left(self, key: str, surrounding: AbstractContextManager[None], *error: Any) -> bool | None:
-        with self.timed(key):
-            return surrounding.__exit__(*error)
+        return _all_entered(_Timed(self.seconds, key, "swapped", hook(context, purpose)) for key, hook in self.swapped)
 
     @contextlib.contextmanager
     def timed(self, key: str) -> Iterator[None]:
@@ -119,3 +100,30 @@ class Hooks:
             yield
         finally:
             self.seconds[key] += time.perf_counter() - start
+
+
+class _Timed:
+    """A hook's context manager whose entering and leaving count as the technique's time."""
+
+    def __init__(self, seconds: dict[str, float], key: str, hook: str, inner: AbstractContextManager[None]) -> None:
+        self._seconds, self._key, self._inner = seconds, key, returned(key, hook, inner, AbstractContextManager)
+
+    def __enter__(self) -> None:
+        start = time.perf_counter()
+        self._inner.__enter__()
+        self._seconds[self._key] += time.perf_counter() - start
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        start = time.perf_counter()
+        try:
+            return self._inner.__exit__(*raised)
+        finally:
+            self._seconds[self._key] += time.perf_counter() - start
+
+
+def _all_entered(arounds: Iterable[_Timed]) -> contextlib.ExitStack:
+    with contextlib.ExitStack() as stack:
+        for around in arounds:
+            stack.enter_context(around)
+        # pop_all hands the contexts over: entered here, left by the caller. With an error, those entered are left.
+        return stack.pop_all()
