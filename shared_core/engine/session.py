@@ -57,7 +57,9 @@ class Session:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=3)
         >>> for _ in range(3):
-        ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
+        ...     with session.forward():
+        ...         loss = session.loss(model(torch.ones(2, 8)).square().mean())
+        ...     loss.backward()
         ...     session.before_step()
         ...     optimizer.step()
         ...     _ = session.after_step()

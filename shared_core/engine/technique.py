@@ -226,7 +226,7 @@ class Context:
         return max((plan.usable_from for plan in self.plans.values()), default=0)
 
     def resolve(self, position: Position, where: str) -> int:
-        """Return the optimizer step of a position in this run.
+        """Return the optimizer step of a position in this run; refuse one after its end.
 
         Raises:
             ConfigError: If it lies after the run.
@@ -296,7 +296,7 @@ class Technique:
         return Touched()
 
     def leave_unheld(self, context: Context) -> Touched:
-        """Skip the parameters in `context.unheld`, which no optimizer holds, and return the rest of what was chosen.
+        """Stop acting on the parameters in `context.unheld`, which no optimizer holds. Return what is left.
 
         Called once, before a state is restored, and only if there are such parameters.
         """
@@ -316,7 +316,11 @@ class Technique:
         """
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for one micro-batch's forward pass and loss."""
+        """Return a context manager for one micro-batch's forward pass and loss.
+
+        Backward runs after it, and needs what forward saved: to compute with other weights, put new tensors in front of
+        the parameters (``vars(module)["weight"] = ...``) instead of writing into them, and take them away at the end.
+        """
         return contextlib.nullcontext()
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:

@@ -1,6 +1,7 @@
 """Callbacks of one technique: the option that switches it on needs no name, and what is missing is told."""
 
 import inspect
+from typing import get_args
 
 import pytest
 
@@ -9,6 +10,7 @@ import lightning_eff
 from shared_core.engine.registry import OURS, REGISTRY
 from shared_core.errors import ConfigError
 
+# Values of switches that are not one of a few words.
 VALUES = {
     "low_rank": 4, "lora": 4, "prune": 0.8, "lottery": "out", "cluster": 4, "distill": "teacher",
     "activations": "exact", "checkpointing": "block",
@@ -25,7 +27,7 @@ def test_a_callback_takes_its_switch_without_a_name(package, key):
         ConfigError, match=rf"^{kind.__name__}: {config.switch} .*must be given.*write {kind.__name__}\("
     ):
         kind()
-    value = VALUES.get(key) or REGISTRY[key].config_class.hints()[config.switch].__args__[0]
+    value = VALUES.get(key) or get_args(config.hints()[config.switch])[0]
     if config.other_switches:  # which of them is meant cannot be told
         with pytest.raises(ConfigError, match=f"must be named, .*write {kind.__name__}\\({config.switch}="):
             kind(0.5)
