@@ -83,10 +83,10 @@ def run(context: typer.Context, script: _Script) -> None:
     if (steps := ours.pop(STEPS_FLAG, None)) is not None:
         os.environ[STEPS_VARIABLE] = steps
         asked_steps()
+    check_spelling(context.args, script, "eff run")
     recipe = recipe_of(ours)
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
     if not recipe:
-        check_spelling(context.args, script, "eff run")
         _refuse_resume(rest)
     is_file = _check_script(script, "eff run")
     check_before_imports(recipe)
@@ -209,9 +209,8 @@ def try_out(
 
     require(not script.startswith("-"), "eff try", f"script must come before its flags, got {script!r}")
     flags, rest = take_flags(context.args, script, "eff try")
+    check_spelling(context.args, script, "eff try")
     recipe = recipe_of(flags)
-    if not recipe:
-        check_spelling(context.args, script, "eff try")
     remedy = "add a flag such as --prune_sparsity 0.8 (`eff flags` lists all)"
     require(recipe, "eff try", "at least one technique must be switched on", remedy)
     checked(mode, Literal["auto", "min", "max"], "eff try", "--mode")

@@ -155,12 +155,14 @@ def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 
 def check_spelling(arguments: list[str], script: str, where: str) -> None:
-    """Refuse a flag that resembles one of ours if none was given: the script might silently ignore it."""
-    from shared_core.engine.registry import flags
+    """Refuse a flag that resembles one of ours: the script might silently ignore it."""
+    from shared_core.engine.registry import REGISTRY, flags
 
     ends = arguments.index("--") if "--" in arguments else len(arguments)
     given = {one[2:].partition("=")[0].replace("-", "_") for one in arguments[:ends] if one.startswith("--")}
-    for name in sorted(given - _OF_A_SCRIPT - _declared_flags(script)):
+    for name in sorted(given - flags().keys() - _OF_A_SCRIPT - _declared_flags(script)):
+        if name in REGISTRY and (switch := REGISTRY[name].config_class.switch):
+            raise ConfigError(where, f"--{name} is not a flag; did you mean '--{name}_{switch}'?", _AFTER_DASHES)
         for flag, (key, field) in flags().items():
             # The key must be misspelt: --seed and --local_rank don't mean --dp_seed and --lora_rank.
             prefix = name.removesuffix(f"_{field.name}")

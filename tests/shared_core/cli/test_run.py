@@ -154,7 +154,10 @@ def test_a_typo_names_the_flags_of_its_technique_alone():
         take_flags(["--comm_zzz", "1"])
 
 
-@pytest.mark.parametrize("flags", [["--pruning_sparsity", "0.5"], ["--distil-teacher=runs/t"]])
+@pytest.mark.parametrize("flags", [
+    ["--pruning_sparsity", "0.5"], ["--distil-teacher=runs/t"], ["--prune", "0.5"], ["--distill=runs/t"],
+    ["--average_kind", "ema", "--prun_sparsity", "0.3"],
+])  # fmt: skip
 def test_a_misspelt_flag_of_ours_is_not_the_scripts(run, flags):
     with pytest.raises(ConfigError, match=r"did you mean '--(prune_sparsity|distill_teacher)'"):
         run(TAKES_ALL, *flags)
