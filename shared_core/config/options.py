@@ -23,6 +23,8 @@ from shared_core.errors import ConfigError, MissingExtraError, as_share, did_you
 if TYPE_CHECKING:
     import torch
 
+_LISTED = 8  # values in the message about a misspelt one
+
 
 def option(default: Any = dataclasses.MISSING, help: str = "", **extra: Any) -> Any:
     """Return a dataclass field with help text; `extra` goes into its metadata.
@@ -490,7 +492,9 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
         if value in get_args(hint) and not isinstance(value, bool):
             return value
         choices = [str(choice) for choice in get_args(hint)]
-        rule, more = f"one of {', '.join(choices)}", did_you_mean(value, choices) if isinstance(value, str) else ""
+        more = did_you_mean(value, choices) if isinstance(value, str) else ""
+        rest = f" and {len(choices) - _LISTED} more" if more and len(choices) > _LISTED else ""
+        rule = f"one of {', '.join(choices[:_LISTED] if rest else choices)}{rest}"
     elif kind is tuple:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
         if isinstance(items, list | tuple):

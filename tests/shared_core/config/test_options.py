@@ -60,3 +60,11 @@ def test_help_tells_what_an_option_and_its_values_need():
         "movement only with granularity=unstructured, n_m or block, not with schedule=one_shot or dynamic=rigl;"
         in (told["--prune_criterion"])
     )
+
+
+@pytest.mark.parametrize("section", [{"qat": {"scheme": "int9"}}, {"prune": {"sparsity": 0.5, "criterion": "wandaa"}}])
+def test_a_misspelt_choice_of_many_shows_few_of_them_and_the_nearest(section):
+    with pytest.raises(ConfigError, match=r"did you mean '(int8|wanda)'") as told:
+        Recipe.from_dict(section)
+    assert len(str(told.value)) < 240
+    assert " more, got " in str(told.value)
