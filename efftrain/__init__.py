@@ -17,6 +17,9 @@ def __getattr__(name: str) -> Any:  # names load on first use, including torch a
         return importlib.import_module(f"efftrain.{name}")
     if name in _CORE:
         return getattr(importlib.import_module("shared_core"), name)
+    if homes := [home for home in _FRONT_ENDS if name in importlib.import_module(f"{home}_eff").__all__]:
+        lines = " or ".join(f"`from efftrain.{home} import {name}`" for home in homes)
+        raise ImportError(f"efftrain: {name} belongs to a trainer; write {lines}", name="efftrain")
     raise AttributeError(f"module 'efftrain' has no attribute {name!r}", name=name)
 
 

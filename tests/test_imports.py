@@ -48,6 +48,14 @@ def test_the_front_door_leads_to_the_packages_themselves():
         efftrain.Sesion  # noqa: B018
 
 
+@pytest.mark.parametrize(("name", "homes"), [("Pruning", ("hf", "lightning")), ("EffTrainer", ("hf",))])
+def test_a_callback_taken_from_the_front_door_names_the_package_that_has_it(name, homes):
+    with pytest.raises(ImportError) as told:
+        exec(f"from efftrain import {name}")
+    named = [home for home in ("hf", "lightning") if f"from efftrain.{home} import {name}" in str(told.value)]
+    assert named == [*homes]
+
+
 @pytest.mark.slow
 def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_libraries():
     # what every script with a trainer of ours imports beside that trainer's own library
