@@ -250,8 +250,8 @@ def _exit_with_usage(error: Any) -> NoReturn:
         text = f"{found[1]} is not a command{nearest(found[1], commands)}"
     else:
         text = f"{text[:1].lower()}{text[1:]}"
-    text = text if text.endswith("?") else f"{text};"
-    echo(f"error: {context.command_path}: {text} {context.command_path} --help tells more", err=True)
+    text += " See" if text.endswith("?") else "; see"
+    echo(f"error: {context.command_path}: {text} {context.command_path} --help", err=True)
     sys.exit(error.exit_code)
 
 

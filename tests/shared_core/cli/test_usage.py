@@ -10,7 +10,7 @@ from shared_core.cli import main
 @pytest.mark.parametrize(("given", "told"), [
     (["prune", "m", "--sparsitty", "1"], "eff prune: --sparsitty is not an option; did you mean '--sparsity'?"),
     (["quantize", "m", "--outt", "x"], "eff quantize: --outt is not an option; did you mean '--out'?"),
-    (["compress", "m", "--zzzzzz"], "eff compress: --zzzzzz is not an option; eff compress --help tells more"),
+    (["compress", "m", "--zzzzzz"], "eff compress: --zzzzzz is not an option; see eff compress --help"),
     (["explain", "--prune_sparsity", "0.8"], "eff explain: --prune_sparsity is a flag of eff run"),
     (["run", "train.py", "--prune_sparsty", "0.8"],
      "eff run: --prune_sparsty is not a flag; did you mean '--prune_sparsity'? Put the script's own flags after `--`"),
