@@ -1,5 +1,6 @@
 """What the documents say is what the code does."""
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -47,6 +48,31 @@ def test_every_make_target_of_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"make ([\w-]+)", README):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def _texts_of_the_code():
+    """Return each text in the code, with VALUE for what is filled in."""
+    for package in ("shared_core", "hf_eff", "lightning_eff"):
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                yield "".join(str(one.value) if isinstance(one, ast.Constant) else "VALUE" for one in parts)
+
+
+def test_the_messages_that_troubleshooting_explains_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| message .*\n(?:\|.*\n)+", page, flags=re.M)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()[2:]]
+    foreign = ("cannot import name", "torch.OutOfMemoryError", "eff doctor")
+    messages = [one for cell in cells if cell.startswith("| `") for one in re.findall(r"`(.+?)`", cell)]
+    messages = [one for one in messages if not one.startswith(foreign)]
+    assert len(messages) > 10
+    code = "\n\n".join(dict.fromkeys(_texts_of_the_code()))
+    for message in messages:
+        words = re.findall(r"[^\s:,]+", message)
+        pattern = r"[\s:,]+".join(f"(?:{re.escape(word)}|VALUE)" for word in words)
+        found = re.findall(pattern, code)
+        assert any(one.count("VALUE") <= len(words) / 2 for one in found), message
 
 
 def test_benchmarks_that_pages_start_import_nothing_from_the_folder_above():
