@@ -57,7 +57,7 @@ class ReceiptPlace:
     def description(self) -> str:
         """Where users find it."""
         if self.file is None:
-            return "in each checkpoint, as of its step; as an HTML page: eff report CHECKPOINT.ckpt"
+            return "in each checkpoint, up to its step; as an HTML page: eff report CHECKPOINT.ckpt"
         return f"{self.file}; as an HTML page: eff report {self.folder}"
 
 

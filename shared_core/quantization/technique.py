@@ -458,7 +458,7 @@ class QuantizationAwareTraining(Technique):
         if report["began_at_step"] is None:
             return [f"Trained no layer with {report['scheme']} yet: the run ended before it began."]
         layers = [f"{counted(number, 'layer')} with {formats}" for formats, number in report["formats"].items()]
-        told = [f"Trained {' and '.join(layers)} since step {report['began_at_step']:,}."]
+        told = [f"Trained since step {report['began_at_step']:,}: {'; '.join(layers)}."]
         if (worst := report["smallest_sqnr_db"]) is not None:
             told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
         if (clipped := report["clipped"]) is not None and clipped["largest"] >= _WORTH_TELLING:
