@@ -359,9 +359,9 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
     title = "When" if total is None else f"When, of {counted(total, 'optimizer step')}"
     told_of = [(event["at"], event["technique"], event["what"]) for event in told["timeline"]]
     yield drawn(title, told_of, "at", "technique", "what")
-    yield drawn(
-        "What", [(key, _matched(entry)) for key, entry in told["techniques"].items()], "technique", "applies to"
-    )
+    if told["model"] is not None:
+        applied = [(key, _matched(entry)) for key, entry in told["techniques"].items()]
+        yield drawn("What", applied, "technique", "applies to")
     rows = []
     for key, entry in told["techniques"].items():
         here = f"{entry['here']['level']}: {entry['here']['why']}".strip(" :")
@@ -377,7 +377,7 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
         title = "Estimates for this model, from measurements on one thread of a CPU (docs/cost.md)"
         yield drawn(title, costs, "technique", "cost", "about", numbers=("about",))
     elif told["model"] is None:
-        yield "Add --model for estimates of time and memory."
+        yield "Add --model to see which layers each technique applies to, and estimates of time and memory."
     if told["measured"] is not None:
         shares = [
             (one["technique"], duration(one["plain"]), duration(one["seconds"]),

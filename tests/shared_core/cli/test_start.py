@@ -227,6 +227,9 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
     table = eff("explain", file, *options).stdout
     assert "step 5" in table
     assert "0.0.0.weight" in table
+    without = eff("explain", file).stdout
+    assert "--model" in without
+    assert without.count("average") < table.count("average")  # no empty table of layers
     written = json.loads(eff("explain", file, "--json").stdout)  # neither steps nor a model
     assert [(event["technique"], event["at"]) for event in written["timeline"]] == [
         ("matmul", "step 0"), ("prune", "0.25"), ("prune", "0.5"), ("qat", "2"), ("qat", "0.75"), ("qat", "1.0"),
