@@ -20,8 +20,8 @@ STEPS_FLAG, STEPS_VARIABLE = "eff_total_steps", "EFF_TOTAL_STEPS"
 """Optimizer steps of a loop whose scheduler does not give them: flag of `eff run`, and its environment variable."""
 # flags of published scripts and of trl that begin like a technique's flag
 _OF_A_SCRIPT = {
-    "average_tokens_across_devices", "checkpointing_steps", "lora_modules_to_save", "lora_r", "lora_target_modules",
-    "lora_target_parameters", "lora_task_type",
+    "average_tokens_across_devices", "checkpointing_steps", "distillation_alpha", "lora_modules_to_save", "lora_r",
+    "lora_target_modules", "lora_target_parameters", "lora_task_type",
 }  # fmt: skip
 _ALIKE = 0.65  # accepts pruning and prune, distillation and distill
 

@@ -147,6 +147,7 @@ def test_the_package_is_the_command_too(monkeypatch, capsys):
 def test_flags_of_published_scripts_that_begin_like_ours_are_the_scripts():
     flags = ["--average_tokens_across_devices", "--checkpointing_steps", "4"]
     assert take_flags(flags) == ({}, flags)
+    check_spelling([*flags, "--distillation_alpha", "0.5"], "train.py", "eff run")
 
 
 def test_a_typo_names_the_flags_of_its_technique_alone():
