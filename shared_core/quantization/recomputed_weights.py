@@ -49,7 +49,7 @@ def recomputing(rounded: Mapping[str, Tensor], again: Callable[[str], Tensor]) -
 
     def pack(tensor: Tensor) -> Any:
         if (name := names.get(tensor.untyped_storage()._cdata)) is not None:
-            return _View(name, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return _View(name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor if outer is None else outer[0](tensor)
 
     def unpack(saved: Any) -> Tensor:
