@@ -284,7 +284,10 @@ def _loaded(
             if composed:
                 return _composed_teacher(name, student, trust_remote_code).to(device)
             # always given: otherwise transformers would prompt on the terminal
-            config = config or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            if config is None:
+                config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            elif how := type(config).get_config_dict(name)[0].get("quantization_config"):
+                config.quantization_config = {**how, "dequantize": True}  # adapters were trained on float weights
             if dequantize and isinstance(getattr(config, "quantization_config", None), dict):
                 config.quantization_config["dequantize"] = True
             teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
