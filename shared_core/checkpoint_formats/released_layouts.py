@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
+from shared_core.numerics.block_formats import BEYOND, Element
 from shared_core.numerics.formats import FORMATS
 from shared_core.numerics.rounding import binade, decode, encode, round_to
 
@@ -82,6 +83,18 @@ def over_blocks(values: Tensor, block: tuple[int, int], reduce: str) -> Tensor:
     return blocks.amax((1, 3)) if reduce == "amax" else blocks.amin((1, 3))
 
 
+def block_sums(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the sum of the values of each block.
+
+    Example:
+        >>> block_sums(torch.tensor([[1, 2, 3]]), (1, 2)).tolist()
+        [[3, 3]]
+    """
+    rows, columns = values.shape
+    values = nn.functional.pad(values, (0, -columns % block[1], 0, -rows % block[0]))
+    return values.view(len(values) // block[0], block[0], -1, block[1]).sum((1, 3))
+
+
 class Layout(ABC):
     """The tensors of one weight in a released file.
 
@@ -89,11 +102,13 @@ class Layout(ABC):
         keys: Part → its name in the file. Codes, scales and zero points; others are not read.
         kind: A weight format of `QatConfig`.
         inputs: A format of inputs of `QatConfig`.
+        element: The floating-point format of codes, or the bits of integers.
         options: More options of `QatConfig` for it.
     """
 
     kind: str = ""
     inputs: str = "none"
+    element: Element | int = "fp8_e4m3"
 
     def __init__(self, name: str, keys: Mapping[str, str]) -> None:
         self.name, self.keys = name, dict(keys)
@@ -116,20 +131,31 @@ class Layout(ABC):
         return stored.values
 
     @abstractmethod
-    def nearest(self, ratio: Tensor) -> Tensor:
-        """Return the code nearest to each w/s (+ zero point)."""
-
-    @abstractmethod
     def fresh(self, low: Tensor, high: Tensor, like: Stored) -> tuple[Tensor, Tensor | None]:
         """Return (scale, zero point) by the format's own rule for blocks with these smallest and largest values."""
 
     def encoded(self, rows: Tensor, stored: Stored) -> Stored:
         """Return the nearest codes of a weight on the scales of `stored`."""
-        step = stored.spread(stored.step)
-        ratio = torch.where(step == 0, 0.0, rows.float() / step)
-        if stored.zero_point is not None:
-            ratio = ratio + stored.spread(stored.zero_point)
-        return dataclasses.replace(stored, codes=self.nearest(ratio))
+        ratio = _ratio(rows, stored)
+        if isinstance(self.element, int):
+            half = 2 ** (self.element - 1)
+            return dataclasses.replace(stored, codes=ratio.round().clamp(-half, half - 1))
+        return dataclasses.replace(stored, codes=round_to(ratio, self.element))
+
+    def clipped(self, rows: Tensor, stored: Stored) -> Tensor:
+        """Return which values of a weight lie beyond the codes on the scales of `stored`."""
+        ratio = _ratio(rows, stored)
+        if isinstance(self.element, int):
+            half = 2 ** (self.element - 1)
+            return (ratio.round() < -half) | (ratio.round() > half - 1)
+        return ratio.abs().ge(BEYOND[self.element])
+
+
+def _ratio(rows: Tensor, stored: Stored) -> Tensor:
+    """Return w/s (+ zero point), whose nearest code is wanted."""
+    step = stored.spread(stored.step)
+    ratio = torch.where(step == 0, 0.0, rows.float() / step)
+    return ratio if stored.zero_point is None else ratio + stored.spread(stored.zero_point)
 
 
 _FP4 = decode(torch.arange(16, device="cpu"), "fp4_e2m1")
@@ -149,7 +175,7 @@ def _packed(values: Tensor) -> Tensor:
 class Mxfp4Layout(Layout):
     """gpt-oss: stacked experts, uint8 ``*_blocks`` (experts, out, in/32, 16) and E8M0 ``*_scales``."""
 
-    kind = "mxfp4"
+    kind, element = "mxfp4", "fp4_e2m1"
 
     def pieces(self, parts: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield one expert at a time."""
@@ -169,10 +195,6 @@ class Mxfp4Layout(Layout):
             "blocks": _packed(stored.codes).view(parts["blocks"].shape),
             "scales": scales.view(parts["scales"].shape),
         }
-
-    def nearest(self, ratio: Tensor) -> Tensor:
-        """Round to E2M1, ties to even."""
-        return round_to(ratio, "fp4_e2m1")
 
     def fresh(self, low: Tensor, high: Tensor, like: Stored) -> tuple[Tensor, Tensor | None]:
         """Return ``2^(floor(log2 amax) - 2)``, the rule of OCP Microscaling Formats 1.0."""
@@ -204,10 +226,6 @@ class Fp8Layout(Layout):
         scale = encode(stored.scale, "e8m0") if like.dtype == torch.uint8 else stored.scale
         return {"weight": stored.codes.to(parts["weight"].dtype), "scale": scale.to(like.dtype).view(like.shape)}
 
-    def nearest(self, ratio: Tensor) -> Tensor:
-        """Round to E4M3, ties to even."""
-        return round_to(ratio, "fp8_e4m3")
-
     def fresh(self, low: Tensor, high: Tensor, like: Stored) -> tuple[Tensor, Tensor | None]:
         """Return ``amax/448``, rounded up to a power of two if all released scales are."""
         scale = torch.maximum(high, -low) / _E4M3.largest
@@ -225,14 +243,12 @@ class CompressedLayout(Layout):
         self.scheme, self.format, self.args = scheme, scheme.format or format, scheme.weights
         self.kind, self.options = _kind(name, self.args)
         self.inputs = _inputs(name, scheme.input_activations)
+        floats: Element = "fp4_e2m1" if self._bits == 4 else "fp8_e4m3"
+        self.element = self._bits if self.args.type == "int" else floats
 
     @property
     def _bits(self) -> int:
         return int(self.args.num_bits)
-
-    @property
-    def _is_int(self) -> bool:
-        return bool(self.args.type == "int")
 
     @property
     def _has_exponents(self) -> bool:
@@ -300,12 +316,6 @@ class CompressedLayout(Layout):
         written = {**parts, **self.write(stored, parts)}
         compressor = BaseCompressor.get_value_from_registry(self.format)
         return compressor.decompress(written, self.scheme)["weight"]  # type: ignore[no-any-return]
-
-    def nearest(self, ratio: Tensor) -> Tensor:
-        """Round to the nearest code, ties to even."""
-        if self._is_int:
-            return ratio.round().clamp(-(2 ** (self._bits - 1)), 2 ** (self._bits - 1) - 1)
-        return round_to(ratio, "fp4_e2m1" if self._bits == 4 else "fp8_e4m3")
 
     def fresh(self, low: Tensor, high: Tensor, like: Stored) -> tuple[Tensor, Tensor | None]:
         """Return the qparams of the package's observers."""

@@ -24,7 +24,7 @@ from shared_core.config.options import option
 from shared_core.errors import CheckpointError, require
 from shared_core.files.atomic import check_writable, is_free
 from shared_core.files.json_yaml import json_text
-from shared_core.printing import counted, echo, listed, size_text
+from shared_core.printing import counted, echo, listed, share_text, size_text
 from shared_core.reports.quantization_page import cache_line
 
 if TYPE_CHECKING:
@@ -327,7 +327,10 @@ def _released(report: Any) -> Iterator[str]:
     weights = counted(len(report.quantized), "weight")
     yield f"Wrote {report.path}: {size_text(report.bytes)}, {report.format}, {weights} with codes."
     yield f"Released scales kept in {counted(report.kept_scales, 'weight')}, all released bytes in {report.unchanged}."
-    yield f"Codes that changed: {report.changed_codes:,} of {report.codes:,}."
+    yield (
+        f"Codes that changed: {report.changed_codes:,} of {report.codes:,}; scales: {report.changed_scales:,} of "
+        f"{report.scales:,}."
+    )
     if errors := report.rounding_error:
         worst = max(errors, key=errors.__getitem__)
         mean = sum(errors.values()) / len(errors)
@@ -335,6 +338,7 @@ def _released(report: Any) -> Iterator[str]:
             f"Rounded {counted(len(errors), 'weight')} off the released grid, with a relative error of {mean:.2%} on "
             f"average and {errors[worst]:.2%} at most ({worst})."
         )
+        yield f"Clipped to the largest code: {share_text(report.clipped_codes / report.codes)} of the values."
     if report.copied:
         yield f"Copied from the release, because the model lacks them: {listed(report.copied)}."
     if report.equal_layers is None:

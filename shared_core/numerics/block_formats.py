@@ -18,6 +18,8 @@ from shared_core.numerics.rounding import RoundingMode, binade, check_input, enc
 
 Element = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
 
+BEYOND: dict[Element, float] = {"fp4_e2m1": 7.0, "fp8_e4m3": 464.0}
+"""Half a step beyond the largest value: from there on values are clipped."""
 ELEMENTS = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
 NVFP4_GROUP = 16
 _FP4, _E4M3 = FORMATS["fp4_e2m1"], FORMATS["fp8_e4m3"]

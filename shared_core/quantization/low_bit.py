@@ -12,7 +12,7 @@ from eff_kernels.quantization.affine import values_of
 from torch import Tensor
 
 from shared_core.errors import ConfigError
-from shared_core.numerics.block_formats import Element, mx_round_to, nvfp4_round_to
+from shared_core.numerics.block_formats import BEYOND, Element, mx_round_to, nvfp4_round_to
 from shared_core.numerics.rounding import round_to
 from shared_core.quantization.affine import check_axis, check_choice, check_floats
 
@@ -132,10 +132,6 @@ def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:
         tensor([ 16., 448.])
     """
     return _ToRange.apply(x, largest)  # type: ignore[no-untyped-call, no-any-return]
-
-
-BEYOND: dict[Element, float] = {"fp4_e2m1": 7.0, "fp8_e4m3": _E4M3_MAX + _E4M3_STEP / 2}
-"""Half a step beyond the largest value: from there on values are clipped."""
 
 
 class _ByScale(torch.autograd.Function):

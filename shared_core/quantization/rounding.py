@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shared_core.checkpoint_formats.released import Grid
 from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.numerics.block_formats import BEYOND
 from shared_core.quantization.low_bit import (
-    BEYOND,
     fake_quantize_by_scale,
     from_blocks,
     mx_fake_quantize,

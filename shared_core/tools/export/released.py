@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.released import Released, released_config
-from shared_core.checkpoint_formats.released_layouts import Layout, Stored, over_blocks
+from shared_core.checkpoint_formats.released_layouts import Layout, Stored, block_sums, over_blocks
 from shared_core.checkpoint_formats.saved_rows import SavedRows, saved_rows
 from shared_core.errors import CompatibilityError, ConfigError, require
 from shared_core.files.atomic import atomic_folder, scratch_folder
@@ -41,7 +41,10 @@ class ReleasedReport:
         kept_scales: Weights with all of their released scales.
         unchanged: Weights with the released bytes.
         changed_codes: Codes that differ from the released ones.
+        clipped_codes: Values beyond the largest code of their scale, which takes their place.
         codes: All codes.
+        changed_scales: Scales that differ from the released ones.
+        scales: All scales.
         rounding_error: Weight → ``‖ŵ - w‖/‖w‖``, for weights with values off the released grid.
         copied: Tensors of the release that the model lacks, such as those of layers that predict more tokens.
         equal_layers: Weights whose bytes were decoded and compared; None if not compared.
@@ -56,7 +59,10 @@ class ReleasedReport:
     kept_scales: int
     unchanged: int
     changed_codes: int
+    clipped_codes: int
     codes: int
+    changed_scales: int
+    scales: int
     rounding_error: dict[str, float]
     copied: tuple[str, ...] = ()
     equal_layers: int | None = None
@@ -74,8 +80,9 @@ def export_released(
     """Write a model in the layout of the release that it was trained from: same files, names, dtypes and config.
 
     Blocks whose weights all lie on the released grid keep their released scales, so unchanged weights give the
-    released bytes. Other blocks get scales by the format's own rule, and the report says what rounding costs. All other
-    tensors are cast to the release's dtypes.
+    released bytes. Other blocks, such as those of merged adapters, keep their scale too, unless one by the format's own
+    rule gives a smaller squared error. The report says what rounding costs. All other tensors are cast to the release's
+    dtypes.
 
     Args:
         model: A transformers model, in float or in or after quantization-aware training. It is not changed.
@@ -130,9 +137,9 @@ def _report(
     method, format = released.quantization["quant_method"], released.quantization.get("format")
     return ReleasedReport(
         Path(folder), size, f"{method} {format}" if format else method, tuple(results),
-        kept_scales=sum(one.kept for one in results.values()),
-        unchanged=sum(not one.changed and one.kept for one in results.values()),
-        changed_codes=sum(one.changed for one in results.values()), codes=sum(one.codes for one in results.values()),
+        kept_scales=sum(not one.counts["changed_scales"] for one in results.values()),
+        unchanged=sum(not one.counts["changed_codes"] + one.counts["changed_scales"] for one in results.values()),
+        **{name: sum(one.counts[name] for one in results.values()) for name in _COUNTS},
         rounding_error={name: one.error for name, one in results.items() if one.error is not None}, copied=copied,
         equal_layers=equal, largest_difference=gap,
     )  # fmt: skip
@@ -218,12 +225,13 @@ class _Values:
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """What became of a weight: all scales kept, codes changed, all codes, and the error of rounding."""
+    """What became of a weight: numbers as in `ReleasedReport`, and the error of rounding; None on its grid."""
 
-    kept: bool
-    changed: int
-    codes: int
+    counts: Mapping[str, int]
     error: float | None
+
+
+_COUNTS = ("changed_codes", "clipped_codes", "codes", "changed_scales", "scales")
 
 
 def _encode(
@@ -237,30 +245,43 @@ def _encode(
         rule = f"{layout.name} must have one shape, got {tuple(weight.shape)} in the model and {shape} in the release"
         raise CompatibilityError(_WHERE, rule, "give the release that the model was trained from as base")
     found: dict[str, list[Tensor]] = {}
-    kept, changed, wrong, norm = True, 0, 0.0, 0.0
-    for piece, rows in zip(pieces, torch.split(weight, len(weight) // len(pieces)), strict=True):
-        new, old, fits = _encode_piece(layout, piece, rows.float(), global_scale)
+    fits, wrong, norm, counts = True, 0.0, 0.0, dict.fromkeys(_COUNTS, 0)
+    for piece, part_of_rows in zip(pieces, torch.split(weight, len(weight) // len(pieces)), strict=True):
+        rows, old = part_of_rows.float(), layout.read(piece)
+        new, is_on_grid = _encode_piece(layout, piece, rows, old, global_scale)
         for part, value in layout.write(new, piece).items():
             found.setdefault(part, []).append(value)
-        kept, changed = kept and fits, changed + int((new.codes != old.codes).sum())
-        wrong += float((new.values - rows.float()).square().sum())
-        norm += float(rows.float().square().sum())
-    error = None if kept else (wrong / norm) ** 0.5 if norm else 0.0
+        counts = {name: counts[name] + count for name, count in _counts(layout, rows, new, old).items()}
+        fits = fits and is_on_grid
+        wrong += float((new.values - rows).square().sum())
+        norm += float(rows.square().sum())
+    error = None if fits else (wrong / norm) ** 0.5 if norm else 0.0
     whole = {part: torch.cat(values) if len(values) > 1 else values[0] for part, values in found.items()}
-    return whole, _Result(kept, changed, weight.numel(), error)
+    return whole, _Result(counts, error)
+
+
+def _counts(layout: Layout, rows: Tensor, new: Stored, old: Stored) -> dict[str, int]:
+    moved = new.step != old.step
+    if new.zero_point is not None and old.zero_point is not None:
+        moved = moved | (new.zero_point != old.zero_point)
+    marks = (new.codes != old.codes, layout.clipped(rows, new), moved)
+    changed, clipped, changed_scales = (int(mark.sum()) for mark in marks)
+    return dict(zip(_COUNTS, (changed, clipped, rows.numel(), changed_scales, moved.numel()), strict=True))
 
 
 def _encode_piece(
-    layout: Layout, parts: dict[str, Tensor], rows: Tensor, global_scale: Tensor | None
-) -> tuple[Stored, Stored, bool]:
-    """Return (what to write, the released codes, True if all scales are the released ones)."""
-    stored = layout.read(parts)
-    kept = _with_released_codes(layout.encoded(rows, stored), stored)
-    fits = _on_grid(layout, kept, parts, rows)
+    layout: Layout, parts: dict[str, Tensor], rows: Tensor, old: Stored, global_scale: Tensor | None
+) -> tuple[Stored, bool]:
+    """Return what to write, and True if all values lie on the released grid."""
     if global_scale is not None:
-        kept, fits = dataclasses.replace(kept, global_scale=global_scale), torch.zeros_like(fits)
-    is_kept = bool(fits.all())
-    return kept if is_kept else _with_fresh_scales(layout, kept, parts, rows, fits), stored, is_kept
+        return _refitted(layout, dataclasses.replace(old, global_scale=global_scale), parts, rows), False
+    kept = _with_released_codes(layout.encoded(rows, old), old)
+    fits = _on_grid(layout, kept, parts, rows)
+    if bool(fits.all()):
+        return kept, True
+    fresh = _refitted(layout, kept, parts, rows)
+    errors = [block_sums((one.values - rows).square(), one.block) for one in (kept, fresh)]
+    return _mixed(kept, fresh, fits | (errors[0] <= errors[1])), False
 
 
 def _with_released_codes(found: Stored, stored: Stored) -> Stored:
@@ -277,20 +298,24 @@ def _on_grid(layout: Layout, kept: Stored, parts: dict[str, Tensor], rows: Tenso
     return torch.stack(found).any(0)
 
 
-def _with_fresh_scales(layout: Layout, kept: Stored, parts: dict[str, Tensor], rows: Tensor, fits: Tensor) -> Stored:
-    """Return the weight with new scales, and zero points, for blocks that are off the released grid."""
-    low, high = (over_blocks(rows, kept.block, way) for way in ("amin", "amax"))
-    scale, zero_point = layout.fresh(low, high, kept)
-    mixed = dataclasses.replace(
+def _refitted(layout: Layout, like: Stored, parts: dict[str, Tensor], rows: Tensor) -> Stored:
+    """Return the weight with new scales, and zero points, by the format's own rule."""
+    low, high = (over_blocks(rows, like.block, way) for way in ("amin", "amax"))
+    scale, zero_point = layout.fresh(low, high, like)
+    fresh = dataclasses.replace(like, scale=scale, zero_point=None if like.zero_point is None else zero_point)
+    fresh = layout.read({**parts, **layout.write(fresh, parts)})  # scales as the file rounds them
+    return layout.encoded(rows, fresh)
+
+
+def _mixed(kept: Stored, fresh: Stored, keeps: Tensor) -> Stored:
+    """Return the blocks of one where `keeps` is True, and those of the other elsewhere."""
+    zeros, others = kept.zero_point, fresh.zero_point
+    return dataclasses.replace(
         kept,
-        scale=torch.where(fits, kept.scale, scale),
-        zero_point=None
-        if kept.zero_point is None or zero_point is None
-        else torch.where(fits, kept.zero_point, zero_point),
+        scale=torch.where(keeps, kept.scale, fresh.scale),
+        zero_point=None if zeros is None or others is None else torch.where(keeps, zeros, others),
+        codes=torch.where(kept.spread(keeps), kept.codes, fresh.codes),
     )
-    mixed = layout.read({**parts, **layout.write(mixed, parts)})  # scales as the file rounds them
-    codes = layout.encoded(rows, mixed).codes
-    return dataclasses.replace(mixed, codes=torch.where(kept.spread(fits), kept.codes, codes))
 
 
 def _new_global_scales(released: Released, values: _Values) -> dict[str, Tensor]:

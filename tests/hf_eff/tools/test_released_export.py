@@ -11,11 +11,13 @@ from released_models import KINDS, load_released, tensors_of, tokens, write_rele
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+from trl_trainers import rows_of, tokenizer
 
 from hf_eff import attach
 from shared_core import Recipe
 from shared_core.checkpoint_formats.released import Released
-from shared_core.checkpoint_formats.released_layouts import Fp8Layout
+from shared_core.checkpoint_formats.released_layouts import Fp8Layout, block_sums
 from shared_core.checkpoint_formats.saved_rows import dequantizes
 from shared_core.cli.loading import load_folder
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
@@ -25,6 +27,9 @@ from shared_core.tools.export import export_released
 ERROR = {"gpt_oss": 0.15, "llama_mxfp4": 0.15, "nemotron_nvfp4": 0.12, "kimi_int4": 0.12, "llama_int4_asym": 0.12}
 SYMMETRIC = ["gpt_oss", "qwen3_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8"]
 EXPERTS = ["gpt_oss", "qwen3_moe_fp8", "kimi_int4"]
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat((-_MAGNITUDES.flip(0), _MAGNITUDES[1:]))
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num().unique()
 
 
 @pytest.fixture
@@ -260,6 +265,77 @@ def test_the_command_asks_for_the_release(released, tmp_path):
     assert "14 weights" in result.output
     (tmp_path / "out" / "model.safetensors.eff.json").unlink()
     assert same_files(tmp_path / "qwen3_fp8", tmp_path / "out")
+
+
+def nearest(rows, stored, codes):
+    """The nearest codes on the scales of `stored` in float64, as weights, and how many values lie beyond them."""
+    zero = 0 if stored.zero_point is None else stored.spread(stored.zero_point).double()
+    step = stored.spread(stored.step).double()
+    ratio = rows / step + zero
+    found = codes[(ratio.unsqueeze(-1) - codes).abs().argmin(-1)]
+    below, above = codes[0] - (codes[1] - codes[0]) / 2, codes[-1] + (codes[-1] - codes[-2]) / 2
+    return (found - zero) * step, int(((ratio < below) | (ratio > above)).sum())
+
+
+@pytest.mark.parametrize("kind", ["llama_mxfp4", "nemotron_nvfp4", "llama_int4_asym", "qwen3_fp8"])
+def test_blocks_off_the_grid_keep_their_scale_unless_another_one_is_nearer(kind, released, tmp_path):
+    folder, name = released(kind), "model.layers.1.mlp.down_proj.weight"
+    model = load_released(folder)
+    weight = model.get_parameter(name)
+    with torch.no_grad():
+        weight.add_(0.003 * weight.std() * torch.randn(weight.shape, generator=torch.manual_seed(1)))
+        weight[:, : weight.shape[1] // 2] *= 0.05
+    report = export_released(model, tmp_path / "out")
+    (old,), (new,) = (Released(one).read(name) for one in (folder, tmp_path / "out"))
+    codes = {"llama_int4_asym": torch.arange(-8.0, 8.0), "qwen3_fp8": E4M3}.get(kind, E2M1).double()
+    rows = weight.detach().double()
+    kept, _ = nearest(rows, old, codes)
+    written, clipped = nearest(rows, new, codes)
+    torch.testing.assert_close(new.values.double(), written, rtol=1e-6, atol=0)
+    errors = [block_sums((values - rows).square(), new.block) for values in (written, kept)]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-6)).all())
+    moved = int((new.step != old.step).sum())
+    assert kind == "qwen3_fp8" or 0 < moved < new.step.numel() * 0.9
+    assert report.changed_scales >= moved  # or a zero point alone
+    assert report.clipped_codes == clipped
+    assert report.rounding_error == {name: pytest.approx(float((written - rows).norm() / rows.norm()), rel=1e-4)}
+    assert report.unchanged == len(report.quantized) - 1
+    before, after = tensors_of(folder), tensors_of(tmp_path / "out")
+    assert all(torch.equal(value, after[key]) for key, value in before.items() if not key.startswith(name[:-7]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "save", "target"),
+    [
+        ("gpt_oss", "adapters", "q_proj"),
+        pytest.param("gpt_oss", "merged", "layers.1.mlp.experts", marks=pytest.mark.slow),
+        pytest.param("qwen3_fp8", "peft", "q_proj", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_that_a_trainer_saved_over_a_release_come_back_in_its_format(kind, save, target, released, tmp_path):
+    folder = released(kind)
+    arguments = SFTConfig(
+        str(tmp_path / "run"), max_steps=2, learning_rate=1e-2, per_device_train_batch_size=4, report_to="none",
+        use_cpu=True, disable_tqdm=True, save_strategy="no", bf16=False, gradient_checkpointing=False, max_length=None,
+    )  # fmt: skip
+    rows = [{"input_ids": row % 24, "labels": row % 24} for seed in range(4) for row in tokens(seed)["input_ids"]]
+    trainer = SFTTrainer(
+        load_released(folder, torch.bfloat16), arguments, train_dataset=rows_of(rows), processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=[target]) if save == "peft" else None,
+    )  # fmt: skip
+    if save != "peft":
+        attach(trainer, {"lora": {"rank": 2, "save": save, "include": [f"*{target}*"]}})
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    told = commands.told_by(
+        "export", tmp_path / "saved", "--format", "released", "--base", folder, "--out", tmp_path / "out"
+    )
+    assert told["largest_difference"] < 1e-5
+    assert told["unchanged"] + len(told["rounding_error"]) == len(told["quantized"])
+    assert {*told["rounding_error"]} == {one for one in told["quantized"] if target in one}
+    assert all(0 < error < ERROR.get(kind, 0.05) for error in told["rounding_error"].values())
+    found = load_released(tmp_path / "out", torch.bfloat16)
+    torch.testing.assert_close(logits(found), logits(trainer.model), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(
