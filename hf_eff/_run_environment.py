@@ -57,6 +57,7 @@ def run_environment(trainer: Trainer) -> set[str]:
         "zero3": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),  # type: ignore[no-untyped-call]
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
+        "vllm_rollouts": bool(getattr(args, "use_vllm", False)),
         "trainer_checkpointing": bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)),
     }
     found = {key for key, value in holds.items() if value}

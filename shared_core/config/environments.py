@@ -47,6 +47,7 @@ RUN_ENVIRONMENTS = {
     "tensor_parallel": "tensor parallelism, or a model that was sharded while loading",
     "sharded_by_user": "a model that was sharded before the trainer got it",
     "peft": "a PEFT model",
+    "vllm_rollouts": "rollouts by vLLM",
     "tpu": "XLA",
     "averaging_callback": "another callback that averages weights",
     "pruning_callback": "Lightning's ModelPruning",

@@ -98,6 +98,8 @@ class LowRankConfig(TechniqueConfig):
         "fsdp1": FSDP1,
         "peft": "only adapters are saved, without the factors below them. Factorize before adding adapters, or merge "
         "them first",
+        "vllm_rollouts": "TRL sends the engine weights by their names in the model, which differ in changed layers; "
+        "leave out use_vllm",
         "averaging_callback": AVERAGED_COPY,
     }
     figures: ClassVar[Mapping[str, Figure]] = {

@@ -53,6 +53,8 @@ class QatConfig(OverridableConfig):
         "fp8": "both replace the same linear layers; train in FP8 first and with qat in a second run, or drop one",
         "averaging_callback": "ranges are observed on the weights in training, and an average lies between the codes; "
         "the technique average does both",
+        "vllm_rollouts": "TRL sends the engine the float weights under training, not the rounded ones; leave out "
+        "use_vllm: transformers generates with the rounded weights",
         **NO_WHOLE_WEIGHTS,
     }
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
@@ -322,7 +324,8 @@ class QatConfig(OverridableConfig):
         if (self.scheme == "released" or self.init is not None) and "lora" in recipe:
             yield (
                 "qat with scheme released or init cannot be combined with lora: the folder's scales belong to whole "
-                "weights; train these, or give lora a scheme by name"
+                "weights, which forward passes with adapters never form; train with lora alone, and let "
+                "`eff export --format released` round the merged weights, or give qat a scheme by name"
             )
         if self.learns_ranges and "efficient_loading" in environment:
             yield (
