@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shared_core.checkpoint_formats.released_layouts import Fp8Layout, Layout, S
 from shared_core.checkpoint_formats.saved_rows import SavedRows, row_count, saved_rows
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.libraries import installed_version
+from shared_core.modules.weight_views import from_rows, weights_of
 
 _WHERE = "released"
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
@@ -298,6 +299,42 @@ def grids_of(
     if lacking:
         raise CheckpointError(_WHERE, f"{lacking[0]} must be in transformers' files, got none", "leave it out")
     return grids
+
+
+def values_in(
+    released: Released,
+    model: nn.Module,
+    places: Mapping[str, SavedRows],
+    read: Callable[[Layout, dict[str, Tensor]], Tensor],
+) -> dict[str, Tensor]:
+    """Return a folder's weights by their names in a model, with NaN where the folder lacks rows.
+
+    Args:
+        released: The folder.
+        model: The model.
+        places: `saved_rows` of its parameters and buffers.
+        read: Decodes some of a weight's tensors.
+    """
+    own: dict[str, Tensor] = model.state_dict()
+    rows: dict[str, Tensor] = {}
+    for key, place in places.items():
+        if key in released.weights:
+            layout = released.weights[key]
+            values = torch.cat([read(layout, part) for part in layout.pieces(released.parts(layout))])
+        elif key in released.files:
+            values = place.rows_of(released.tensors[key])
+        else:
+            continue
+        for name in place.held:
+            count = row_count(model.get_submodule(name.rpartition(".")[0]), own[name])
+            rows.setdefault(name, values.new_full((count, values.shape[1]), torch.nan))
+        place.scatter_(rows, values)
+    found = {}
+    for name, values in rows.items():
+        module, like = model.get_submodule(name.rpartition(".")[0]), torch.empty(own[name].shape, device="meta")
+        is_weight = name.rpartition(".")[2] in weights_of(module) and like.ndim > 1
+        found[name] = from_rows(module, values, like) if is_weight else values.view(like.shape)
+    return found
 
 
 def _fill(grids: dict[str, Grid], saved: SavedRows, pieces: Iterable[Stored], model: nn.Module) -> None:

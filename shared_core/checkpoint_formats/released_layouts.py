@@ -148,7 +148,8 @@ class Layout(ABC):
         if isinstance(self.element, int):
             half = 2 ** (self.element - 1)
             return (ratio.round() < -half) | (ratio.round() > half - 1)
-        return ratio.abs().ge(BEYOND[self.element])
+        beyond: Tensor = ratio.abs() >= BEYOND[self.element]
+        return beyond
 
 
 def _ratio(rows: Tensor, stored: Stored) -> Tensor:

@@ -46,6 +46,11 @@ class SavedRows:
         """False if the file holds (experts, in, out)."""
         return not (len(self.shape) == 3 and self.shape[1] == 1 < self.shape[2])
 
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with one row per output."""
+        is_turned = len(self.shape) == 2 and self.shape[0] == 1 < self.shape[1]
+        return (tensor.mT if is_turned or not self.inputs_last else tensor).reshape(len(self.rows), -1)
+
     def gather(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor's rows, from the rows of each parameter by name."""
         found = values[next(iter(self.held))]

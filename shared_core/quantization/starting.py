@@ -22,13 +22,14 @@ from shared_core.checkpoint_formats.released import (
     grids_of,
     released_config,
     released_options,
+    values_in,
     weight_names,
 )
-from shared_core.checkpoint_formats.saved_rows import row_count, saved_rows
+from shared_core.checkpoint_formats.saved_rows import saved_rows
 from shared_core.distributed.sharded_tensors import fill_parameters_
 from shared_core.errors import CheckpointError, CompatibilityError, require
 from shared_core.modules.matching import plain_name
-from shared_core.modules.weight_views import as_rows, from_rows, weights_of
+from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.printing import listed
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.ranges.kept_scales import (
@@ -97,7 +98,8 @@ def find_start(config: QatConfig, model: nn.Module, state: Mapping[str, Any] | N
         return Start(config)
     if any(hasattr(module, "get_base_layer") for module in model.modules()):
         rule = "scheme released and init need a model without adapters, because scales belong to whole weights"
-        raise CompatibilityError("qat", rule, "train whole weights, or choose a scheme by name")
+        remedy = "train adapters without qat, and let `eff export --format released` merge and round them"
+        raise CompatibilityError("qat", rule, remedy)
     if state:
         return Start(_with(config, state["options"]), state["folder"], state["options"], saved=True)
     folder = None if config.init is None else Path(config.init).expanduser()
@@ -296,26 +298,8 @@ def _load_(model: Any, start: Start) -> Mapping[str, Tensor]:
 
 def _dequantized(model: Any, folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights in a released folder by their names in the model, and the files' names without a place."""
-    released, own = Released(folder), model.state_dict()
-    places = saved_rows(model, tuple(own))
-    rows: dict[str, Tensor] = {}
-    for key, place in places.items():
-        if key in released.weights:
-            values = torch.cat([part.values for part in released.read(key)])
-        elif key in released.files:
-            values = released.tensors[key] if place.inputs_last else released.tensors[key].mT
-            values = values.reshape(len(place.rows), -1)
-        else:
-            continue  # its parameters lack values, which is told
-        for name in place.held:
-            count = row_count(model.get_submodule(name.rpartition(".")[0]), own[name])
-            rows.setdefault(name, values.new_full((count, values.shape[1]), torch.nan))
-        place.scatter_(rows, values)
-    weights = {}
-    for name, values in rows.items():
-        module, like = model.get_submodule(name.rpartition(".")[0]), torch.empty(own[name].shape, device="meta")
-        is_weight = name.rpartition(".")[2] in weights_of(module) and like.ndim > 1
-        weights[name] = from_rows(module, values, like) if is_weight else values.view(like.shape)
+    released, places = Released(folder), saved_rows(model, tuple(model.state_dict()))
+    weights = values_in(released, model, places, lambda layout, part: layout.read(part).values)
     # what a quantizer keeps beside its codes, such as scales of inputs
     coded = tuple(key.removesuffix("weight") for key in released.weights)
     parts = {part for layout in released.weights.values() for part in layout.keys.values()}

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.checkpoint_formats.released import Released, released_config
+from shared_core.checkpoint_formats.released import Released, released_config, values_in
 from shared_core.checkpoint_formats.released_layouts import Layout, Stored, block_sums, over_blocks
 from shared_core.checkpoint_formats.saved_rows import SavedRows, saved_rows
 from shared_core.errors import CompatibilityError, ConfigError, require
 from shared_core.files.atomic import atomic_folder, scratch_folder
 from shared_core.modules.matching import output_axis_of_experts
-from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.modules.weight_views import as_rows
 from shared_core.quantization.fake_quant_layers import is_quantized
 from shared_core.tools.export.served import FUSED, check_difference
 from shared_core.tools.export.source import baked_copy, check_finite, quantized_reference, quiet
@@ -439,22 +439,8 @@ def _check_outputs(folder: Path, model: Any, saved: Mapping[str, SavedRows], inp
 
 def _round_(model: nn.Module, written: Released, saved: Mapping[str, SavedRows]) -> None:
     """Give a model the values in a folder."""
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in state}
-    rows: dict[str, Tensor] = {}
-    for key, at in saved.items():
-        if key not in written.weights:
-            continue
-        layout = written.weights[key]
-        pieces = layout.pieces(written.parts(layout))
-        found = torch.cat([layout.loaded(layout.read(piece), piece).float() for piece in pieces])
-        for name in at.held:
-            rows.setdefault(name, as_rows(modules[name], state[name]).clone().float())
-        at.scatter_(rows, found)
+    found = values_in(written, model, saved, lambda layout, part: layout.loaded(layout.read(part), part).float())
     with torch.no_grad():
-        for name, value in state.items():
-            if name in rows:
-                value.copy_(from_rows(modules[name], rows[name], value))
-        for key in saved.keys() - written.weights.keys():
-            for name in saved[key].held:
-                state[name].copy_(state[name].to(written.tensors[key].dtype))
+        for name, value in model.state_dict().items():
+            if name in found:
+                value.copy_(found[name])
