@@ -1,14 +1,21 @@
 """Models that were released in few bits train in their own formats, with their own scales."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from datasets import Dataset
 from released_models import load_released, tokens, write_released
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
+from trl_trainers import tokenizer
 
 from hf_eff import attach
 from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError
+from shared_core.tools.export import export_released
 
 ROWS = [{"input_ids": row, "labels": row} for seed in range(4) for row in tokens(seed)["input_ids"]]
 EXACT = {
@@ -116,3 +123,81 @@ def test_init_takes_a_released_folder(kind, tmp_path):
     session.attach(model)
     for name, value in session.techniques["qat"].bake(model.state_dict()).items():
         assert torch.equal(value, expected[name]), name
+
+
+def words(seed):
+    return " ".join(str(token) for token in (tokens(seed)["input_ids"][0, :5] % 24).tolist())
+
+
+def preference_trainer(name, model, folder, **settings):
+    """Return TRL's trainer of this name: pairs for DPO, prompts and a reward of the tokens for GRPO."""
+    kind, config = {"DPO": (DPOTrainer, DPOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}[name]
+    columns = ("prompt", "chosen", "rejected") if name == "DPO" else ("prompt",)
+    rows = Dataset.from_dict({column: [words(8 * at + row) for row in range(8)] for at, column in enumerate(columns)})
+    own, more = {}, {}
+    if name == "GRPO":
+        own = {"reward_funcs": lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids]}
+        more = {"num_generations": 2, "max_completion_length": 4}
+    arguments = config(
+        str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, report_to="none", use_cpu=True,
+        disable_tqdm=True, save_strategy="no", bf16=False, gradient_checkpointing=False, **more, **settings,
+    )  # fmt: skip
+    return kind(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer(), **own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DPO", "GRPO"])
+def test_rewards_train_the_released_format_and_rollouts_come_from_rounded_weights(name, tmp_path):
+    source = write_released("gpt_oss", tmp_path / "released")
+    model, plain = (load_released(source, torch.bfloat16) for _ in range(2))
+    rollouts = []
+    trainer = preference_trainer(name, model, tmp_path / "run")
+    session = attach(trainer, {"qat": {"scheme": "released"}})
+
+    def compare(module, args, given, output):
+        if torch.is_grad_enabled() or given["input_ids"].shape[1] == 1 or name == "DPO":
+            return
+        taken = {key: given[key] for key in ("input_ids", "attention_mask", "position_ids") if key in given}
+        gaps = []
+        for weights in (session.techniques["qat"].bake(module.state_dict()), module.state_dict()):
+            plain.load_state_dict(weights)
+            gaps.append((plain.eval()(**taken).logits[:, -1] - output.logits[:, -1]).abs().max().item())
+        rollouts.append(gaps)
+
+    model.register_forward_hook(compare, with_kwargs=True)
+    trainer.train()
+    if name == "GRPO":
+        assert len(rollouts) >= 2
+        # the latent weights have left the grid by the last rollout
+        assert max(rounded for rounded, _ in rollouts) < 1e-3 < rollouts[-1][1]
+    report = export_released(model, tmp_path / "out", base=source)
+    assert (report.changed_scales, report.rounding_error) == (0, {})
+    assert report.changed_codes > 0
+    with torch.no_grad():
+        expected = model.eval()(**tokens(9)).logits
+        assert torch.equal(load_released(tmp_path / "out", torch.bfloat16).eval()(**tokens(9)).logits, expected)
+
+
+@pytest.mark.parametrize("recipe", [{"qat": {"scheme": "released"}}, {"lora": {"rank": 2, "save": "merged"}}])
+def test_rollouts_by_an_engine_that_would_get_other_weights_are_refused(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", lambda **_: SimpleNamespace(sync_weights=pytest.fail))
+    model = load_released(write_released("gpt_oss", tmp_path / "released"), torch.bfloat16)
+    trainer = preference_trainer("GRPO", model, tmp_path / "run", use_vllm=True, vllm_mode="colocate")
+    with pytest.raises(CompatibilityError, match="rollouts by vLLM"):
+        attach(trainer, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe_fp8"])
+def test_stacked_experts_come_back_whatever_multiplies_them(kind, way, tmp_path):
+    source = write_released(kind, tmp_path / "released")
+    model = load_released(source, torch.bfloat16)
+    model.set_experts_implementation(way)
+    trainer_of(model, tmp_path / "run", 1e-2)
+    report = export_released(model, tmp_path / "out", base=source)
+    assert (report.changed_scales, report.rounding_error) == (0, {})
+    again = load_released(tmp_path / "out", torch.bfloat16)
+    again.set_experts_implementation(way)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**tokens(9)).logits, model.eval()(**tokens(9)).logits)

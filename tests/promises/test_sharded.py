@@ -8,7 +8,7 @@ import pytest
 import torch
 from codes import assert_codes_close, grid_step
 from promise_drivers import difference
-from sharded_runs import LAYOUTS, RECIPES, REFUSED_BY_LAYERS, train
+from sharded_runs import LAYOUTS, RECIPES, REFUSED_BY_LAYERS, train, write_kept
 from two_ranks import ranks_of, run_scripts
 
 from shared_core.lottery_ticket import read_ticket
@@ -27,6 +27,7 @@ def runs(request, tmp_path_factory):
     }
     # Others read the ticket of "lottery".
     recipes = [name for name in RECIPES if name in {*asked, "lottery"}]
+    write_kept(folder / "kept")
     run_scripts(ranks_of(SCRIPT, folder, RECIPES=" ".join(recipes)), folder)
     (folder / "one").mkdir()
     return folder, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,11 +19,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from two_ranks import be_a_rank
 
+from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
 from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
+from shared_core.quantization import quantize_with_report
 
 LAYOUTS = {"fsdp2": (2, 1), "tp": (1, 2), "fsdp2+tp": (2, 2)}
 """How many processes see other examples, and how many hold parts of the same layers."""
@@ -42,6 +45,7 @@ RECIPES = {
     "qat-static": {"qat": {"scheme": "fp8_static"}},
     "qat-block": {"qat": {"scheme": "fp8_block"}},
     "qat-ternary": {"qat": {"scheme": "ternary"}},
+    "qat-kept": {"qat": {"init": "../kept"}},  # of `write_kept`
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
     "taylor": {"prune": {"criterion": "taylor", "cost": "flops", "regularizer": "l1", **GROWING}},
     "movement": {"prune": {"criterion": "movement", "regularizer": "weight_decay", **GROWING}},
@@ -138,6 +142,14 @@ class Net(nn.Module):
     def forward(self, x):
         features = torch.tanh(self.hidden(self.embedding(x)))
         return self.head(torch.tanh(self.middle(features)))
+
+
+def write_kept(folder):
+    """Write what `eff quantize` writes of the net, whose scales a run keeps."""
+    quantized, report = quantize_with_report(Net(), {"scheme": "W4A16", "group_size": 8}, allow_partial=True)
+    folder.mkdir()
+    save_file(quantized.state_dict(), folder / "model.safetensors")
+    write_deployment(folder, {"qat": {"ranges": report.ranges}})
 
 
 @functools.cache
