@@ -147,7 +147,8 @@ class Layout(ABC):
         ratio = _ratio(rows, stored)
         if isinstance(self.element, int):
             half = 2 ** (self.element - 1)
-            return (ratio.round() < -half) | (ratio.round() > half - 1)
+            ratio = ratio.round()
+            return torch.logical_or(ratio < -half, ratio > half - 1)
         beyond: Tensor = ratio.abs() >= BEYOND[self.element]
         return beyond
 

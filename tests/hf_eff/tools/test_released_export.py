@@ -310,6 +310,9 @@ def test_blocks_off_the_grid_keep_their_scale_unless_another_one_is_nearer(kind,
         ("gpt_oss", "adapters", "q_proj"),
         pytest.param("gpt_oss", "merged", "layers.1.mlp.experts", marks=pytest.mark.slow),
         pytest.param("qwen3_fp8", "peft", "q_proj", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3_fp8", "merged", "o_proj", marks=pytest.mark.slow),
+        pytest.param("kimi_int4", "merged", "layers.1.mlp.experts", marks=pytest.mark.slow),
+        pytest.param("nemotron_nvfp4", "adapters", "o_proj", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_that_a_trainer_saved_over_a_release_come_back_in_its_format(kind, save, target, released, tmp_path):
