@@ -67,13 +67,19 @@ class Receipt:
     Args:
         values: See `of`.
         writers: Functions that write a technique's files into the same folder, such as other students.
-        run: Identity of the run. Receipts of other runs in this process are kept.
+        run: Identity of the run in this process. None replaces whatever receipt there is.
+        is_resumed: True if the run may have written a receipt in another process.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = (), run: object = None
+        self,
+        values: Mapping[str, Any],
+        writers: Iterable[Callable[[Path], None]] = (),
+        run: object = None,
+        *,
+        is_resumed: bool = False,
     ) -> None:
-        self.values, self._writers, self._run = dict(values), tuple(writers), run
+        self.values, self._writers, self._run, self._is_resumed = dict(values), tuple(writers), run, is_resumed
         self._location = ""
 
     @classmethod
@@ -84,7 +90,7 @@ class Receipt:
         values = {
             "recipe": session.recipe.to_dict(),
             "front_end": session.front_end,
-            "finished": session.is_finished,
+            "finished": session.is_complete,
             "environment": environment(),
             "steps": {"applied": applied, "skipped": skipped, "planned": context and context.total_steps},
             "wall_seconds": round(time.perf_counter() - session.started, 3),
@@ -95,7 +101,7 @@ class Receipt:
             "coverage": {key: reach.to_dict() for key, reach in session.coverage.items()},
             "experts_without_tokens": session.experts.without_tokens(),
             **session.history.to_dict(),
-            "notes": list(session.notes),
+            "notes": [*session.notes, *([_CUT_SHORT] if session.is_finished and not session.is_complete else [])],
         }
         writers: list[Callable[[Path], None]] = []
         if session.has_begun:
@@ -103,7 +109,8 @@ class Receipt:
         # If the trainer saves the whole model, its trained part is written next to the receipt.
         if session.is_finished and context and not context.part_alone and (part := session.files.part()) is not None:
             writers.append(lambda folder: part.write(folder / part.name))
-        return cls(values, writers, session.history)  # which is made anew for each run
+        # A history is made anew for each run.
+        return cls(values, writers, session.history, is_resumed=session.is_resumed)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -111,8 +118,9 @@ class Receipt:
     def write(self, folder: Path | str) -> Path:
         """Write ``eff_receipt.json`` and related files into `folder`, which is created if needed. Return its path.
 
-        A receipt of an earlier run in this process is kept as ``eff_receipt-1.json`` (-2, ...). The receipt is also
-        written to the file named by the environment variable ``EFF_RECEIPT``, for scripts whose folder is unknown.
+        The receipt of another run there is kept as ``eff_receipt-1.json`` (-2, ...). A resumed run replaces its own,
+        which has the same recipe. The receipt is also written to the file named by the environment variable
+        ``EFF_RECEIPT``, for scripts whose folder is unknown.
         """
         self.leave(ReceiptPlace(folder))
         return Path(folder) / RECEIPT_FILE
@@ -131,18 +139,27 @@ class Receipt:
         for write in self._writers:
             if place.folder is not None:
                 write(place.folder)
-        before = f"; of the previous run in this process: {', '.join(kept)}" if kept else ""
+        before = f"; of the previous run in this folder: {', '.join(kept)}" if kept else ""
         self._location = place.description + before
 
     def _keep_other(self, file: Path) -> list[str]:
-        """Rename a receipt of another run in this process with the same name. Return its new name, if any."""
-        other, _WRITTEN[file] = _WRITTEN.get(file, self._run), self._run
-        if other is self._run or not file.is_file():
+        """Rename the receipt of another run with the same name. Return its new name, if any."""
+        is_own = self._run is None or (self._is_own(file) if file not in _WRITTEN else _WRITTEN[file] is self._run)
+        _WRITTEN[file] = self._run
+        if is_own or not file.is_file():
             return []
         numbered = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
         kept = next(name for name in numbered if not name.exists())
         file.replace(kept)
         return [kept.name]
+
+    def _is_own(self, file: Path) -> bool:
+        """Return True if this run may have written a receipt before it was resumed in this process."""
+        try:
+            written = parse_json(file.read_bytes())["recipe"] if self._is_resumed else None
+        except (OSError, ValueError, LookupError, TypeError):  # no file, or not a receipt
+            return False
+        return self._is_resumed and written == parse_json(self.json())["recipe"]
 
     def json(self) -> str:
         """Return the receipt as JSON text."""
@@ -209,6 +226,7 @@ class Receipt:
 
 
 _WIDTH = 100
+_CUT_SHORT = "The run was cut short, so the model is not the result of the techniques."
 
 
 def _steps(steps: Mapping[str, Any], verb: str = "") -> str:

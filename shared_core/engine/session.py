@@ -91,6 +91,10 @@ class Session:
         """True if `begin` was called in this run."""
         self.is_finished = False
         """True if the run ended and the model is plain again."""
+        self.is_complete = False
+        """True if the run ended by `finish`, not by `detach`."""
+        self.is_resumed = False
+        """True if the run began with a loaded state."""
         self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
@@ -369,6 +373,7 @@ class Session:
             if self.recipe:
                 self.note(f"Training ended before its first step, so nothing was applied of: {', '.join(self.recipe)}")
             self.detach()
+            self.is_complete = True
             return
         self.swaps.end_evaluation()
         self.settle_optimizers()
@@ -386,6 +391,7 @@ class Session:
             key: returned(key, "claims", one.claims(self.context), Mapping) for key, one in self.techniques.items()
         }
         self.detach()
+        self.is_complete = True
         self.files.settle(claimed)
         self.note(not_finite_note(self.context.model))
 
@@ -432,6 +438,7 @@ class Session:
         self._restored = state["techniques"]
         if self.has_begun:
             self.validation.restored()
+        self.is_resumed |= not self.has_begun
         self.is_changed |= bool(changes)
         for change in changes:
             self.note(f"resumed {change}")

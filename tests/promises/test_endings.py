@@ -346,11 +346,30 @@ def test_a_later_run_keeps_the_receipts_of_earlier_ones(front_end, tmp_path):
     assert whole.notes[0].endswith("eff_receipt-1.json, eff_receipt-2.json")
 
 
-def test_one_run_writes_its_receipt_again_and_another_process_replaces_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("front_end", RUNS)
+def test_a_resumed_run_replaces_its_own_receipt_and_keeps_that_of_another_process(front_end, tmp_path, monkeypatch):
+    half, run = NUM_STEPS // 2, RUNS[front_end]
+    first = run(receipts_recipe(0.25), tmp_path, save_every=half)
+    monkeypatch.setattr(receipts, "_WRITTEN", {})  # as in another process
+    run(receipts_recipe(0.25), tmp_path, resume=first.checkpoints[half])
+    assert [file.name for file in tmp_path.glob("eff_receipt*")] == ["eff_receipt.json"]
+    monkeypatch.setattr(receipts, "_WRITTEN", {})
+    run(receipts_recipe(0.5), tmp_path, resume=first.checkpoints[half])
+    kept = {"eff_receipt-1.json": 0.25, "eff_receipt.json": 0.5}
+    assert {file.name for file in tmp_path.glob("eff_receipt*")} == kept.keys()
+    for name, sparsity in kept.items():
+        assert json.loads((tmp_path / name).read_text())["recipe"]["prune"]["sparsity"] == sparsity
+
+
+def test_one_run_writes_its_receipt_again_and_keeps_what_is_not_its_own(tmp_path, monkeypatch):
+    values = run_bare(receipts_recipe(0.25)).receipt
     for _ in range(2):
-        first = receipts.Receipt(run_bare(receipts_recipe(0.25)).receipt, run=receipts)
-        first.write(tmp_path)
+        receipts.Receipt(values, run=receipts, is_resumed=True).write(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["eff_receipt.json"]
     monkeypatch.setattr(receipts, "_WRITTEN", {})
-    receipts.Receipt(first.values, run=object()).write(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["eff_receipt.json"]
+    receipts.Receipt(values, run=object()).write(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"eff_receipt.json", "eff_receipt-1.json"}
+    (tmp_path / "eff_receipt.json").write_text("{")
+    monkeypatch.setattr(receipts, "_WRITTEN", {})
+    receipts.Receipt(values, run=object(), is_resumed=True).write(tmp_path)
+    assert (tmp_path / "eff_receipt-2.json").read_text() == "{"
