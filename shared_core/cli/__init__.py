@@ -21,7 +21,6 @@ from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.compress import compress, decompress
 from shared_core.cli.export import export
 from shared_core.cli.init import init
-from shared_core.cli.loading import user_error, wants_traceback
 from shared_core.cli.planning import explain, plan, privacy
 from shared_core.cli.quantize import QuantizeCommand, quantize
 from shared_core.cli.reference import compat, doctor, flags, formats
@@ -31,6 +30,7 @@ from shared_core.cli.soup import soup
 from shared_core.cli.trainings import ChainCommand, chain, lottery, report, run, try_out
 from shared_core.engine import registry
 from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
+from shared_core.files.user_code import user_error, wants_traceback
 from shared_core.printing import QUIET, echo, is_quiet
 
 _SLOW = {

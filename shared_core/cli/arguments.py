@@ -166,7 +166,8 @@ class JudgedOptions(ModelOptions):
 
     def judge(self) -> Callable[[nn.Module], float] | None:
         """Return the user's quality function, checked to return a number."""
-        from shared_core.cli.loading import function, score
+        from shared_core.cli.loading import score
+        from shared_core.files.user_code import function
 
         if self.evaluate is None:
             return None
@@ -188,7 +189,7 @@ class LossOptions(ModelOptions):
 
     def batch_loss(self) -> Callable[[Any, Any], Any] | None:
         """Return the user's loss function of a model and a batch."""
-        from shared_core.cli.loading import function
+        from shared_core.files.user_code import function
 
         return function(self.loss, f"{self.key}: --loss", "model", "batch") if self.loss else None
 

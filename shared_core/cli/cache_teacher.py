@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
-from shared_core.cli.loading import build_model, check_named, device_name, function, load_folder
+from shared_core.cli.loading import build_model, check_named, device_name, load_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, require
 from shared_core.files import hub_names
+from shared_core.files.user_code import function
 from shared_core.printing import counted, share_text, size_text
 
 if TYPE_CHECKING:

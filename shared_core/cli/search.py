@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import typer
 
 from shared_core.cli.arguments import RunnerOptions, bar, takes, training_command
-from shared_core.cli.loading import copy_beside, function, load_folder, load_weights, made_up_inputs, open_model
+from shared_core.cli.loading import copy_beside, load_folder, load_weights, made_up_inputs, open_model
 from shared_core.cli.trainings import DISTILL, GOES_ON, ChainCommand, stoppable
 from shared_core.config.options import option
+from shared_core.files.user_code import function
 from shared_core.libraries import optional
 from shared_core.printing import amount, by_reason, echo, is_quiet, share_text
 

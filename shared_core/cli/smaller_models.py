@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_with_options, print_report, takes
-from shared_core.cli.loading import check_new, copy_beside, function, made_up_inputs, save_folder
+from shared_core.cli.loading import check_new, copy_beside, made_up_inputs, save_folder
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
+from shared_core.files.user_code import function
 from shared_core.printing import amount, by_reason, counted, duration, most_telling, share_text, size_text, table
 
 if TYPE_CHECKING:

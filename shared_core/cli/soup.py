@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from shared_core.cli.arguments import CommandOptions, bar, force, takes
-from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score, user_module
+from shared_core.cli.loading import build_model, device_name, fit_weights_, load_folder, score
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, MissingExtraError, require
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
+from shared_core.files.user_code import function, user_module
 from shared_core.front_ends.finding import front_ends
 from shared_core.printing import counted, echo, share_text
 

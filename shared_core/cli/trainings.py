@@ -22,10 +22,11 @@ import typer
 from typer.core import TyperCommand
 
 from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_command
-from shared_core.cli.loading import check_path, is_module
+from shared_core.cli.loading import check_path
 from shared_core.config.options import checked, option
 from shared_core.config.training_time import Position
 from shared_core.errors import CheckpointError, ConfigError, EffError, require
+from shared_core.files.user_code import is_module
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import (
     STEPS_FLAG,

@@ -7,10 +7,10 @@ import pickle
 import pytest
 from torch import nn
 
-from shared_core.cli.loading import function
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import Services
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MissingExtraError
+from shared_core.files.user_code import function
 from shared_core.runs import RunError
 
 

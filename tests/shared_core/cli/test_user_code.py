@@ -7,8 +7,8 @@ import pytest
 from commands import user_module
 
 from shared_core.cli import main
-from shared_core.cli.loading import function
 from shared_core.errors import ConfigError
+from shared_core.files.user_code import function
 
 CODE = """
 import torch
