@@ -38,8 +38,10 @@ from shared_core.distillation.task_gradient import (
 )
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
+from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import Context
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import ConfigError, TrainingError, require
+from shared_core.files.user_code import function, names_function
 
 
 @dataclass(frozen=True)
@@ -291,10 +293,21 @@ def _joined(outputs: list[Outputs]) -> Outputs:
 
 
 def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remote_code: bool) -> nn.Module:
-    """Return the module itself, or load the one with this name."""
-    if isinstance(teacher, str):
-        if teacher.startswith("<"):  # a saved recipe's placeholder for a module
-            rule = f"teacher must be passed again, got {teacher!r}: a saved recipe cannot store a module"
-            raise ConfigError("distill", rule, "pass the module")
+    """Return the module itself, load the one with this name, or call the function with this name."""
+    if not isinstance(teacher, str):
+        return cast("nn.Module", teacher)
+    if teacher.startswith("<"):  # a saved recipe's placeholder for a module
+        rule = f"teacher must be passed again, got {teacher!r}: a saved recipe cannot store a module"
+        raise ConfigError("distill", rule, "pass the module")
+    if not names_function(teacher):
         return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
-    return cast("nn.Module", teacher)
+    build, random = function(teacher, "distill: teacher"), rng_state()
+    try:
+        # Building a model draws initial weights, and the run must not depend on where the teacher came from.
+        built = build()
+    finally:
+        set_rng_state(random)
+    built = built[0] if isinstance(built, tuple) and built else built  # with example inputs, as other commands take it
+    told = f"teacher {teacher} must return a model, got {type(built).__name__}"
+    require(isinstance(built, nn.Module), "distill", told)
+    return cast("nn.Module", built)

@@ -12,6 +12,7 @@ from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 from shared_core.errors import CheckpointError, ConfigError, require
 from shared_core.files.hub_names import check_named
+from shared_core.files.user_code import check_function, names_function
 
 EMA = "ema"
 """Value of `teacher` for the student's own moving average."""
@@ -89,9 +90,9 @@ class DistillConfig(TechniqueConfig):
 
     teacher: Any = option(
         flag_type=str,
-        help="folder or Hub name of the teacher, or several with commas; self: a frozen copy of the model as the run "
-        "starts; ema: the student's own moving average; cache:FOLDER: output of eff cache-teacher; mutual: "
-        "students teach each other; in Python, modules too",
+        help="folder or Hub name of the teacher, or module:function (or file.py:function) that returns it, or several "
+        "with commas; self: a frozen copy of the model as the run starts; ema: the student's own moving average; "
+        "cache:FOLDER: output of eff cache-teacher; mutual: students teach each other; in Python, modules too",
     )
     peers: Any = option(
         2,
@@ -223,10 +224,12 @@ class DistillConfig(TechniqueConfig):
             parse_layers(self.init_layers)
 
     def check_files(self) -> None:
-        """Raise `CheckpointError` if a teacher, a cache or another student does not exist."""
+        """Raise an error if a teacher, its function's module, a cache or another student does not exist."""
         for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
             for name in models:
-                if isinstance(name, str) and _kind(name) == "NAME":
+                if isinstance(name, str) and names_function(name):
+                    check_function(name, f"{self.key}: {option_name}")
+                elif isinstance(name, str) and _kind(name) == "NAME":
                     check_named(name, self.key, option_name)
         is_there = self.cache is None or Path(self.cache).is_dir()
         told = f"teacher must be an existing cache, got {self.teacher!r}"

@@ -16,10 +16,11 @@ from shared_core.distillation.comparison import CachedComparison, Comparison, lo
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.mutual import MutualComparison, Peers
 from shared_core.distillation.outputs import check_heads, num_classes
-from shared_core.distillation.teacher_cache.keys import tokenizer_vocabulary
+from shared_core.distillation.teacher_cache.keys import teacher_fingerprint, tokenizer_vocabulary
 from shared_core.distillation.teachers import StartingStudent, StudentAverage, Teachers, change_dtype_, check_separate
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
+from shared_core.files.user_code import names_function
 
 
 def open_comparison(
@@ -65,9 +66,14 @@ def open_comparison(
     told: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
     if config.vocab_size is not None:
         told["vocab_size"] = config.vocab_size
+    built = {
+        name: teacher_fingerprint(module)
+        for name, module in zip(config.teachers, modules, strict=True)
+        if isinstance(name, str) and names_function(name)
+    }
     for module in modules:
         change_dtype_(module, config.teacher_dtype)
-    return _open(config, Teachers(modules, config.teacher_weights), told, student, fuses_head)
+    return _open(config, Teachers(modules, config.teacher_weights, built), told, student, fuses_head)
 
 
 def _with_common_vocabulary(

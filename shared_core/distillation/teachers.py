@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shared_core.distillation.teacher_cache.keys import teacher_fingerprint
 from shared_core.distributed.collectives import broadcast_, from_main, local_part, world_size
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.checks.model_guards import refuse_scripted
-from shared_core.errors import CheckpointError, CompatibilityError, EffError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, EffError, MatchError, TrainingError, require
 from shared_core.libraries import optional
 from shared_core.modules.calls import cache_configs, without_cache
 from shared_core.modules.four_bits import linear_of_four_bits
@@ -113,11 +114,21 @@ _ALIKE_IN_BOTH_MODES = frozenset(
 class Teachers:
     """Frozen models outside the student: in no state dict or optimizer, always in eval mode.
 
-    `weights` are the relative weights of the teachers; empty for equal ones.
+    A checkpoint holds digests of teachers that a function built: it may return another model when a run resumes.
+
+    Args:
+        modules: The teachers.
+        weights: Their relative weights. Empty for equal ones.
+        built: Digest of each teacher that a function built, by the function's name.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
-        self.weights = list(weights) or None
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        weights: Sequence[float] = (),
+        built: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.weights, self._built = list(weights) or None, built
         self._freeze(modules)
 
     def _freeze(self, modules: Sequence[nn.Module]) -> None:
@@ -183,11 +194,19 @@ class Teachers:
         """Undo `gather`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that changes during training; empty for frozen teachers."""
-        return {}
+        """Return what changes during training, or digests of teachers that may have changed when a run resumes."""
+        return {"built": dict(self._built)} if self._built else {}
 
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Restore the state returned by `state_dict`, after the student's was restored."""
+        """Restore the state returned by `state_dict`, after the student's was restored.
+
+        Raises:
+            CheckpointError: If a function built another teacher than in the run that wrote the state.
+        """
+        for name, digest in state.get("built", {}).items():
+            told = f"teacher {name} must return the model that the run started with, got other weights"
+            is_same = self._built.get(name, digest) == digest
+            require(is_same, "distill", told, "load its weights from a file, or seed it", CheckpointError)
 
 
 class StartingStudent(Teachers):
