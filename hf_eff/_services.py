@@ -19,10 +19,10 @@ from transformers import IntervalStrategy, Trainer
 
 from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
-from shared_core.engine.checks.preflight import without_trace
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.front_ends.preflight import check_metrics, without_trace
 from shared_core.front_ends.services import looking
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
@@ -190,7 +190,7 @@ def preflight(trainer: Trainer, session: Session, services: TrainerServices) -> 
     if session.recipe and best is not None and args.eval_strategy != IntervalStrategy.NO:
         also["hf: metric_for_best_model"] = best if best.startswith("eval_") else f"eval_{best}"
     if trainer.state.global_step == 0:
-        session.validation.preflight(lambda: _names_reported(trainer, services), also)
+        check_metrics(session, lambda: _names_reported(trainer, services), also)
 
 
 def _names_reported(trainer: Trainer, services: TrainerServices) -> list[str]:

@@ -19,10 +19,10 @@ from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
-from shared_core.engine.checks.preflight import without_trace
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.front_ends.preflight import check_metrics, without_trace
 from shared_core.front_ends.services import looking
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def say(text: str) -> None:
 def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:
     """Check that validation logs the metrics that techniques need."""
     if trainer.global_step == 0 and not {*session.recipe.needed_metrics().values()} <= set(seen):
-        session.validation.preflight(lambda: _names_logged(trainer, services))
+        check_metrics(session, lambda: _names_logged(trainer, services))
 
 
 def _names_logged(trainer: Any, services: LightningServices) -> list[str]:

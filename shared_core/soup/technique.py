@@ -12,10 +12,10 @@ from shared_core.checkpoint_formats import Ingredient
 from shared_core.distributed.collectives import broadcast_
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.checks.claims import Claim, Same
-from shared_core.engine.checks.preflight import check_all
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
+from shared_core.front_ends.preflight import check_all
 from shared_core.modules.matching import plain_name
 from shared_core.printing import counted
 from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of, candidate_for

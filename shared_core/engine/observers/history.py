@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shared_core.engine.checks.preflight import check_all, reported_names
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import returned
 
@@ -160,31 +159,6 @@ class Validation:
     def finals(self) -> dict[str, float]:
         """Return the metrics of the final model, empty if none are known."""
         return self._final or dict(self._last[1] if self._last and self.is_current else {})
-
-    def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
-        """Evaluate one batch at the start of a run to check that evaluation reports the metrics the recipe needs.
-
-        If the user's evaluation fails on so little data, a note says so. Nothing is evaluated in a resumed run, or if
-        no metric is needed.
-
-        Args:
-            evaluate: Evaluates one batch without side effects and returns the metric names, on every process.
-            also: Metrics that the trainer itself needs, by option.
-
-        Raises:
-            ConfigError: If a metric is not reported.
-        """
-        wanted = {**self._session.recipe.needed_metrics(), **(also or {})}
-        if not wanted or self._session.step:
-            return
-        names, reason = reported_names(evaluate)
-        if names is not None:
-            check_all(wanted, names)
-            return
-        self._session.note(
-            f"could not check that evaluation reports {', '.join(sorted(set(wanted.values())))}: evaluating one batch "
-            f"at the start failed ({reason})"
-        )
 
     def of_final(self, evaluate: Callable[[], Mapping[str, float]], *, after_steps: bool = False) -> None:
         """Evaluate the finished model if it changed after the last validation. The metrics go into the receipt.

@@ -13,8 +13,38 @@ from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, EffError, nearest
 from shared_core.modules.calls import modes_restored
+
+
+def check_metrics(
+    session: Session, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None
+) -> None:
+    """Evaluate one batch at the start of a run to check that evaluation reports the metrics the recipe needs.
+
+    If the user's evaluation fails on so little data, a note says so. Nothing is evaluated in a resumed run, or if no
+    metric is needed.
+
+    Args:
+        session: The session, which has begun.
+        evaluate: Evaluates one batch without side effects and returns the metric names, on every process.
+        also: Metrics that the trainer itself needs, by option.
+
+    Raises:
+        ConfigError: If a metric is not reported.
+    """
+    wanted = {**session.recipe.needed_metrics(), **(also or {})}
+    if not wanted or session.step:
+        return
+    names, reason = reported_names(evaluate)
+    if names is not None:
+        check_all(wanted, names)
+        return
+    session.note(
+        f"could not check that evaluation reports {', '.join(sorted(set(wanted.values())))}: evaluating one batch "
+        f"at the start failed ({reason})"
+    )
 
 
 def check_reported(option: str, metric: str, reported: Collection[str]) -> None:
