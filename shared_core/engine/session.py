@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import time
@@ -16,7 +17,7 @@ from shared_core.checkpoint_formats.saved_rows import save_as_float_
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_
 from shared_core.engine.checks import compatibility, coverage, model_guards
-from shared_core.engine.checks.optimizer_parameters import joined_note
+from shared_core.engine.checks.optimizer_parameters import attach_with, joined_note
 from shared_core.engine.hooks import Hooks, overrides
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History, Validation
@@ -33,7 +34,7 @@ from shared_core.engine.saving.session_state import UnsavedBuffers, reading, res
 from shared_core.engine.services import Services
 from shared_core.engine.technique import Context, Purpose, Technique, returned
 from shared_core.errors import TrainingError
-from shared_core.modules.calls import forget_compiled
+from shared_core.modules.calls import around_forwards, forget_compiled
 
 
 def _layers_in_parts(model: nn.Module) -> set[str]:
@@ -253,6 +254,65 @@ class Session:
         self.has_begun = True
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_steps: int,
+        steps_per_epoch: StepsPerEpoch | None = None,
+        clips_gradients: bool = True,
+        resumed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Attach to a model whose optimizer exists, and begin. For callbacks of other libraries.
+
+        Then call `loss`, `before_step` and `after_step`, and `finish` at the end, or `detach` after an error. Training
+        forwards need no `forward`. A run that was neither finished nor detached is detached first.
+
+        Args:
+            model: The unwrapped model, with the weights that training starts or resumes from.
+            optimizer: The optimizer of its parameters, as for `efftrain.training`.
+            total_steps: As in `begin`.
+            steps_per_epoch: As in `begin`.
+            clips_gradients: As in `begin`.
+            resumed: The saved `state_dict` to resume from. Load the optimizer's own state after `start`.
+
+        Raises:
+            CompatibilityError: If a technique scales the loss, or the recipe cannot run in this environment.
+            MatchError: If a technique matches nothing or too little.
+
+        Example:
+            >>> model, session = nn.Linear(8, 4), Session({"prune": {"sparsity": 0.5, "end": 1}})
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> session.start(model, optimizer, total_steps=2)
+            >>> for _ in range(2):
+            ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
+            ...     session.before_step()
+            ...     optimizer.step()
+            ...     _ = session.after_step()
+            >>> session.finish()
+            >>> int((model.weight == 0).sum())
+            16
+        """
+        self.detach()
+        compatibility.refuse_scaling(self.techniques)
+        attach_with(self, model, [optimizer])
+        context = self.context_for("start")
+        try:
+            if resumed is not None:
+                self.prepare_optimizers([optimizer])
+                self.load_state_dict(resumed)
+            self.begin(
+                [optimizer], total_steps=total_steps, steps_per_epoch=steps_per_epoch, clips_gradients=clips_gradients
+            )
+        except BaseException:
+            self.detach()
+            raise
+        context.undo.callback(around_forwards(model, lambda *_: self.forward()))
+        told = functools.partial(self.progress.tell_unfinished, " without session.finish()")
+        atexit.register(told)
+        context.undo.callback(atexit.unregister, told)
 
     def begin_again(self) -> None:
         """Hand each technique the state that `load_state_dict` restored. `begin` does so too.

@@ -26,7 +26,7 @@ from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import around_forwards
 
 T = TypeVar("T")
 _LOOPS: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
@@ -95,7 +95,6 @@ class LoopDriver:
         self.to_device: Callable[[Any], Any] = lambda batch: batch
         self.loaded_state: Mapping[str, Any] | None = None
         self._window: Mapping[str, Any] = {}
-        self._surroundings: list[contextlib.AbstractContextManager[Any]] = []
         self._hooks = contextlib.ExitStack()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -228,9 +227,7 @@ class LoopDriver:
 
     def watch_forward(self, model: nn.Module) -> None:
         """Hook a model's forwards and its changes of mode until the end."""
-        before, after = RunHook(self.on_forward), RunHook(self.after_forward)
-        self.until_end(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-        self.until_end(model.register_forward_hook(after, always_call=True).remove)
+        self.until_end(around_forwards(model, self.on_forward))
         self.wrap(self.inner, train=self.on_train)  # library wrappers pass the mode on to it
 
     def watch_steps(self) -> None:
@@ -272,16 +269,14 @@ class LoopDriver:
         )
         self._restore_window()
 
-    def on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Enter the session's context of a forward. A forward pre-hook."""
-        trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
-        if trains:
-            if not self.session.has_begun:
-                self._begin_inside(module, args, kwargs)
-            self._refuse_undrawn()
-        surrounding = self.session.forward() if trains else contextlib.nullcontext()
-        surrounding.__enter__()
-        self._surroundings.append(surrounding)
+    def on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the session's context of a training forward, which may be the first of the run."""
+        if self.session.is_finished:
+            return contextlib.nullcontext()
+        if not self.session.has_begun:
+            self._begin_inside(module, args, kwargs)
+        self._refuse_undrawn()
+        return self.session.forward()
 
     def _begin_inside(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         known = {*module._forward_pre_hooks}
@@ -290,11 +285,6 @@ class LoopDriver:
         for number, hook in [*module._forward_pre_hooks.items()]:
             if number not in known:
                 hook(module, args, *((kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()))
-
-    def after_forward(self, *_: Any) -> None:
-        """Leave the context of the innermost forward. A forward hook."""
-        if self._surroundings:
-            self._surroundings.pop().__exit__(None, None, None)
 
     def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the script's ``backward`` with the loss that includes the techniques' terms."""
@@ -521,9 +511,6 @@ class LoopDriver:
         if not self.session.has_begun:
             self.session.finish()  # notes that training never began
         elif not self.session.is_finished:
-            self.session.note(
-                f"the model was not finished: the loop ended after {self.session.step} of {self.plan.total_steps} "
-                f"steps{self.ends_by}; files that it saved hold training weights"
-            )
+            self.session.progress.tell_unfinished(self.ends_by)
         with contextlib.suppress(EffError):  # printed, and in the receipt
             self.leave_receipt(self.start, gather=False)

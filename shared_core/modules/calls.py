@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +43,39 @@ class RunHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RunHook, (None,)
+
+
+def around_forwards(
+    model: nn.Module, surrounding: Callable[[nn.Module, Any, Any], AbstractContextManager[Any]]
+) -> Callable[[], None]:
+    """Enter a context manager around each training forward of a model, until the returned function is called.
+
+    Args:
+        model: The model.
+        surrounding: Makes it from the model and the forward's arguments, positional and named.
+    """
+    entered: list[AbstractContextManager[Any]] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        trains = module.training and torch.is_grad_enabled()
+        around = surrounding(module, args, kwargs) if trains else contextlib.nullcontext()
+        around.__enter__()
+        entered.append(around)
+
+    def after(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    handles = (
+        model.register_forward_pre_hook(RunHook(before), with_kwargs=True, prepend=True),
+        model.register_forward_hook(RunHook(after), always_call=True),
+    )
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:

@@ -61,6 +61,18 @@ class Progress:
         if is_short or (planned is not None and applied > planned):
             context.note(f"steps: {applied} were applied, {planned} were planned")
 
+    def tell_unfinished(self, ends_by: str = "") -> None:
+        """Note that the loop ended without finishing the model.
+
+        Args:
+            ends_by: The missing call.
+        """
+        context = self._session.context_for("finish")
+        self._session.note(
+            f"the model was not finished: the loop ended after {context.step} of {context.total_steps} steps{ends_by}; "
+            "files that it saved hold training weights"
+        )
+
     def passed_end(self) -> None:
         """Note once that more steps were applied than planned. Schedules keep their last value."""
         context = self._session.context_for("after_step")
