@@ -14,13 +14,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_eff.auto_callback import VARIABLE
+from shared_core.errors import require
 from shared_core.front_ends.after_import import after_import
+from shared_core.front_ends.flags import STEPS_FLAG, asked_steps
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
     from shared_core.runs.short_run import ShortRunConfig
 
 
+_LOOP_MODULES = ("lightning_fabric.fabric", "lightning.fabric.fabric")
 _STRATEGIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "eff_ddp": ("ddp_class", {}, "DDP whose communication hooks run on a CPU too"),
     **{
@@ -50,16 +53,23 @@ def _make(maker: str, namespace: str, **options: Any) -> Any:
 
 
 class LightningFrontEnd:
-    """Adds a recipe to every Lightning Trainer that a script builds, through the callbacks entry point."""
+    """Adds a recipe to a script's Lightning Trainers, through the callbacks entry point, and to its Fabric loops."""
 
     name = "lightning"
     libraries = ("pytorch_lightning", "lightning")
-    modules = ()  # child processes get the recipe through the environment
+    modules = _LOOP_MODULES  # Trainers of child processes get the recipe through the environment
+
+    def __init__(self) -> None:
+        self._recipe: Recipe | None = None  # of Fabric loops
+        self._has_loop = False
 
     def install(self, recipe: Recipe) -> None:
-        """Write the recipe to a file and name it in the environment, which child processes inherit."""
+        """Write the recipe to a file and name it in the environment, which child processes inherit. Patch Fabric."""
         from shared_core.files.atomic import folder_aside
 
+        self._recipe, self._has_loop = recipe, False
+        for name in self.modules:
+            after_import(name, self.patch_loops)
         folder = folder_aside(tempfile.gettempdir())
         atexit.register(_remove, folder, os.getpid())
         path = folder / "recipe.yaml"
@@ -70,13 +80,38 @@ class LightningFrontEnd:
         """Make every `fit` with the recipe a short run."""
         from lightning_eff._short_run import shorten_fit
 
+        self._recipe = None  # a Fabric loop has no end that could be moved
         for name in ("pytorch_lightning", "lightning.pytorch"):
             after_import(f"{name}.trainer.trainer", functools.partial(shorten_fit, run))
 
     def used(self) -> bool:
         """Return True if training with a recipe was started in this process."""
         module = sys.modules.get("lightning_eff._trainer_hooks")
-        return module is not None and module.EffCallback.num_started > 0
+        return self._has_loop or (module is not None and module.EffCallback.num_started > 0)
+
+    def patch_loops(self, module: ModuleType) -> None:
+        """Replace ``Fabric.setup`` in the module that defines it, for a model with one optimizer."""
+        stock = module.Fabric.setup
+        if hasattr(stock, "eff_stock"):
+            return
+
+        @functools.wraps(stock)
+        def setup(fabric: Any, model: Any, *optimizers: Any, **options: Any) -> Any:
+            from shared_core.engine.checks.model_guards import has_session
+
+            # A script may also call our own `setup`, which has attached the techniques before it calls Fabric's.
+            if not self._recipe or len(optimizers) != 1 or has_session(getattr(model, "_orig_mod", model)):
+                return stock(fabric, model, *optimizers, **options)
+            from lightning_eff.fabric_loop import setup as set_up
+
+            steps = asked_steps()
+            told = f"the number of optimizer steps must be given for a Fabric loop, as --{STEPS_FLAG} N"
+            require(steps, "eff run", told, "or call efftrain.lightning.setup in the script")
+            self._has_loop = True
+            return set_up(fabric, model, optimizers[0], recipe=self._recipe, total_steps=steps or 0, **options)
+
+        setup.eff_stock = stock  # type: ignore[attr-defined]
+        module.Fabric.setup = setup  # type: ignore[attr-defined]
 
 
 def _remove(folder: Path, owner: int) -> None:

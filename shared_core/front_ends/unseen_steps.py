@@ -25,9 +25,10 @@ def unseen(script: str, why: str) -> CompatibilityError:
     """Return the error for a script that no front end has reached."""
     return CompatibilityError(
         "eff run",
-        f"{script} must train with the Hugging Face Trainer, Lightning, or an Accelerate loop that prepares its "
-        f"model and optimizer, but {why}",
-        "no technique was applied; with Fabric use efftrain.lightning.setup, in your own loop efftrain.training",
+        f"{script} must train with the Hugging Face Trainer, Lightning, or an Accelerate or Fabric loop that sets up "
+        f"its model and optimizer in one call, but {why}",
+        "no technique was applied; in your own loop use efftrain.training, in a callback of another library "
+        "efftrain.Session.start",
     )
 
 

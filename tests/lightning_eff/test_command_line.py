@@ -98,6 +98,7 @@ def test_the_environment_variable_reaches_every_trainer(namespace, tmp_path, mon
 def test_eff_run_installs_a_recipe_and_learns_whether_it_was_used(tmp_path, monkeypatch):
     monkeypatch.setenv("EFF_RECIPE", "")
     monkeypatch.setattr(EffCallback, "num_started", 0)
+    monkeypatch.setattr(FRONT_END, "_recipe", None)  # of Fabric loops
     FRONT_END.install(Recipe.from_dict({"prune": {"sparsity": 0.5}}))
     trainer = make_trainer(tmp_path)
     assert not FRONT_END.used()

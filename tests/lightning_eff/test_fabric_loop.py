@@ -1,6 +1,8 @@
 """A loop of Fabric: what its methods mean for the techniques, what its files hold, and what is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -257,3 +259,47 @@ def test_what_cannot_run_is_refused_and_leaves_the_model_alone(monkeypatch):
     monkeypatch.setattr(Fabric, "strategy", FSDPStrategy())  # Fabric itself makes it on GPUs alone
     with pytest.raises(CompatibilityError, match=r"strategy must be one of .*, got FSDPStrategy"):
         Loop(PRUNE)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from {namespace} import Fabric
+fabric = Fabric(accelerator="cpu", devices=1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer = {setup}
+for step in range(4):
+    fabric.backward(model(torch.ones(2, 16)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+fabric.save("run/last.ckpt", {{"model": model}})
+"""
+SETUPS = {
+    "stock": "fabric.setup(model, optimizer)",
+    "apart": "fabric.setup(model), fabric.setup_optimizers(optimizer)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("namespace", "setup", "flags", "told"),
+    [
+        ("lightning_fabric", "stock", ("--eff_total_steps", "4"), ""),
+        ("lightning.fabric", "stock", ("--eff_total_steps", "4"), ""),
+        ("lightning.fabric", "stock", (), "must be given for a Fabric loop, as --eff_total_steps"),
+        ("lightning.fabric", "apart", ("--eff_total_steps", "4"), "an optimizer stepped before any of them"),
+    ],
+)
+def test_eff_run_prunes_the_loop_of_an_unedited_script_or_stops_it(namespace, setup, flags, told, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.format(namespace=namespace, setup=SETUPS[setup]))
+    command = [sys.executable, "-m", "efftrain", "run", "train.py", "--prune_sparsity", "0.5", *flags]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert told in run.stderr
+    assert (run.returncode == 0) == (not told), run.stderr
+    assert (tmp_path / "run" / "last.ckpt").exists() == (not told)
+    if not told:
+        weights = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["model"]
+        assert sum(int((weights[name] == 0).sum()) for name in ("0.weight", "2.weight")) == (256 + 64) // 2
+        assert json.loads((tmp_path / "run" / "eff_receipt.json").read_text())["finished"]

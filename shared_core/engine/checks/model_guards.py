@@ -59,6 +59,11 @@ def refuse_second_session(session: Session, model: nn.Module) -> None:
     _ATTACHED.add(session)
 
 
+def has_session(model: nn.Module) -> bool:
+    """Return True if techniques are attached to a model."""
+    return any(one.context is not None and one.context.model is model for one in _ATTACHED if one.is_attached)
+
+
 def _others(session: Session, model: nn.Module) -> Iterator[Session]:
     # A part of the model, or a model around it, shares modules too.
     parts = {*map(id, model.modules())}
