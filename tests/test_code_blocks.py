@@ -191,7 +191,7 @@ def saved_data():
     return {"inputs": torch.rand(96, 64), "classes": torch.randint(10, (96,))}
 
 
-@pytest.mark.parametrize("name", ["hugging_face", "lightning", "own_loop", "resume"])
+@pytest.mark.parametrize("name", ["hugging_face", "integrations", "lightning", "own_loop", "resume"])
 def test_the_pages_of_the_trainers_and_loops_run_as_they_are(name, tmp_path, monkeypatch, capsys):
     page = ROOT / "docs" / f"{name}.md"
     monkeypatch.chdir(tmp_path)
