@@ -69,10 +69,10 @@ _Script = Annotated[
 def run(context: typer.Context, script: _Script) -> None:
     """Run your training script, unedited, with the techniques that flags switch on.
 
-    The script uses a trainer, Accelerate or Fabric. Put the flags anywhere after it: --prune_sparsity, --qat_scheme and others
-    (see `eff flags`), --eff_recipe FILE, --eff_allow_partial, and --eff_total_steps N for a loop without a scheduler.
-    The script gets all other flags, including --help, and everything after `--`. Techniques also apply to scripts that
-    it starts, as $(which trl) and accelerate.commands.launch do.
+    The script uses a trainer, Accelerate or Fabric. Put the flags anywhere after it: --prune_sparsity, --qat_scheme and
+    others (see `eff flags`), --eff_recipe FILE, --eff_allow_partial, and --eff_total_steps N for a loop without a
+    scheduler. The script gets all other flags, including --help, and everything after `--`. Techniques also apply to
+    scripts that it starts, as $(which trl) and accelerate.commands.launch do.
     """
     from shared_core.runs.command import is_launcher
 
