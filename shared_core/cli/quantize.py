@@ -15,12 +15,14 @@ from shared_core.cli.export import BETWEEN, load_quantized
 from shared_core.cli.loading import check_new, made_up_inputs, save_folder, user_batches
 from shared_core.config.options import option
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError, require
+from shared_core.files.journal import read_object
 from shared_core.files.json_yaml import json_text
 from shared_core.libraries import optional
-from shared_core.printing import echo
+from shared_core.printing import counted, echo, listed
 from shared_core.tools.quantize_options import StudyOptions
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
     from shared_core.quantization import QatConfig
@@ -86,11 +88,13 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     The folder holds model.safetensors, eff_deployment.json for `eff export`, eff_quantization.json with the report and,
     with --largest-loss, plan.yaml. The weights are floats, already rounded to the grid, and load into the plain model.
     --equalize and --correct-bias fuse batch norms, so these weights load into the model without batch norms. A Hugging
-    Face folder is saved as one. Its 16-bit weights become float32, which holds the rounded values exactly.
+    Face folder is saved as one. Each tensor keeps its dtype if that holds the rounded values exactly, and is float32
+    otherwise. With --scheme fp16 or bf16 the weights have that dtype.
 
     Under torchrun, the processes share the calibration batches.
     """
     from shared_core.distributed.job import Job
+    from shared_core.quantization.post_training.quality import quantized_bytes
     from shared_core.reports.page import check_place, write_page
     from shared_core.reports.quantization_page import print_study, sections
     from shared_core.tools.measuring import state_bytes
@@ -105,12 +109,14 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     config, gptq = _configs(asked, _options(pairs))
     network, inputs, folder = asked.open()
     float_bytes = state_bytes(network)
-    notes = _in_float32(network) if folder else []
     study = QuantizationStudy(
         network=network, config=config, gptq=gptq, options=asked, job=job,
         allow_partial=asked.allow_partial, progress=functools.partial(bar, is_shown=job.is_main),
     )  # fmt: skip
     _check(study, asked, inputs, is_folder=folder is not None)
+    dtypes = {name: value.dtype for name, value in network.state_dict().items()}
+    if folder is not None:
+        network.float()  # for exact quantized values
     _load_data(study, asked, inputs)
     with job:
         if not job.is_main:
@@ -118,8 +124,9 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
             return
         result = study.run()
     told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.preset_or_formats}
+    notes = _narrow_(result.model, dtypes, result.values["ranges"])
     values = {"asked": told, **result.values, "notes": [*notes, *result.values["notes"]]}
-    values["bytes"]["float"] = float_bytes
+    values["bytes"] = {"float": float_bytes, "quantized": quantized_bytes(result.model)}
     _write(asked, result, values, folder, study.data)
     if asked.report is not None:
         write_page(asked.report, f"Quantization of {asked.model}", sections(values))
@@ -168,6 +175,8 @@ def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) ->
 def _write(
     asked: QuantizeOptions, result: StudyResult, values: dict[str, Any], folder: Path | None, data: list[Any] | None
 ) -> None:
+    import torch
+
     from shared_core.checkpoint_formats.plain import write_deployment
 
     between = _between(result, data, values["notes"])
@@ -176,6 +185,11 @@ def _write(
         if values["ranges"]:
             kept = {BETWEEN: between} if between else {}
             write_deployment(str(temporary), {"qat": {"ranges": values["ranges"], **kept}})
+        if (file := temporary / "config.json").is_file():
+            # transformers would load all weights in the dtype of the first, which may round others
+            dtype = functools.reduce(torch.promote_types, [value.dtype for value in result.model.parameters()])
+            config = {**read_object(file), "dtype": str(dtype).removeprefix("torch.")}
+            file.write_text(json_text(config) + "\n", encoding="utf-8")
         if result.plan is not None:
             result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=str(result.config.scheme))
 
@@ -222,13 +236,27 @@ def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
     return [(x, y) for x, y in held]
 
 
-def _in_float32(network: nn.Module) -> list[str]:
-    """Convert 16-bit weights to float32, so that quantized values are exact. Return a note if there were any."""
-    found = {str(value.dtype) for value in network.parameters() if value.is_floating_point() and value.itemsize == 2}
-    if not found:
-        return []
-    network.float()
-    return [f"weights of {', '.join(sorted(found))} became float32, as 16 bits cannot hold quantized values exactly"]
+def _narrow_(model: nn.Module, dtypes: Mapping[str, torch.dtype], ranges: Mapping[str, Any]) -> list[str]:
+    """Cast tensors to their format's dtype, or the one they came in, where that is exact. Return notes."""
+    import torch
+
+    from shared_core.modules.weight_views import weights_of
+    from shared_core.quantization.low_bit import HALF
+
+    modules = dict(model.named_modules())
+    halves = {name: HALF[entry["weight"]] for name, entry in ranges.items() if entry.get("weight") in HALF}
+    formats = {f"{name}.{own}": dtype for name, dtype in halves.items() for own in weights_of(modules[name])}
+    came = {str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype in HALF.values()}
+    wide = []
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        dtype = formats.get(name, dtypes.get(name, value.dtype))
+        if torch.equal(value.to(dtype).to(value.dtype), value):
+            value.data = value.data.to(dtype)
+        else:
+            wide.append(name)
+    told = f"{counted(len(wide), 'weight')} became float32, because {listed(sorted(came))} cannot hold quantized values"
+    computed = f"the weights came in {listed(sorted(came))}; everything was measured in float32"
+    return [f"{told} exactly"] * bool(wide) + [computed] * bool(came)
 
 
 def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:

@@ -77,17 +77,17 @@ class QatConfig(OverridableConfig):
     scheme: Scheme | None = option(
         None,
         help="formats of weights and inputs by one name, in any case: int8 (inputs with fixed ranges), int8_weight, "
-        "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp8, fp8_static, fp8_block, mxfp4, nvfp4, ternary, "
-        "binary, released (those of the folder that the model was loaded from, with its scales), or "
-        "compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
-        "MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
+        "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp16 and bf16 (weights alone), fp8, fp8_static, "
+        "fp8_block, mxfp4, nvfp4, ternary, binary, released (those of the folder that the model was loaded from, with "
+        "its scales), or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, "
+        "NVFP4A16, MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
         flag_type=str | None,
     )
     weights: Weights | None = option(
         None,
         help="format of weights, instead of the scheme's. int8: per channel; int4, int4_asym: in groups, without or "
-        "with zero points; fp8: per channel; fp8_tensor: one scale; fp8_block: blocks of 128 x 128; mxfp4, mxfp8, "
-        "nvfp4: blocks of 32, 32 or 16",
+        "with zero points; fp16, bf16: 16 bits; fp8: per channel; fp8_tensor: one scale; fp8_block: blocks of "
+        "128 x 128; mxfp4, mxfp8, nvfp4: blocks of 32, 32 or 16",
     )
     init: str | None = option(
         None,

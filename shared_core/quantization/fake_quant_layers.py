@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.released import Grid as ReleasedGrid
 from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
-from shared_core.engine.checks.claims import Grid, Where
+from shared_core.engine.checks.claims import Claim, Fits, Grid, Where
 from shared_core.errors import CompatibilityError
 from shared_core.modules.matching import (
     StackedExperts,
@@ -45,7 +45,7 @@ from shared_core.quantization.batch_norm import (
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.layer_graph import LAYERS
 from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
-from shared_core.quantization.low_bit import to_blocks
+from shared_core.quantization.low_bit import HALF, beyond_half, to_blocks
 from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.schemes import LayerScheme
 
@@ -302,7 +302,7 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
     if not gather and any(map(is_sharded, weights.values())):
         return {"weights": numel}
     quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
-    sums, peak, largest, clipped = SignalToNoise(), 0.0, 0.0, 0
+    sums, peak, largest, clipped, flushed = SignalToNoise(), 0.0, 0.0, 0, 0
     for name, weight in weights.items():
         exact = whole(weight)
         if not exact.numel():
@@ -311,14 +311,19 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
         if isinstance(quantizer.weight_scale, KeptScale):
             clipped += quantizer.weight_scale.clipped(module, folded_weight(module, exact), name)
         sums.add(exact, rounded)
+        if quantizer.scheme.is_half:
+            clipped += int(beyond_half(exact, quantizer.scheme.weight).sum())
+            flushed += int(((exact != 0) & (rounded == 0)).sum())
         error = (exact.double() - rounded.double()).abs().max().item()
         peak, largest = max(peak, exact.abs().max().item()), max(largest, error)
-    kept = {"weights_clipped": clipped} if isinstance(quantizer.weight_scale, KeptScale) else {}
+    counted = {"weights_clipped": clipped} if isinstance(quantizer.weight_scale, KeptScale) else {}
+    if quantizer.scheme.is_half:
+        counted = {"weights_clipped": clipped, "weights_flushed": flushed}
     return {
         "weights": numel,
         "sqnr_db": sums.decibels,
         "largest_relative_error": largest / peak if peak else 0.0,
-        **kept,
+        **counted,
     }
 
 
@@ -341,9 +346,13 @@ def _mx_codes(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
     return blocks / decode(mx_encode(blocks, cast("Element", scheme.element)).scale, "e8m0")
 
 
-def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any], kept: ReleasedGrid | None = None) -> Grid:
+def grid_of(
+    module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any], kept: ReleasedGrid | None = None
+) -> Claim:
     """Return the grid on which a baked weight must lie: the one that was kept, or that of the weight's own values."""
     kind, element = scheme.weight, scheme.element
+    if scheme.is_half:
+        return Fits(HALF[kind], holds=Where.SAVED)
     # both zeros are one value
     levels = 2**scheme.weight_bits - (kind not in ("channel", "group", "binary"))
     # A folded layer saves the unfolded weight, whose rows are multiples of other steps.

@@ -60,6 +60,36 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
     return _StraightThrough.apply(x, None)  # type: ignore[no-untyped-call, no-any-return]
 
 
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""Format of 16 bits → its dtype."""
+
+
+class _ToHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: str) -> Tensor:
+        ctx.save_for_backward(beyond_half(x, format))
+        return round_to(x, format).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].masked_fill(ctx.saved_tensors[0], 0), None
+
+
+def half_fake_quantize(x: Tensor, format: Literal["fp16", "bf16"]) -> Tensor:
+    """Return `x` rounded to a float format of 16 bits. Values beyond its largest saturate and get no gradient.
+
+    Example:
+        >>> half_fake_quantize(torch.tensor([0.1, 1e5, 1e-9]), "fp16").tolist()
+        [0.0999755859375, 65504.0, 0.0]
+    """
+    return _ToHalf.apply(x, format)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def beyond_half(x: Tensor, format: str) -> Tensor:
+    """Return where the magnitude of `x` is above the largest value of a format of 16 bits."""
+    return x.abs() > torch.finfo(HALF[format]).max
+
+
 _HEIGHT = 128  # rows of a block
 _E4M3_MAX, _E4M3_STEP = 448.0, 32.0  # and the step below it
 

@@ -18,6 +18,7 @@ from shared_core.numerics.block_formats import BEYOND
 from shared_core.quantization.low_bit import (
     fake_quantize_by_scale,
     from_blocks,
+    half_fake_quantize,
     mx_fake_quantize,
     nvfp4_fake_quantize,
     to_blocks,
@@ -79,6 +80,8 @@ def _fp8_block(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tenso
 _QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tensor]] = {
     "channel": _channel,
     "group": _group,
+    "fp16": lambda rows, scheme, noise: half_fake_quantize(rows, "fp16"),
+    "bf16": lambda rows, scheme, noise: half_fake_quantize(rows, "bf16"),
     "fp8": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn, 0),
     "fp8_tensor": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn),
     "fp8_block": _fp8_block,

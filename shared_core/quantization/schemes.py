@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 Weight = Literal[
-    "channel", "group", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
+    "channel", "group", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
 ]  # fmt: skip
 Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "mxfp8", "nvfp4"]
 WITH_RANGE = ("static", "fp8_static")
@@ -14,6 +14,7 @@ WITH_RANGE = ("static", "fp8_static")
 FP8_GROUP = 128
 """Features of an input that share a scale in ``fp8_group``."""
 _MX = ("mxfp4", "mxfp8")
+_HALF = ("fp16", "bf16")
 _LARGEST_IN_E4M3 = 16
 """e4m3 holds every integer up to it."""
 
@@ -24,7 +25,7 @@ class LayerScheme:
 
     Args:
         weight: Granularity of scales, or the number format. ``channel`` and ``fp8``: one scale per output channel;
-            ``fp8_tensor``: one; ``fp8_block``: per `group_size` inputs of 128 channels.
+            ``fp8_tensor``: one; ``fp8_block``: per `group_size` inputs of 128 channels; ``fp16`` and ``bf16``: none.
         weight_bits: Bits of a code.
         group_size: Weights that share a scale; 0 unless `weight` is ``group`` or ``fp8_block``.
         affine: True if groups have a zero point.
@@ -61,6 +62,11 @@ class LayerScheme:
     def has_integers(self) -> bool:
         """True if weights are integers of `weight_bits` bits."""
         return self.weight in ("channel", "group")
+
+    @property
+    def is_half(self) -> bool:
+        """True if weights are floats of 16 bits, without scales."""
+        return self.weight in _HALF
 
     @property
     def has_integer_inputs(self) -> bool:
@@ -130,6 +136,8 @@ class LayerScheme:
         kind = f"int{self.weight_bits}" if self.has_integers else self.weight
         if self.input in _MX and self.weight not in _MX:
             return f"{self.input} inputs have a power of two per 32 features, which {kind} weights lack"
+        if self.is_half and self.input != "none":
+            return f"{self.weight} weights multiply only float inputs"
         if self.input == "nvfp4" and self.weight != "nvfp4":
             return f"nvfp4 inputs have an fp8 scale per 16 features, which {kind} weights lack"
         if self.has_integer_inputs and (self.weight.startswith("fp8") or self.weight == "mxfp8"):
@@ -143,10 +151,12 @@ class LayerScheme:
 
 
 Weights = Literal[
-    "int8", "int4", "int4_asym", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
-]
+    "int8", "int4", "int4_asym", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary",
+    "binary",
+]  # fmt: skip
 WEIGHTS: dict[str, tuple[Weight, int, int, bool]] = {
     "int8": ("channel", 8, 0, False), "int4": ("group", 4, 0, False), "int4_asym": ("group", 4, 0, True),
+    "fp16": ("fp16", 16, 0, False), "bf16": ("bf16", 16, 0, False),
     "fp8": ("fp8", 8, 0, False), "fp8_tensor": ("fp8_tensor", 8, 0, False), "fp8_block": ("fp8_block", 8, 128, False),
     "mxfp4": ("mxfp4", 4, 0, False), "mxfp8": ("mxfp8", 8, 0, False), "nvfp4": ("nvfp4", 4, 0, False),
     "ternary": ("ternary", 2, 0, False), "binary": ("binary", 1, 0, False),
@@ -166,14 +176,15 @@ INPUTS: dict[str, tuple[Input, int, bool]] = {
 """Format of inputs → fields of `LayerScheme`. ``auto`` stands for those of the preset."""
 
 Scheme = Literal[
-    "int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp8", "fp8_static", "fp8_block",
-    "mxfp4", "nvfp4", "ternary", "binary", "W2A16", "W3A16", "W4A16", "W5A16", "W6A16", "W7A16", "W8A16", "W4A16_ASYM",
-    "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "MXFP4XFP8", "MXFP8A16", "MXFP8",
-    "released",
+    "int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
+    "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "W2A16", "W3A16", "W4A16", "W5A16", "W6A16",
+    "W7A16", "W8A16", "W4A16_ASYM", "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "MXFP4XFP8",
+    "MXFP8A16", "MXFP8", "released",
 ]  # fmt: skip
 _PAIRS = {
     "int8": ("int8", "int8_static"), "int8_weight": ("int8", "none"), "int8_dynamic": ("int8", "int8_token"),
     "int4_weight": ("int4_asym", "none"), "int8_dynamic_int4_weight": ("int4", "int8_token_asym"),
+    "fp16": ("fp16", "none"), "bf16": ("bf16", "none"),
     "fp8": ("fp8", "fp8_token"), "fp8_static": ("fp8", "fp8_static"), "fp8_block": ("fp8_block", "fp8_group"),
     "mxfp4": ("mxfp4", "mxfp4"), "nvfp4": ("nvfp4", "nvfp4"), "ternary": ("ternary", "none"),
     "binary": ("binary", "none"), "W4A16_ASYM": ("int4_asym", "none"), "W8A8": ("int8", "int8_token"),

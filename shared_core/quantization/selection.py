@@ -24,8 +24,10 @@ from shared_core.modules.matching import (
     read_past_forward,
 )
 from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
+from shared_core.printing import listed
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
+from shared_core.quantization.low_bit import HALF
 from shared_core.quantization.schemes import WITH_RANGE, LayerScheme
 
 BASE = ".base_layer"
@@ -182,7 +184,17 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
                 "give only weight_bits for it, or use int8_dynamic",
             )
     _check_shared(layers, resolved)
+    _check_changes(layers, resolved)
     return resolved
+
+
+def _check_changes(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]) -> None:
+    """Refuse a cast to the dtype that the weights have."""
+    halves = [name for name in layers if schemes[name].is_half]
+    dtypes = {name: {weight.dtype for weight in weights_of(layers[name]).values()} for name in halves}
+    if halves and all(dtypes[name] == {HALF[schemes[name].weight]} for name in halves):
+        told = f"weights of {listed(halves, 3)} are {schemes[halves[0]].weight} already, so the scheme changes nothing"
+        raise ConfigError("qat.scheme", told, "choose another one")
 
 
 def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]) -> None:

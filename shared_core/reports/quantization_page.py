@@ -113,6 +113,7 @@ def _weights(values: Values) -> list[Block]:
         "largest error / largest weight": "largest_relative_error",
     }  # fmt: skip
     return [
+        *cast_lines(values["layers"]),
         "Signal to quantization noise of each layer's weights, 10·log₁₀(Σw² / Σ(ŵ − w)²); one bit is worth about 6 dB.",
         bar_plot(found, "SQNR (dB)", "Signal to quantization noise of the weights, by layer", lowest=True),
         table_of(sorted(values["layers"], key=lambda entry: float(entry["sqnr_db"])), columns),
@@ -247,6 +248,7 @@ def print_study(out: Path, values: Values, *, every_layer: bool = False) -> None
     size = values["bytes"]
     show([
         f"Quantized {counted(len(values['layers']), 'layer')} with {values['formats']}.",
+        *cast_lines(values["layers"]),
         f"Size with codes: {size_text(size['quantized'])} instead of {size_text(size['float'])}, "
         f"{_ratio(values):.2f} times smaller.",
         *_quality_lines(values),
@@ -255,6 +257,21 @@ def print_study(out: Path, values: Values, *, every_layer: bool = False) -> None
         *_lines(values),
         f"Wrote {out}.",
     ])  # fmt: skip
+
+
+def cast_lines(layers: Sequence[Values]) -> list[str]:
+    """Return a line about values beyond the range of a float format and values that became 0, if layers count them."""
+    cast = [entry for entry in layers if "weights_flushed" in entry]
+    if not cast:
+        return []
+    total = sum(entry["weights"] for entry in cast)
+    shares = {}
+    for kind in ("clipped", "flushed"):
+        worst = max(cast, key=lambda entry: entry[f"weights_{kind}"] / max(entry["weights"], 1))
+        count = sum(entry[f"weights_{kind}"] for entry in cast)
+        where = f", most in {worst['name']}" if count else ""
+        shares[kind] = f"{count:,} of {total:,} ({count / total:.2%}{where})"
+    return [f"Weights clipped to the largest value: {shares['clipped']}; rounded to 0: {shares['flushed']}."]
 
 
 def _quality_lines(values: Values) -> Iterator[str]:

@@ -184,6 +184,24 @@ def _nearest(codes: Tensor, format: str | None) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fits(Claim):
+    """Every weight is a value of this dtype.
+
+    Example:
+        >>> Fits(torch.bfloat16).wrong(torch.tensor([1.0, 0.1]), Where.END)
+        '1 of 2 weights are not values of bfloat16'
+    """
+
+    dtype: torch.dtype
+
+    def wrong(self, tensor: Tensor, where: Where) -> str | None:
+        """Return how many weights a cast changes, or None."""
+        odd = int((tensor.to(self.dtype).to(tensor.dtype) != tensor).sum())
+        named = str(self.dtype).removeprefix("torch.")
+        return f"{odd:,} of {tensor.numel():,} weights are not values of {named}" if odd else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Rank(Claim):
     """A matrix has at most this rank.
 

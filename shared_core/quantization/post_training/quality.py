@@ -100,6 +100,8 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
     block, and NVFP4 four more per tensor.
     """
     codes = -(-channels * width * scheme.weight_bits // 8)  # packed across rows
+    if scheme.is_half:
+        return codes
     if scheme.weight == "group":
         # int4 groups: a float32 scale each, and a zero point of one byte if affine.
         return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)

@@ -22,8 +22,8 @@ from shared_core.quantization.low_bit import from_blocks, to_blocks
 from shared_core.quantization.rounding import beyond_codes, on_grid
 from shared_core.quantization.schemes import LayerScheme
 
-WITHOUT_SCALES = ("ternary", "binary")
-"""Formats whose values follow from all weights of a channel, so that no scale can be kept."""
+WITHOUT_SCALES = ("ternary", "binary", "fp16", "bf16")
+"""Formats without scales, or whose values follow from all weights of a channel, so that none can be kept."""
 
 
 class KeptScale:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from commands import eff
+from safetensors.torch import load_file
 
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.errors import ConfigError
@@ -98,7 +99,7 @@ def test_tables_of_positions_and_token_types_stay_in_float_unless_included(run, 
     assert decibels[""] > decibels["*"] + 1
 
 
-def test_weights_of_16_bits_become_float32_whose_values_lie_on_a_grid(run, make, tmp_path):
+def test_weights_of_16_bits_become_float32_where_their_values_on_the_grid_need_it(run, make, tmp_path):
     make.language_model(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "llama")
     told = run("llama", "--scheme", "int8_weight")
     model = loaded(transformers.AutoModelForCausalLM)
@@ -110,8 +111,39 @@ def test_weights_of_16_bits_become_float32_whose_values_lie_on_a_grid(run, make,
     weight = model.lm_head.weight.detach()
     codes = weight / (weight.abs().amax(1, keepdim=True) / 127)
     assert torch.allclose(codes, codes.round(), atol=1e-4)
-    assert "torch.bfloat16 became float32" in told["notes"][0]
+    assert "became float32, because bfloat16 cannot hold" in told["notes"][0]
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert {value.dtype for name, value in saved.items() if "norm" in name} == {torch.bfloat16}
     assert told["bytes"]["float"] == 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("came", "scheme", "weights", "loads"), [
+    (torch.float32, "bf16", torch.bfloat16, torch.float32), (torch.float32, "fp16", torch.float16, torch.float32),
+    (torch.bfloat16, "fp16", torch.float16, torch.float32),
+    (torch.bfloat16, "MXFP4A16", torch.bfloat16, torch.bfloat16),
+])  # fmt: skip
+def test_a_folder_is_not_widened_where_16_bits_hold_the_values(run, make, tmp_path, came, scheme, weights, loads):
+    make.language_model().to(came).save_pretrained(tmp_path / "llama")
+    told = run("llama", "--scheme", scheme)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    coded = {f"{name}.weight" for name in told["ranges"]}
+    assert {value.dtype for name, value in saved.items() if name in coded} == {weights}
+    assert {value.dtype for name, value in saved.items() if name not in coded} == {came}
+    model = loaded(transformers.AutoModelForCausalLM)
+    assert model.dtype == loads
+    from folder_task import quality
+
+    assert quality(model.float()) == told["quality"]["quantized"]
+    if scheme != "MXFP4A16":
+        assert told["bytes"]["quantized"] == sum(value.nbytes for value in saved.values())
+        original = transformers.AutoModelForCausalLM.from_pretrained("llama").state_dict()
+        assert all(
+            torch.equal(value.to(came), original[name].to(value.dtype).to(came)) for name, value in saved.items()
+        )
+        assert "Weights clipped" in eff("quantize", "llama", "--scheme", scheme, "--out", "again").stdout
+        exported = eff("export", "out", "--out", "model.onnx", "--length", "6").output
+        assert "all layers in float" in exported
 
 
 def test_batch_norms_of_a_folder_stay_batch_norms(run, tmp_path):

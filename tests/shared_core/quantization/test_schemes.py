@@ -14,13 +14,13 @@ from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.numerics import nvfp4_round_to
-from shared_core.quantization import QatConfig, apply_ranges, convert, quantize
+from shared_core.quantization import QatConfig, apply_ranges, convert, quantize, quantize_with_report
 from shared_core.quantization.post_training.quality import layer_bytes
 from shared_core.quantization.schemes import INPUTS, SCHEMES, WEIGHTS, Inputs, LayerScheme, Scheme, Weights
 from shared_core.quantization.selection import layer_schemes
 
-OWN = ["int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp8", "fp8_static",
-       "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]  # fmt: skip
+OWN = ["int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
+       "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]  # fmt: skip
 # formats that no preset has, or that it has for the other half alone
 PAIRS = [
     {"weights": "mxfp4", "inputs": "mxfp8"}, {"weights": "fp8_tensor", "inputs": "fp8_static"},
@@ -117,6 +117,10 @@ def reference(rows, scheme):
         groups = rows.reshape(len(rows), -1, group_size)
         scale = groups.abs().amax(-1, keepdim=True) / scheme.weight_qmax
         return ((groups / scale).round() * scale).reshape(rows.shape)
+    if kind in ("fp16", "bf16"):
+        mantissa, smallest, largest = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 255 * 2.0**120)}[kind]
+        exponent = rows.abs().clamp_min(2.0**-140).log2().floor().clamp_min(smallest)
+        return ((rows / 2 ** (exponent - mantissa)).round() * 2 ** (exponent - mantissa)).clamp(-largest, largest)
     if kind == "fp8_block":
         width = rows.shape[1] if rows.shape[1] % group_size else group_size
         bands = [band.split(width, 1) for band in rows.split(128)]
@@ -362,6 +366,7 @@ def test_averages_need_batches_where_an_override_gives_a_layer_a_range(head, ran
     ({"weights": "nvfp4", "inputs": "mxfp8"}, ConfigError, "mxfp8 inputs have a power of two .* nvfp4 weights lack"),
     ({"scheme": "W4A16", "inputs": "nvfp4"}, ConfigError, "nvfp4 inputs have an fp8 scale .* int4 weights lack"),
     ({"scheme": "MXFP8", "inputs": "int8_token"}, ConfigError, "integer inputs need .* which mxfp8 lacks"),
+    ({"weights": "bf16", "inputs": "fp8_token"}, ConfigError, "bf16 weights multiply only float inputs"),
     ({"scheme": "int8", "inputs": "fp8_token"}, ConfigError, "fp8 inputs need weights that fp8 represents, .* 8 bits"),
     ({"scheme": "W4A16", "overrides": {"head": {"inputs": "mxfp4"}}}, ConfigError, "head: .*mxfp4 inputs have .* int4"),
     ({"scheme": "W4A16", "overrides": {"head": {"weights": "none"}}}, ConfigError, "give head a format.*use skip"),
@@ -448,3 +453,28 @@ def test_a_range_of_fp8_saturates_and_stops_gradients_outside():
     assert torch.equal(again[0].quantizer.input(again[0], wide), seen)
     with pytest.raises(ConfigError, match=r"range=kl needs inputs other than fp8_static"):
         QatConfig(scheme="fp8_static", range="kl")
+
+
+def test_a_cast_to_16_bits_counts_what_its_range_cannot_hold():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight[0] = torch.tensor([1e6, -7e4, 1e-9, 0.0])
+    quantized, report = quantize_with_report(model, "fp16")
+    assert quantized[0].weight[0].tolist() == [65504.0, -65504.0, 0.0, 0.0]
+    assert [(entry["weights_clipped"], entry["weights_flushed"]) for entry in report.layers] == [(2, 1), (0, 0)]
+    assert layer_bytes(quantized) == {"0": (32, 16), "2": (16, 8)}
+    quantized, report = quantize_with_report(model, "bf16")
+    assert torch.equal(quantized[0].weight, model[0].weight.bfloat16().float())
+    assert report.layers[0]["weights_clipped"] == report.layers[0]["weights_flushed"] == 0
+    with pytest.raises(ConfigError, match="weights of 0, 2 are bf16 already"):
+        quantize(model.bfloat16(), "bf16")
+
+
+def test_weights_beyond_the_range_of_16_bits_get_no_gradient():
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    start(model, {"scheme": "fp16"})
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1e5, 0.1]]))
+    model(torch.ones(1, 2)).sum().backward()
+    assert model[0].weight.grad.tolist() == [[0.0, 1.0]]
