@@ -101,6 +101,12 @@ class ExportOptions(ModelOptions):
         "(tests this machine).",
         only_with=_ONNX,
     )
+    target: Literal["onnxruntime", "tensorrt", "openvino"] | None = option(
+        None,
+        "Engine that will run the file. Its rules are checked node by node. tensorrt gets signed integers and needs "
+        "qat with symmetric. Default: written for onnxruntime, without a check.",
+        only_with=_ONNX,
+    )
     no_verify: bool = option(False, "Skip loading the file in its runtime and comparing the outputs.")
 
 
@@ -141,6 +147,7 @@ def export(asked: ExportOptions) -> None:
                 opset=asked.opset, dynamic_batch=not asked.static_batch, dynamic_length=dynamic_length, verify=verify,
                 calibration=saved_codes(model, weights) if batches is None else batches,
                 weight_codes=asked.weight_codes,  # type: ignore[arg-type]
+                target=asked.target,
             )  # fmt: skip
             # Of the example inputs, in integers and in float.
             times = milliseconds(target, example) if verify and report.integer_nodes else None
@@ -354,6 +361,9 @@ _NOT_COMPARED = "The file was not compared with the model."
 
 
 def _onnx(report: Any) -> Iterator[str]:
+    if report.target is not None:
+        run = "" if report.target == "onnxruntime" else f" {report.target} did not run here."
+        yield f"Every node keeps the rules of {report.target}.{run}"
     taken = (f"{name} ({', '.join(map(str, shape))})" for name, shape in report.inputs.items())
     yield f"Inputs: {', '.join(taken)}."
     if report.largest_difference is None:
@@ -361,7 +371,8 @@ def _onnx(report: Any) -> Iterator[str]:
     else:
         yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}."
     if report.relative_change is not None:
-        yield f"On integers the outputs differ from the model's by {report.relative_change:.2%} of the largest."
+        how = "With codes on the shortcuts of sums" if report.target == "tensorrt" else "On integers"
+        yield f"{how} the outputs differ from the model's by {report.relative_change:.2%} of the largest."
         if report.relative_change > _MUCH:
             yield "That is a lot. Compare the file's accuracy with the model's before you deploy it."
     if report.float_activations:
@@ -372,6 +383,8 @@ def _onnx(report: Any) -> Iterator[str]:
             else "One tensor between convolutions stays in float, and so does the operation before it. That is "
             "slower than the float model. --calibration makes it an integer tensor."
         )
+    if report.target == "tensorrt":
+        return
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     yield f"Integer kernels that onnxruntime uses here: {nodes or 'none'}."
     if report.unsigned_weights and nodes:

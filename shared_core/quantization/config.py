@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _FORMATS = ("weights", "inputs", "weight_bits", "activation_bits", "group_size", "include", "overrides")
 """Options that give formats to layers."""
 Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
+_WITHOUT_ZERO_POINT = ("ema", "minmax", "percentile", "kl", "mse", "lsq")
+"""Ranges that do not need a zero point or unsigned codes."""
 _ROUNDED_WEIGHTS = ("ema", "minmax", "percentile", "kl", "mse", "pact")
 """Ranges for which weights have no learned scale."""
 
@@ -65,6 +67,7 @@ class QatConfig(OverridableConfig):
     }
     conditions: ClassVar[Mapping[str, str]] = {
         "is_static": "inputs of int8_static or fp8_static, as in scheme int8",
+        "has_static_integers": "inputs of int8_static, as in scheme int8",
         "has_integers": "weights of int8, int4 or int4_asym",
         "has_groups": "weights of int4 or int4_asym",
         "has_integer_inputs": "inputs of int8_static, int8_token or int8_token_asym, or with ternary or binary",
@@ -99,6 +102,11 @@ class QatConfig(OverridableConfig):
         help="format of inputs; auto: the scheme's, or none (float) with weights alone. static: one range per layer; "
         "token: one per token, with zero points in int8_token_asym; fp8_group: one per 128 features; mxfp4, mxfp8, "
         "nvfp4: blocks as in weights",
+    )
+    symmetric: bool = option(
+        False,
+        help="signed codes without a zero point for static inputs, s = max|x| / (2^(b-1) - 1), as TensorRT needs",
+        only_with={"has_static_integers": (True,), "range": _WITHOUT_ZERO_POINT},
     )
     begin: Position = option(0.0, help="when fake quantization starts; ranges are observed from the first step")
     freeze_observers: Position = option(1.0, help="when activation ranges are frozen; at least step 1")
@@ -226,7 +234,9 @@ class QatConfig(OverridableConfig):
         own = QatConfig.from_dict({**kept, **options})
         if own.has_groups and own.group_size is None:
             own = dataclasses.replace(own, group_size=self.group_size)
-        return dataclasses.replace(own, range=self.range) if own.is_static else own
+        if not own.is_static:
+            return own
+        return dataclasses.replace(own, range=self.range, symmetric=self.symmetric and own.has_static_integers)
 
     @property
     def is_open(self) -> bool:
@@ -247,7 +257,8 @@ class QatConfig(OverridableConfig):
             change["activation_bits"] = self.activation_bits
             gains_range = found.input == "none" and found.weight in ("ternary", "binary")
             change["input"] = "static" if gains_range else found.input
-        return dataclasses.replace(found, **change)
+        symmetric = self.symmetric and change.get("input", found.input) == "static"
+        return dataclasses.replace(found, symmetric=symmetric, **change)
 
     @property
     def preset_or_formats(self) -> str:
@@ -267,6 +278,11 @@ class QatConfig(OverridableConfig):
     def is_static(self) -> bool:
         """True if activations have observed ranges, or may have them."""
         return self.layer_scheme.has_range or self.is_open
+
+    @property
+    def has_static_integers(self) -> bool:
+        """True if inputs are integers with observed ranges, or may be."""
+        return self.layer_scheme.input == "static" or self.is_open
 
     @property
     def has_integers(self) -> bool:

@@ -33,6 +33,7 @@ class LayerScheme:
             run time; ``fp8_group``: one per 128 features of a vector.
         activation_bits: Bits of a code.
         affine_input: True if tokens have a zero point.
+        symmetric: True if a static input has none: ``s = max|x| / (2^(b-1) - 1)``.
     """
 
     weight: Weight = "channel"
@@ -42,6 +43,7 @@ class LayerScheme:
     input: Input = "static"
     activation_bits: int = 8
     affine_input: bool = False
+    symmetric: bool = False
 
     @property
     def of_weight(self) -> tuple[Weight, int, int, bool]:
@@ -118,7 +120,8 @@ class LayerScheme:
             "fp8_block": ("fp8", " in blocks of 128 x 128"),
         }.get(self.weight, (self.weight, ""))  # fmt: skip
         inputs, how = {
-            "none": ("float", ""), "static": (f"int{self.activation_bits}", " with fixed ranges"),
+            "none": ("float", ""),
+            "static": (f"int{self.activation_bits}", f" with fixed {'symmetric ' * self.symmetric}ranges"),
             "token": (f"int{self.activation_bits}", f" per token{' with zero points' if self.affine_input else ''}"),
             "fp8": ("fp8", " per token"), "fp8_static": ("fp8", " with fixed ranges"),
             "fp8_group": ("fp8", f" in groups of {FP8_GROUP}"),

@@ -158,7 +158,8 @@ def _options_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if scheme != common
         for option, value in _options_of_scheme(scheme).items()
     ]
-    return {**_options_of_scheme(common), "include": [*schemes], "overrides": overrides}
+    symmetric = {"symmetric": True} if any(scheme.symmetric for scheme in schemes.values()) else {}
+    return {**_options_of_scheme(common), **symmetric, "include": [*schemes], "overrides": overrides}
 
 
 _WEIGHTS = {(kind, affine): name for name, (kind, _, _, affine) in WEIGHTS.items()}

@@ -45,9 +45,9 @@ OPTIONS = {
     ),
     "cluster": "bits bits_of begin include skip min_size",
     "qat": (
-        "scheme weights init inputs begin freeze_observers fold_batch_norm freeze_bn range ema_constant percentile "
-        "clip_gelu weight_bits activation_bits group_size rounding gate recompute_weights calibration_batches "
-        "include skip min_size overrides keep"
+        "scheme weights init inputs symmetric begin freeze_observers fold_batch_norm freeze_bn range ema_constant "
+        "percentile clip_gelu weight_bits activation_bits group_size rounding gate recompute_weights "
+        "calibration_batches include skip min_size overrides keep"
     ),
     "fp8": "recipe format amax_history backend max_skips include skip min_size",
     "checkpointing": "policy k include",

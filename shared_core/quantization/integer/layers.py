@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shared_core.errors import CompatibilityError
+from shared_core.quantization.ranges.observers import range_qparams
 from shared_core.quantization.schemes import LayerScheme
 
 
@@ -136,8 +137,11 @@ class IntegerLayer(CodeModule):
                 f"sums of {terms} products per output can overflow 32 bits",
                 "skip it in qat",
             )
-        minimum, maximum = torch.tensor(bounds, dtype=torch.float32, device=weight.device)
-        input_scale, zero_point = kernels.affine_qparams(minimum, maximum, self.qmin, self.qmax)
+        ranges = torch.tensor([bounds], dtype=torch.float32, device=weight.device)
+        codes_of_range = torch.tensor([scheme.input_range], dtype=torch.float64, device=weight.device)
+        symmetric = torch.tensor([scheme.symmetric], device=weight.device)
+        found = range_qparams(ranges, codes_of_range, symmetric)
+        input_scale, zero_point = (value.squeeze(0) for value in found)
         if "scale" in learned:
             input_scale.fill_(float(learned["scale"]))
             zero_point.fill_(int(learned["zero_point"]))

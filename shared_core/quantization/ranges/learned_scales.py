@@ -368,7 +368,7 @@ class InputRange:
 
     def __init__(self, module: nn.Module, kind: str, scheme: LayerScheme, rounded_gate: bool) -> None:
         self.kind, self.bits, self.rounded_gate = kind, scheme.activation_bits, rounded_gate
-        self.signed_codes = scheme.input_range
+        self.signed_codes, self.symmetric = scheme.input_range, scheme.symmetric
         self.started = self.learns = self.unsigned = False
         self.names = {
             "lsq": ["input_magnitude"],
@@ -385,7 +385,7 @@ class InputRange:
 
     def start(self, module: nn.Module, minimum: float, maximum: float, mean: float) -> None:
         """Set the parameters from the observed range and mean magnitude."""
-        self.started, self.unsigned = True, minimum >= 0
+        self.started, self.unsigned = True, minimum >= 0 and not self.symmetric
         # PACT clips at 0 below: an input with negative values keeps its observed range.
         self.learns = self.kind != "pact" or self.unsigned
         qmin, qmax = self.codes

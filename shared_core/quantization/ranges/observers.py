@@ -50,6 +50,21 @@ def _is_first_forward() -> bool:
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
+def range_qparams(ranges: Tensor, codes: Tensor, symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points of ranges (rows, 2), with the smallest and largest code of each.
+
+    A symmetric row has ``s = max(|min|, |max|) / qmax`` and zero point 0.
+
+    Example:
+        >>> range_qparams(torch.tensor([[-1.0, 2.54]]), torch.tensor([[-128, 127]]), torch.tensor([True]))
+        (tensor([0.0200]), tensor([0], dtype=torch.int32))
+    """
+    largest = ranges.abs().amax(1, keepdim=True)
+    ranges = torch.where(symmetric[:, None], torch.cat([-largest, largest], 1), ranges)
+    qmin, qmax = codes.unbind(1)
+    return kernels.affine_qparams(ranges[:, 0], ranges[:, 1], torch.where(symmetric, -qmax, qmin), qmax)
+
+
 class RangeBank:
     """The ranges of all observed layers of a model, one row per layer. A step costs one collective and a few ops.
 
@@ -65,6 +80,7 @@ class RangeBank:
         codes: Smallest and largest code of each layer.
         ema_constant: ``c``; None: the range is that of all steps.
         rounded_gate: Gate gradients on the rounded code.
+        symmetric: Layers whose codes have no zero point.
         means: Observe mean magnitudes too, from which learned scales start. Costs a second collective per step.
 
     Source: the warm-up of TensorFlow's ``ExponentialMovingAverage(num_updates=...)``, Abadi et al., 2016,
@@ -85,6 +101,7 @@ class RangeBank:
         *,
         ema_constant: float | None = 0.01,
         rounded_gate: bool = False,
+        symmetric: Sequence[bool] = (),
         means: bool = False,
     ) -> None:
         num_layers = len(codes)
@@ -116,6 +133,8 @@ class RangeBank:
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
         self.codes = torch.tensor(list(codes), dtype=torch.float64).view(num_layers, 2)
+        self.symmetric = torch.zeros(num_layers, dtype=torch.bool)
+        self.symmetric[: len(symmetric)] = torch.tensor(symmetric, dtype=torch.bool)
 
     @property
     def device(self) -> torch.device:
@@ -229,9 +248,8 @@ class RangeBank:
         """Set ranges (layers, 2), valid where `known`, and derive scales and zero points, in place."""
         self.ranges.copy_(ranges)
         self.known.copy_(known)
-        qmin, qmax = self.codes.unbind(1)
         # Scales for all layers at once, on the device.
-        scale, zero_point = kernels.affine_qparams(self.ranges[:, 0], self.ranges[:, 1], qmin, qmax)
+        scale, zero_point = range_qparams(self.ranges, self.codes, self.symmetric)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
@@ -283,6 +301,7 @@ class EstimatorBank(RangeBank):
         bins: Cells of a layer's histogram, a power of two, for KL at least twice the codes.
         refresh_every: Commits between two updates of the ranges, at least 1.
         rounded_gate: Gate gradients on the rounded code.
+        symmetric: Layers whose codes have no zero point. They count magnitudes.
 
     Raises:
         ConfigError: If an option is invalid.
@@ -304,8 +323,9 @@ class EstimatorBank(RangeBank):
         bins: int = 2048,
         refresh_every: int = 20,
         rounded_gate: bool = False,
+        symmetric: Sequence[bool] = (),
     ) -> None:
-        super().__init__(codes, ema_constant=None, rounded_gate=rounded_gate)
+        super().__init__(codes, ema_constant=None, rounded_gate=rounded_gate, symmetric=symmetric)
         checked(kind, Literal["percentile", "kl", "mse"], "estimator bank", "kind")
         checked(percentile, float, "estimator bank", "percentile", above=50, high=100)
         checked(refresh_every, int, "estimator bank", "refresh_every", low=1)
@@ -316,14 +336,16 @@ class EstimatorBank(RangeBank):
         self.window = Histogram(len(codes), bins).data
         self.history = self.window.clone()
         self.num_commits = 0  # in the history; unlike num_updates it restarts with `forget`
-        self._rows_of: dict[tuple[int, int], list[int]] = {}
-        for row, pair in enumerate(codes):
-            self._rows_of.setdefault((int(pair[0]), int(pair[1])), []).append(row)
+        self._rows_of: dict[tuple[int, int, bool], list[int]] = {}
+        self._magnitudes = [*symmetric, *[False] * (len(codes) - len(symmetric))]
+        for row, (pair, is_symmetric) in enumerate(zip(codes, self._magnitudes, strict=True)):
+            self._rows_of.setdefault((int(pair[0]), int(pair[1]), is_symmetric), []).append(row)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(self, index: int, x: Tensor, *, mean: bool = True) -> None:
         """Count the values of `x` in a layer's window. There are no means."""
         if _is_first_forward():  # a recomputation would change counts, unlike extrema
+            x = x.detach().abs() if self._magnitudes[index] else x
             # A layer counts directly into its row of the bank.
             Histogram.of(self.window[index : index + 1]).update(x.reshape(1, -1))
 
@@ -353,16 +375,16 @@ class EstimatorBank(RangeBank):
         """Derive the ranges of all layers from the history. Layers without finite values keep their range."""
         history = Histogram.of(self.history)
         found = torch.zeros(len(self.history), 2, dtype=torch.float64, device=self.history.device)
-        for (qmin, qmax), rows in self._rows_of.items():
+        for (qmin, qmax, symmetric), rows in self._rows_of.items():
             index = torch.tensor(rows, device=self.history.device)
-            found[index] = self._estimate(Histogram.of(self.history[index]), qmin, qmax)
+            found[index] = self._estimate(Histogram.of(self.history[index]), qmin, qmax, symmetric)
         seen = torch.isfinite(history.extrema[:, 0])
         self.set_ranges(torch.where(seen[:, None], found.to(self.ranges.dtype), self.ranges), self.known | seen)
 
-    def _estimate(self, histogram: Histogram, qmin: int, qmax: int) -> Tensor:
+    def _estimate(self, histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Tensor:
         if self.kind == "percentile":
-            return percentile_range(histogram, self.percentile, False)
-        return (kl_range if self.kind == "kl" else mse_range)(histogram, qmin, qmax, False)
+            return percentile_range(histogram, self.percentile, symmetric)
+        return (kl_range if self.kind == "kl" else mse_range)(histogram, qmin, qmax, symmetric)
 
     def forget(self) -> None:
         """Start over without known ranges and without history."""

@@ -77,10 +77,15 @@ class ObservedRanges:
         # An output has codes only between integer kernels, which are uint8 whatever the width of the layers' inputs.
         codes += [(0, 255)] * len(self.with_output)
         config, rounded = self.config, self.config.gate == "rounded"
+        symmetric = [self.schemes[name].symmetric for name in self.static]
         if config.range in ("percentile", "kl", "mse"):
-            return EstimatorBank(config.range, codes, percentile=config.percentile, rounded_gate=rounded)
+            return EstimatorBank(
+                config.range, codes, percentile=config.percentile, rounded_gate=rounded, symmetric=symmetric
+            )
         constant = None if config.range == "minmax" else config.ema_constant
-        return RangeBank(codes, ema_constant=constant, rounded_gate=rounded, means=self.observes_means)
+        return RangeBank(
+            codes, ema_constant=constant, rounded_gate=rounded, symmetric=symmetric, means=self.observes_means
+        )
 
     @property
     def ranged(self) -> list[LayerQuantizer]:

@@ -63,7 +63,8 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         if "output" in ranges[name]:
             check_range(ranges[name]["output"], f"apply_ranges: output of {name}")
     static = [name for name in layers if schemes[name].has_range]
-    bank = RangeBank([schemes[name].input_range for name in static])
+    symmetric = [schemes[name].symmetric for name in static]
+    bank = RangeBank([schemes[name].input_range for name in static], symmetric=symmetric)
     bounds = [check_range(ranges[name], f"apply_ranges: {name}") for name in static]
     bank.set_ranges(torch.tensor(bounds).view(len(static), 2), torch.ones(len(static), dtype=torch.bool))
     for row, name in enumerate(static):

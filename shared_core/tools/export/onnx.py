@@ -33,16 +33,19 @@ from shared_core.libraries import collecting_later
 from shared_core.modules.calls import call_model
 from shared_core.quantization.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.kv_cache import cache_scales
+from shared_core.tools.export.engines import Target, check_file
 from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
 from shared_core.tools.export.onnx_files import (
     Codes,
     WeightCodes,
     checking,
+    feeds,
     make_unsigned_,
     opened,
     quantize_activations,
     relative_change,
     run_optimized,
+    session_of,
     wants_unsigned,
 )
 from shared_core.tools.export.onnx_layers import (
@@ -53,6 +56,7 @@ from shared_core.tools.export.onnx_layers import (
     to_export_recurrent,
     translations,
 )
+from shared_core.tools.export.onnx_tensorrt import write_for_tensorrt
 from shared_core.tools.export.source import (
     arguments,
     baked_copy,
@@ -146,6 +150,7 @@ class ExportReport:
         inputs: Name → shape of the file's inputs; a dynamic axis has a name.
         unsigned_weights: True if weights were written as unsigned codes.
         cache_scales_left_out: Attention layers with cache scales (`calibrate_kv_cache`), which the file lacks.
+        target: The engine whose rules were checked.
     """
 
     path: Path
@@ -161,6 +166,7 @@ class ExportReport:
     inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
     unsigned_weights: bool = False
     cache_scales_left_out: tuple[str, ...] = ()
+    target: str | None = None
 
 
 def export_onnx(
@@ -174,6 +180,7 @@ def export_onnx(
     verify: bool = True,
     calibration: Iterable[Any] | Codes | None = None,
     weight_codes: WeightCodes = "auto",
+    target: Target | None = None,
 ) -> ExportReport:
     """Write `model` to an ONNX file with the same outputs as in evaluation; return a report.
 
@@ -209,12 +216,15 @@ def export_onnx(
         weight_codes: ``signed`` is fastest on processors with VNNI or AMX. Without them onnxruntime's products of
             unsigned inputs and signed 8-bit weights saturate, with large errors on some; ``unsigned`` weights are exact
             there. ``auto``: the right choice for this processor. Weights of 7 bits are exact either way.
+        target: Engine whose rules the file must keep (`shared_core.tools.export.engines`). ``tensorrt`` also writes
+            signed codes, for layers with symmetric inputs, float biases, and codes only on the shortcuts of residual
+            sums. None: written for onnxruntime, without a check.
 
     Raises:
         MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
         MatchError: If `calibration` is given and no layer is quantized.
-        CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file's outputs
-            differ; nothing is written.
+        CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, the file's outputs
+            differ, or a node breaks a rule of `target`; nothing is written.
         ConfigError: If an argument breaks its rule.
 
     Source: the ONNX operators QuantizeLinear and DequantizeLinear, opset 21.
@@ -230,7 +240,9 @@ def export_onnx(
         (('0',), {'QGemm': 1}, True)
     """
     _check_arguments(example_inputs, opset, calibration is not None, dynamic_length)
-    unsigned = wants_unsigned(weight_codes)
+    if target is not None:
+        checked(target, Target, "export_onnx", "target")
+    unsigned = wants_unsigned(weight_codes) and target != "tensorrt"
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
         remedy = "train it with qat, or call apply_ranges on a model with baked weights"
@@ -271,20 +283,26 @@ def export_onnx(
         convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
         asked = convolves or (calibration is not None and bool(names))  # otherwise don't read the file
         found = None
-        if asked:
-            found, waiting = quantize_activations(file, folder / "integer.onnx", calibration, outputs)
+        if asked or target == "tensorrt":
+            write = write_for_tensorrt if target == "tensorrt" else quantize_activations
+            found, waiting = write(file, folder / "integer.onnx", calibration, outputs)
         if found is not None:
             file, activations, written = folder / "integer.onnx", found, None
+        if target is not None:
+            check_file(file, target)
         # Of the final file: the integer nodes depend on onnxruntime's fusions here, and so do outputs.
-        nodes, results = run_optimized(written or file, example_inputs) if runs else ({}, ())
-        change = relative_change(reference, example_inputs, results) if nodes else None
+        nodes, results = run_optimized(written or file, example_inputs) if runs and target != "tensorrt" else ({}, ())
+        if runs and target == "tensorrt":  # its kernels are not here: the nodes as they are written
+            session = session_of(file, optimize=False)
+            results = session.run(None, feeds(session, example_inputs))
+        change = relative_change(reference, example_inputs, results) if results else None
         with atomic_write(path) as temporary:
             shutil.move(file, temporary)
     path = Path(path)
     size = path.stat().st_size
     return ExportReport(
         path, size, names, left, nodes, difference, moved, activations, waiting, change, shapes, unsigned,
-        tuple(cache_scales(reference)),
+        tuple(cache_scales(reference)), target,
     )  # fmt: skip
 
 

@@ -314,7 +314,7 @@ def quantize_activations(
     onnxruntime sums a convolution in integers only if its output is quantized. Training has no quantizer for outputs
     that a residual sum, a concatenation or an average pool reads. Here they get one, in uint8. Its range has the least
     squared error over the calibration batches. Without these, or if earlier codes belong to another graph, it follows
-    from the ranges of the convolutions' outputs that training observed (see `_bounds`). Other readers of a quantized
+    from the ranges of the convolutions' outputs that training observed (see `bounds_of`). Other readers of a quantized
     tensor read those codes too, so the operators of `_JOINS` are computed on codes. Biases of convolutions are rounded
     to the scale of the sums, s_x·s_w. Outputs of the model stay in float.
 
@@ -331,14 +331,14 @@ def quantize_activations(
         codes = {name: calibration[name] for name in names}
     elif calibration is not None and not isinstance(calibration, dict):
         # Ranges come from the exact file, so earlier quantizers do not shift them.
-        codes = _observed(exact, names, calibration)
+        codes = observed_codes(exact, names, calibration)
     else:
         model = onnx_ir.load(exact)
-        bounds = {value.name: bound for value, bound in _bounds(model.graph, outputs).items()}
+        bounds = {value.name: bound for value, bound in bounds_of(model.graph, outputs).items()}
         new = _add_quantizers(model.graph, bounds)
         if not new:  # keep biases exact where nothing else changes
             return None, names
-        codes = _codes_of([quantizer.inputs[0].name for quantizer in new], bounds)
+        codes = codes_of_bounds([quantizer.inputs[0].name for quantizer in new], bounds)
     for quantizer in new:
         scale, zero_point = codes[quantizer.inputs[0].name]
         # An unsigned scale and zero point per tensor: onnxruntime's fast kernels take uint8 inputs.
@@ -366,7 +366,7 @@ def _add_quantizers(graph: Any, bounds: Ranges | None) -> list[Any]:
     for node in tuple(graph):
         if _moves_codes(node):
             for value in node.outputs:
-                _let_read(value, _add_quantizer(graph, value, node.inputs[0].producer().inputs[1:]))
+                _let_read(value, add_quantizer(graph, value, node.inputs[0].producer().inputs[1:]))
             continue
         integer = _is_integer_convolution(node)
         if not integer and node.op_type not in _JOINS:
@@ -379,17 +379,18 @@ def _add_quantizers(graph: Any, bounds: Ranges | None) -> list[Any]:
     return new
 
 
-def _codes_of(names: Sequence[str], bounds: Ranges) -> Codes:
-    """Return the codes of tensors with these bounds."""
-    bank = RangeBank([(0, 255)] * len(names))
+def codes_of_bounds(names: Sequence[str], bounds: Ranges, symmetric: bool = False) -> Codes:
+    """Return the codes of tensors with these bounds. Symmetric ones are signed, with zero point 0."""
+    bank = RangeBank([(-128, 127) if symmetric else (0, 255)] * len(names), symmetric=[symmetric] * len(names))
     bank.set_ranges(torch.tensor([bounds[name] for name in names]).view(-1, 2), torch.ones(len(names)).bool())
     return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
 
 
-def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
-    """Return the codes of the tensors, over all batches."""
+def observed_codes(file: Path, names: tuple[str, ...], calibration: Iterable[Any], symmetric: bool = False) -> Codes:
+    """Return the codes of the tensors, over all batches. Symmetric ones are signed, with zero point 0."""
     # The range with the least squared error, which clips rare outliers: 8 bits for all activations need it.
-    bank = EstimatorBank("mse", [(0, 255)] * len(names))
+    codes = [(-128, 127) if symmetric else (0, 255)] * len(names)
+    bank = EstimatorBank("mse", codes, symmetric=[symmetric] * len(names))
     batches = 0
     session = probing(opened(file), names, "FLOAT")
     for batch in calibration:
@@ -417,7 +418,7 @@ _SMALLEST, _SMALLEST_SILU = {"Relu": 0.0, "Gelu": -0.17, "HardSwish": -0.375}, -
 _GATES = frozenset({"HardSigmoid", "Sigmoid", "Softmax"})
 
 
-def _bounds(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
+def bounds_of(graph: Any, outputs: Ranges) -> dict[Any, tuple[float, float]]:
     """Return (smallest, largest) of the graph's tensors, from the codes and the observed outputs of convolutions.
 
     Bounds may be wider than the values, as those of a sum are. A layer that reads a tensor has observed it, so these
@@ -505,7 +506,7 @@ def _joins_codes(graph: Any, node: Any, is_known: Callable[[Any], bool], new: li
     others = [value for value in node.inputs if not is_activation(value)]
     # A part of a Concat would be quantized after it anyway.
     may_add = node.op_type == "Concat" and all(map(is_known, others))
-    if not may_add and None in map(_quantizer_of, others):
+    if not may_add and None in map(quantizer_of, others):
         return False
     for value in others:
         _hand_on_codes(graph, value, new)
@@ -562,16 +563,16 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
 
     if not _needs_codes(value):
         return
-    quantizer = _quantizer_of(value)
+    quantizer = quantizer_of(value)
     if quantizer is None:
         # The constants have no values yet: `quantize_activations` measures and fills them in.
         parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
-        quantizer = _add_quantizer(graph, value, parameters)
+        quantizer = add_quantizer(graph, value, parameters)
         new.append(quantizer)
     _let_read(value, quantizer)
 
 
-def _add_quantizer(graph: Any, value: Any, parameters: Sequence[Any]) -> Any:
+def add_quantizer(graph: Any, value: Any, parameters: Sequence[Any]) -> Any:
     """Add a quantizer of a tensor, with scale and zero point, and its dequantizer; return the former."""
     import onnx_ir
 
@@ -600,10 +601,10 @@ def _needs_codes(value: Any) -> bool:
 
 
 def _needs_quantizer(value: Any) -> bool:
-    return _needs_codes(value) and _quantizer_of(value) is None
+    return _needs_codes(value) and quantizer_of(value) is None
 
 
-def _quantizer_of(value: Any) -> Any | None:
+def quantizer_of(value: Any) -> Any | None:
     """Return the quantizer that some layer has for a tensor: in 8 bits, of the widest range."""
     found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
     # Each layer that reads a tensor has a range for it. The widest one covers all values, with coarser

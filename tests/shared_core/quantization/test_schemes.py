@@ -23,6 +23,7 @@ OWN = ["int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_
        "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]  # fmt: skip
 # formats that no preset has, or that it has for the other half alone
 PAIRS = [
+    {"scheme": "int8", "symmetric": True},
     {"weights": "mxfp4", "inputs": "mxfp8"}, {"weights": "fp8_tensor", "inputs": "fp8_static"},
     {"weights": "nvfp4", "inputs": "fp8_token"}, {"weights": "int8", "inputs": "fp8_group", "weight_bits": 4},
 ]  # fmt: skip
@@ -182,9 +183,11 @@ def test_every_layer_is_baked_to_the_values_of_its_scheme_and_deploys_bit_for_bi
 RANGES = ["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
 
 
-@pytest.mark.parametrize("options", [*({"scheme": scheme} for scheme in OWN), *PAIRS[:2],
+@pytest.mark.parametrize("options", [*({"scheme": scheme} for scheme in OWN), *PAIRS[:3],
                                      *({"scheme": "int8", "range": name, "begin": 2} for name in RANGES[1:]),
                                      {"scheme": "int8", "rounding": "stochastic"},
+                                     {"scheme": "int8", "symmetric": True, "range": "mse"},
+                                     {"scheme": "int8", "symmetric": True, "range": "lsq"},
                                      {"scheme": "int8", "begin": 2, "freeze_observers": 4},
                                      {"scheme": "binary", "activation_bits": 2, "range": "lsq"}],
                          ids=str)  # fmt: skip
@@ -366,6 +369,8 @@ def test_averages_need_batches_where_an_override_gives_a_layer_a_range(head, ran
     ({"weights": "nvfp4", "inputs": "mxfp8"}, ConfigError, "mxfp8 inputs have a power of two .* nvfp4 weights lack"),
     ({"scheme": "W4A16", "inputs": "nvfp4"}, ConfigError, "nvfp4 inputs have an fp8 scale .* int4 weights lack"),
     ({"scheme": "MXFP8", "inputs": "int8_token"}, ConfigError, "integer inputs need .* which mxfp8 lacks"),
+    ({"scheme": "int8_dynamic", "symmetric": True}, ConfigError, "symmetric needs inputs of int8_static"),
+    ({"scheme": "int8", "symmetric": True, "range": "pact"}, ConfigError, "symmetric cannot be combined with range"),
     ({"weights": "bf16", "inputs": "fp8_token"}, ConfigError, "bf16 weights multiply only float inputs"),
     ({"scheme": "int8", "inputs": "fp8_token"}, ConfigError, "fp8 inputs need weights that fp8 represents, .* 8 bits"),
     ({"scheme": "W4A16", "overrides": {"head": {"inputs": "mxfp4"}}}, ConfigError, "head: .*mxfp4 inputs have .* int4"),
@@ -478,3 +483,31 @@ def test_weights_beyond_the_range_of_16_bits_get_no_gradient():
         model[0].weight.copy_(torch.tensor([[1e5, 0.1]]))
     model(torch.ones(1, 2)).sum().backward()
     assert model[0].weight.grad.tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", [*RANGES[:6]])
+@pytest.mark.parametrize("shift", [0.0, 3.0])  # inputs of both signs, and only positive ones
+def test_symmetric_inputs_have_signed_codes_without_a_zero_point(name, shift):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4))
+    session, optimizer = start(model, {"scheme": "int8", "symmetric": True, "range": name})
+    x = torch.randn(64, 8).abs() + shift if shift else torch.randn(64, 8)
+    model.train()
+    for _ in range(2):
+        model(x).sum().backward()
+        session.before_step()
+        session.after_step()
+    scale, zero_point = model[0].quantizer.qparams(model[0])
+    assert zero_point == 0
+    if name in ("ema", "minmax", "percentile"):
+        largest = x.double().abs().quantile(0.9999) if name == "percentile" else x.double().abs().max()
+        assert float(scale) == pytest.approx(float(largest) / 127, rel=1e-2 if name == "percentile" else 1e-6)
+    assert float(scale) <= float(x.abs().max()) / 127 * (1 + 1e-6) or name == "lsq"
+    model.eval()
+    found = model[0].quantizer.input(model[0], x).double()
+    step = scale.double()
+    assert torch.allclose(found, (x.double() / step).round().clamp(-128, 127) * step, atol=1e-6)
+    optimizer.zero_grad()
+    session.finish()
+    restored = apply_ranges(nn.Sequential(nn.Linear(8, 4)), session.files.deployment()["qat"]["ranges"])
+    assert torch.equal(restored[0].quantizer.input(restored[0], x).double(), found)
