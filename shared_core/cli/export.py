@@ -103,8 +103,8 @@ class ExportOptions(ModelOptions):
     )
     target: Literal["onnxruntime", "tensorrt", "openvino"] | None = option(
         None,
-        "Engine that will run the file. Its rules are checked node by node. tensorrt gets signed integers and needs "
-        "qat with symmetric. Default: written for onnxruntime, without a check.",
+        "Engine that will run the file. Its rules are checked node by node. tensorrt gets signed integers and "
+        "needs qat with symmetric. Default: written for onnxruntime, without a check.",
         only_with=_ONNX,
     )
     no_verify: bool = option(False, "Skip loading the file in its runtime and comparing the outputs.")

@@ -28,7 +28,7 @@ class Broken(NamedTuple):
 
 
 Rule = Callable[[Any], Iterator[Broken]]
-_SYMMETRIC = "train with --qat_symmetric true, or eff quantize with --symmetric true"
+_SYMMETRIC = "train with --qat_symmetric true, or quantize with eff quantize --symmetric"
 _CALIBRATE = "pass --calibration"
 _AGAIN = "export the model with --target"
 _FIXED = "use inputs with fixed ranges (scheme int8)"

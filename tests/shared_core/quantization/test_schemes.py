@@ -505,8 +505,11 @@ def test_symmetric_inputs_have_signed_codes_without_a_zero_point(name, shift):
     assert float(scale) <= float(x.abs().max()) / 127 * (1 + 1e-6) or name == "lsq"
     model.eval()
     found = model[0].quantizer.input(model[0], x).double()
-    step = scale.double()
-    assert torch.allclose(found, (x.double() / step).round().clamp(-128, 127) * step, atol=1e-6)
+    codes = x.double() / scale.double()
+    tied = (codes - codes.floor() - 0.5).abs() < 1e-5  # float32 may round these to either side
+    near = torch.isclose(found, codes.round().clamp(-128, 127) * scale.double(), atol=1e-6)
+    assert (near | tied).all()
+    assert near.float().mean() > 0.99
     optimizer.zero_grad()
     session.finish()
     restored = apply_ranges(nn.Sequential(nn.Linear(8, 4)), session.files.deployment()["qat"]["ranges"])
