@@ -112,7 +112,8 @@ def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
     least = {"weight_bits": 1, "activation_bits": 2 if fields.get("input", "static") == "static" else 0}
     for name in ("weight_bits", "activation_bits", "group_size"):
         if name in fields:
-            high = {"high": {"weight_bits": 16, "activation_bits": 8}[name]} if "bits" in name else {}
+            is_half = name == "weight_bits" and fields.get("weight") in ("fp16", "bf16")
+            high = {"high": 16 if is_half else 8} if "bits" in name else {}
             checked(fields[name], int, where, name, low=least.get(name, 0), **high)
     return LayerScheme(**fields)
 
