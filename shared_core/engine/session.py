@@ -35,6 +35,7 @@ from shared_core.engine.services import Services
 from shared_core.engine.technique import Context, Purpose, Technique, returned
 from shared_core.errors import TrainingError
 from shared_core.modules.calls import around_forwards, forget_compiled
+from shared_core.modules.like_stock import leave_look_alikes, take_look_alikes
 
 
 def _layers_in_parts(model: nn.Module) -> set[str]:
@@ -164,8 +165,9 @@ class Session:
             raise TrainingError("session", "must be attached to one model only", "make a session for each")
         # Checked before anything changes: two sessions on one model would undo each other's work.
         model_guards.refuse_second_session(self, model)
-        context, reduced = self._look_at(model, resumed or {}), model_guards.trained_in_ddp(model)
+        context, reduced = self._context_of(model, resumed or {}), model_guards.trained_in_ddp(model)
         try:
+            self._look_at(context)
             for key, technique in self.techniques.items():
                 with self.hooks.timed(key), torch.device("cpu"):
                     context.touched[key] = returned(key, "attach", technique.attach(context), Touched)
@@ -184,8 +186,7 @@ class Session:
                 "`eff export --format released` writes the format that it was released in."
             )
 
-    def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
-        """Return the context of a run, with everything to know about the model before techniques change it."""
+    def _context_of(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
         # The user's keys, to compare saved ones with.
         self.plain, self.unsaved_buffers = PlainKeys(model), UnsavedBuffers(model)
         context = Context(
@@ -193,14 +194,19 @@ class Session:
             drop=self.hooks.drop, restructured=functools.partial(self.plain.read, model),
         )  # fmt: skip
         context.generator.manual_seed(self._seed)
+        return context
+
+    def _look_at(self, context: Context) -> None:
+        """Find out what techniques need to know about the model before they change it."""
         if self.techniques:
+            context.undo.callback(leave_look_alikes, context.model)
+            take_look_alikes(context.model)
             self.coverage.look_at(context)
         # A teacher that copies the student must copy the plain model. It lives on the CPU, whatever default device the
         # script or Lightning (around configure_model) has set.
         with torch.device("cpu"):
             for _, looking in offering(self.techniques, LooksFirst):
                 looking.before_attach(context)
-        return context
 
     def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Show the optimizers to the techniques before their saved state is loaded. Only a resume needs it."""

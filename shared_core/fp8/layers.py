@@ -33,6 +33,7 @@ from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
 from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
+from shared_core.modules.like_stock import stock_kind, taking_look_alikes
 from shared_core.modules.matching import (
     StackedExperts,
     change_class,
@@ -42,7 +43,6 @@ from shared_core.modules.matching import (
     own_class,
     read_past_forward,
 )
-from shared_core.modules.own_forward import stock_kind
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 _LAYERS: weakref.WeakValueDictionary[int, LayerFp8] = weakref.WeakValueDictionary()
@@ -520,6 +520,7 @@ class Selection:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
+@taking_look_alikes
 def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
     """Make the linear layers of a model multiply in FP8, in place, and return it; for loops without a session.
 

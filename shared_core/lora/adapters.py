@@ -23,6 +23,7 @@ from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
+from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.matching import (
     StackedExperts,
     change_class,
@@ -33,7 +34,6 @@ from shared_core.modules.matching import (
     plain_name,
     read_past_forward,
 )
-from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, from_rows, output_axis
 from shared_core.numerics.rounding import sqnr
 from shared_core.printing import listed

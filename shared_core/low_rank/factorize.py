@@ -37,6 +37,7 @@ from shared_core.low_rank.layers import (
 )
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
 from shared_core.modules.calls import call_on_batch, evaluated
+from shared_core.modules.like_stock import taking_look_alikes
 from shared_core.modules.matching import check_model
 from shared_core.modules.own_forward import fast_paths_off
 
@@ -72,6 +73,7 @@ class LowRankReport:
         return asdict(self) | {"parameters": {"before": before, "after": after}}
 
 
+@taking_look_alikes
 def factorize(
     model: nn.Module,
     config: LowRankConfig | Mapping[str, Any],

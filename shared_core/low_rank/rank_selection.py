@@ -26,8 +26,8 @@ from shared_core.low_rank.layers import (
     is_transposed,
     schemes,
 )
+from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.matching import chosen_modules, own_class
-from shared_core.modules.own_forward import stock_kind
 
 Point = tuple[int, float]
 """(parameters, value)."""

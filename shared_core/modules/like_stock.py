@@ -1,29 +1,290 @@
-"""Recognize classes of users and libraries that compute what a stock layer of torch computes, by their operations.
+"""Recognize layers of users and libraries that compute what a stock layer of torch computes, by their operations.
 
 The forward runs on a small layer that has only what the stock class has, beside the stock forward. It counts as the
 same if both run the same operations on the same tensors, and if it reads no attribute that the stock class lacks, also
 with weights of eight bits, for which layers of quantized models have other code.
+
+If the class alone does not decide, because it reads attributes of its own or derives from no stock class, the layer
+does: its forward runs on a copy without values (device meta) that has the layer's plain attributes. The layer itself
+is never called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import copyreg
 import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shared_core.modules.weight_views import CONVOLUTIONS
+from shared_core.modules.matching import change_class, conv1d_kind, own_class
+from shared_core.modules.weight_views import CONVOLUTIONS, RECURRENT
 
+_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding, *RECURRENT)
 _NARROW = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _Build = Callable[[], nn.Module]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def stock_kind(kind: Any) -> type[nn.Module] | None:
+    """Return the class of torch or transformers that a class computes; None if it computes something else.
+
+    That is a class that keeps the forward, has one that runs the same operations (`computes_like`), or was made by
+    `take_look_alikes`.
+
+    Example:
+        >>> class Orthogonal(nn.Linear):
+        ...     def reset_parameters(self):
+        ...         nn.init.orthogonal_(self.weight)
+        >>> stock_kind(Orthogonal), stock_kind(nn.modules.linear.NonDynamicallyQuantizableLinear)
+        (<class 'torch.nn.modules.linear.Linear'>, None)
+    """
+    if kind in _TAKEN:
+        return _TAKEN[kind][1]
+    for base in (*_BASES, conv1d_kind(kind)):
+        if base is None or not issubclass(kind, base):
+            continue
+        # torch's own subclasses are called by other code of torch, or not at all
+        is_own = kind is base or not kind.__module__.startswith("torch.")
+        methods = [name for name in ("forward", "_conv_forward", "__call__") if hasattr(base, name)]
+        keeps_all = all(getattr(kind, name) is getattr(base, name) for name in methods)
+        return base if is_own and (keeps_all or computes_like(kind, base)) else None
+    return None
+
+
+def take_look_alikes(model: nn.Module) -> None:
+    """Give each layer that computes a stock layer without deriving from it a class that derives from both, in place.
+
+    All techniques then take it for the stock layer. The new class has the name and the code of the user's. Attributes,
+    parameters and keys stay as they are. `leave_look_alikes` restores the classes.
+
+    Example:
+        >>> class Dense(nn.Module):  # as in torch_geometric
+        ...     __module__ = "users_code"
+        ...     def __init__(self, channels):
+        ...         super().__init__()
+        ...         self.weight, self.bias = nn.Parameter(torch.ones(channels, channels)), None
+        ...     def forward(self, x):
+        ...         return nn.functional.linear(x, self.weight, self.bias)
+        >>> layer = Dense(3)
+        >>> take_look_alikes(layer)
+        >>> isinstance(layer, nn.Linear), layer.in_features
+        (True, 3)
+        >>> leave_look_alikes(layer)
+        >>> type(layer) is Dense
+        True
+    """
+    for module in model.modules():
+        kind = own_class(module)
+        if (base := _look_alike(module, kind)) is not None:
+            change_class(module, kind, _both(kind, base))
+
+
+def leave_look_alikes(model: nn.Module) -> None:
+    """Restore the classes that `take_look_alikes` changed. Layers that a technique has changed since keep theirs."""
+    for module in model.modules():
+        kind = own_class(module)
+        if kind in _TAKEN:
+            change_class(module, kind, _TAKEN[kind][0])
+
+
+@contextlib.contextmanager
+def look_alikes_taken(model: nn.Module) -> Iterator[None]:
+    """Take look-alikes for stock layers, as `take_look_alikes` does, and restore their classes at the end."""
+    take_look_alikes(model)
+    try:
+        yield
+    finally:
+        leave_look_alikes(model)
+
+
+def taking_look_alikes(function: _Function) -> _Function:
+    """Return a function of a model that takes look-alikes for stock layers while it runs.
+
+    Used as a decorator. Classes are restored at the end.
+    """
+
+    @functools.wraps(function)
+    def taken(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with look_alikes_taken(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+            return function(model, *args, **kwargs)
+
+    return cast("_Function", taken)
+
+
+class _Both(type):
+    """Class of the classes that derive from a user's class and a stock class. Pickle finds them by those two."""
+
+
+_TAKEN: dict[Any, tuple[Any, Any]] = {}
+_OF_EMBEDDINGS = {
+    "padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False
+}  # fmt: skip
+
+
+_OF_CONVOLUTIONS = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"
+)  # fmt: skip
+
+
+class _Size:
+    """A size of the weight, for layers that do not store it. Attributes of the layer come first."""
+
+    def __init__(self, axis: int) -> None:
+        self._axis = axis
+
+    def __get__(self, module: Any, owner: type) -> int:
+        return int(module.weight.shape[self._axis])
+
+
+@functools.cache
+def _both(kind: Any, base: Any) -> Any:
+    about: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__deepcopy__": _deep_copy}
+    if not issubclass(kind, base):
+        names = ("out_features", "in_features") if base is nn.Linear else ("num_embeddings", "embedding_dim")
+        about |= {name: _Size(axis) for axis, name in enumerate(names)}
+        about |= _OF_EMBEDDINGS if base is nn.Embedding else {}
+    made = _Both(kind.__name__, (kind,) if issubclass(kind, base) else (kind, base), about)
+    _TAKEN[made] = kind, base
+    return made
+
+
+copyreg.pickle(_Both, lambda made: (_both, _TAKEN[made]))  # type: ignore[arg-type, return-value]
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    # a user's own would return a layer of the user's class
+    made = memo[id(module)] = type(module).__new__(type(module))
+    vars(made).update(copy.deepcopy(vars(module), memo))
+    return made
+
+
+def _look_alike(module: Any, kind: Any) -> type[nn.Module] | None:
+    """Return the stock class that a layer computes although `stock_kind` does not take its class for one."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or kind in _BASES or kind in _TAKEN:
+        return None
+    held = {**module._parameters, **module._modules, **module._buffers}
+    if {name for name, value in held.items() if value is not None} - {"weight", "bias"}:
+        return None
+    if is_lazy(weight) or not weight.is_floating_point() or not _calls_class(module) or stock_kind(kind) is not None:
+        return None
+    bases = [base for base in _BASES if issubclass(kind, base)]
+    if not bases and weight.ndim == 2:
+        bases = [nn.Linear] if bias is not None else [nn.Linear, nn.Embedding]
+    for base in bases:
+        arguments = _arguments(module, base) if base not in RECURRENT and _is_judged(kind, nn.Module) else ()
+        if arguments and (
+            computes_like(kind, base)
+            or _layer_computes(kind, base, arguments, tuple(_plain_attributes(module, kind).items()))
+        ):
+            return base
+    return None
+
+
+def _plain_attributes(module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the attributes of a layer and its class that its copy may have, apart from those of the stock layer."""
+    ours = [each for each in kind.__mro__ if not each.__module__.startswith("torch.")]
+    known: dict[str, Any] = {name: value for each in reversed(ours) for name, value in vars(each).items()}
+    known |= module._modules | module._buffers | vars(module)
+    return {
+        name: value for name, value in known.items()
+        if _is_plain(value) and name != "training" and not name.startswith("__")
+    }  # fmt: skip
+
+
+def _calls_class(module: nn.Module) -> bool:
+    """Return True unless other code replaced a layer's forward."""
+    return "forward" not in vars(module)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, torch.dtype, torch.device)
+
+
+def _arguments(module: Any, base: type[nn.Module]) -> tuple[tuple[str, Any], ...]:
+    """Return the arguments that build the stock layer, or none if the layer's attributes do not fit its weight."""
+    shape, bias = tuple(module.weight.shape), module._parameters.get("bias")
+    given = {"device": "meta", "dtype": module.weight.dtype}
+    if base is nn.Linear:
+        given |= {"in_features": shape[1], "out_features": shape[0], "bias": bias is not None}
+    elif base is nn.Embedding:
+        stored = {name: vars(module).get(name, default) for name, default in _OF_EMBEDDINGS.items()}
+        given |= {"num_embeddings": shape[0], "embedding_dim": shape[1], **stored}
+    else:
+        names = (
+            "in_channels",
+            "out_channels",
+            "kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "groups",
+            "padding_mode",
+        )
+        names += ("output_padding",) if module.transposed else ()
+        given |= {name: getattr(module, name) for name in names} | {"bias": bias is not None}
+    with contextlib.suppress(TypeError, ValueError):
+        stock: Any = base(**given)
+        known = {name: value for name, value in vars(stock).items() if name in vars(module) and _is_plain(value)}
+        fits = stock.weight.shape == shape and all(vars(module)[name] == value for name, value in known.items())
+        return (
+            tuple(given.items()) if fits and (bias is None or bias.shape == shape[:1] or base in CONVOLUTIONS) else ()
+        )
+    return ()
+
+
+@functools.cache
+def _layer_computes(
+    kind: Any,
+    base: Any,
+    arguments: tuple[tuple[str, Any], ...],
+    plain: tuple[tuple[str, Any], ...],
+) -> bool:
+    return all(
+        _trace(build, inputs, training) == _trace(build, inputs, training, kind, plain=dict(plain))
+        for build, inputs in _layer_cases(base, dict(arguments))
+        for training in (True, False)
+    )
+
+
+def _layer_cases(base: Any, arguments: dict[str, Any]) -> Iterator[tuple[_Build, Tensor]]:
+    own = arguments.pop("dtype")
+    for dtype in dict.fromkeys((own, torch.bfloat16)):
+        build = functools.partial(base, dtype=dtype, **arguments)
+        shapes = list(_shapes(base, arguments))
+        of_inputs = torch.int64 if base is nn.Embedding else dtype
+        for shape in shapes:
+            yield build, torch.ones(shape, dtype=of_inputs, device="meta")
+        for narrow in _NARROW:
+            small = functools.partial(_narrowed, build, narrow)
+            yield small, torch.ones(shapes[0], dtype=of_inputs, device="meta")
+        if base is not nn.Embedding:  # under autocast inputs may be of another type
+            yield build, torch.ones(shapes[0], dtype=torch.float16, device="meta")
+
+
+def _shapes(base: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    if base in (nn.Linear, nn.Embedding):
+        last = (arguments["in_features"],) if base is nn.Linear else ()
+        yield from ((2, *last), (2, 3, 4, *last), last or (5,))
+        return
+    sizes = zip(arguments["kernel_size"], arguments["dilation"], arguments["stride"], strict=True)
+    least = [step * (size - 1) + 1 + 2 * stride for size, step, stride in sizes]
+    for more in range(2 * max(arguments["stride"]) + 1):  # a forward may pad by the size of its input
+        yield 2, arguments["in_channels"], *[side + more for side in least]
 
 
 @functools.cache
@@ -143,15 +404,17 @@ def _trace(
     training: bool,
     kind: type[nn.Module] | None = None,
     parts: Mapping[str, bool] | None = None,
+    plain: Mapping[str, Any] | None = None,
 ) -> tuple[list[Any], Any] | str:
     """Return (operations, result) of a layer's forward, or of that of a derived class; ``"fails"`` or ``"strays"``.
 
-    `parts` are the submodules of that class, and whether they are there.
+    `parts` are the submodules of that class, and whether they are there. `plain` are attributes to add.
     """
     quiet = warnings.catch_warnings()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False), quiet:
         layer: Any = build().train(training)
         recorder = _Recorder(layer, inputs)
+        vars(layer).update(plain or {})
         if parts:
             layer._modules |= {name: _Step(name, recorder) if there else None for name, there in parts.items()}
         try:
@@ -177,7 +440,12 @@ def _watched(kind: type[nn.Module], known: set[str], recorder: _Recorder) -> typ
             raise LookupError(name)  # before it says anything, such as that this layer is not complete
         return kind.__getattribute__(self, name)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": look_up, "__module__": kind.__module__})
+    def assign(self: Any, name: str, value: object) -> None:
+        recorder.strayed = True
+        raise AttributeError(name)
+
+    about = {"__getattribute__": look_up, "__setattr__": assign, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), about)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

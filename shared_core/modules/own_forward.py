@@ -10,40 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shared_core.modules.calls import buffers_restored, modes_restored
-from shared_core.modules.like_stock import computes_like
-from shared_core.modules.matching import conv1d_kind, own_class
-from shared_core.modules.weight_views import CONVOLUTIONS, RECURRENT
+from shared_core.modules.like_stock import stock_kind
+from shared_core.modules.matching import own_class
+from shared_core.modules.weight_views import CONVOLUTIONS
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
 UNKNOWN = "its custom forward does not run on a small input"
 
-_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding, *RECURRENT)
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul", "convolution", "mkldnn_linear", "_convolution",
 )  # fmt: skip
-
-
-def stock_kind(kind: Any) -> type[nn.Module] | None:
-    """Return the class of torch or transformers that a class computes; None if it computes something else.
-
-    That is a class that keeps the forward, or has one that runs the same operations (`computes_like`).
-
-    Example:
-        >>> class Orthogonal(nn.Linear):
-        ...     def reset_parameters(self):
-        ...         nn.init.orthogonal_(self.weight)
-        >>> stock_kind(Orthogonal), stock_kind(nn.modules.linear.NonDynamicallyQuantizableLinear)
-        (<class 'torch.nn.modules.linear.Linear'>, None)
-    """
-    for base in (*_BASES, conv1d_kind(kind)):
-        if base is None or not issubclass(kind, base):
-            continue
-        # torch's own subclasses are called by other code of torch, or not at all
-        is_own = kind is base or not kind.__module__.startswith("torch.")
-        methods = [name for name in ("forward", "_conv_forward", "__call__") if hasattr(base, name)]
-        keeps_all = all(getattr(kind, name) is getattr(base, name) for name in methods)
-        return base if is_own and (keeps_all or computes_like(kind, base)) else None
-    return None
 
 
 def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:

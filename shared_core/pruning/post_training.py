@@ -23,6 +23,7 @@ from shared_core.engine.checks import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import call_on_batch, evaluating, solve_in_order
+from shared_core.modules.like_stock import taking_look_alikes
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.second_order import compensated
@@ -249,6 +250,7 @@ class PruneReport:
         return {name: getattr(self, name) for name in names}
 
 
+@taking_look_alikes
 def prune(
     model: nn.Module,
     config: PruneConfig | Mapping[str, Any],

@@ -21,9 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated, evaluating
-from shared_core.modules.like_stock import NORMS, steps_after_norm
+from shared_core.modules.like_stock import NORMS, steps_after_norm, stock_kind
 from shared_core.modules.matching import change_class, plain_name, replaced
-from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
 

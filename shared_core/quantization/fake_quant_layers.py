@@ -18,6 +18,7 @@ from shared_core.checkpoint_formats.released import Grid as ReleasedGrid
 from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
 from shared_core.engine.checks.claims import Claim, Fits, Grid, Where
 from shared_core.errors import CompatibilityError
+from shared_core.modules.like_stock import stock_kind, take_look_alikes
 from shared_core.modules.matching import (
     StackedExperts,
     change_class,
@@ -27,7 +28,6 @@ from shared_core.modules.matching import (
     own_class,
     replaced,
 )
-from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.block_formats import Element, mx_encode
 from shared_core.numerics.formats import FORMATS
@@ -173,8 +173,10 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in 
 def know_layers(model: nn.Module) -> None:
     """Register more layer classes of a model: transformers' Conv1D, stacked experts and subclasses of known layers.
 
-    Subclasses count if they compute what their base class does. transformers is not imported.
+    Subclasses count if they compute what their base class does, and other classes too (`take_look_alikes`).
+    transformers is not imported.
     """
+    take_look_alikes(model)
     experts = {own_class(module) for module in model.modules() if isinstance(module, StackedExperts)} - STOCK.keys()
     kinds = {own_class(module) for module in model.modules()} - STOCK.keys()
     made: list[tuple[type[nn.Module], type]] = [

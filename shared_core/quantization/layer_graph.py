@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, nearest
 from shared_core.modules.calls import call_model, evaluated
-from shared_core.modules.own_forward import stock_kind
+from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.weight_views import CONVOLUTIONS
 
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)

@@ -17,8 +17,9 @@ from eff_kernels.quantization.integer_linear import sums_exactly
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, MissingExtraError, nearest
+from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.matching import check_model, plain_name, replaced
-from shared_core.modules.own_forward import fast_paths_off, stock_kind
+from shared_core.modules.own_forward import fast_paths_off
 from shared_core.quantization.fake_quant_layers import (
     STOCK,
     FakeQuantLinear,

@@ -1,6 +1,7 @@
 """Layers of users' own classes: which multiply by the weight that they store, and what techniques make of them."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from shared_core import Session, training
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError
-from shared_core.modules.own_forward import COMPUTED, UNKNOWN, stock_kind, why_computed
+from shared_core.modules.like_stock import look_alikes_taken, stock_kind
+from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.quantization import convert
 
 
@@ -174,6 +176,130 @@ class Words(nn.Embedding):
     pass
 
 
+class Channels(nn.Module):
+    """A linear layer of its own, as torch_geometric has it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.in_channels, self.out_channels, self.initializer = inputs, outputs, None
+        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+    def __deepcopy__(self, memo):
+        other = Channels(self.in_channels, self.out_channels)
+        other.weight, other.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+        return other
+
+
+class Dense(nn.Linear):
+    """Has an activation, or none."""
+
+    def __init__(self, *sizes, activation=None):
+        super().__init__(*sizes)
+        self.activation = activation
+
+    def forward(self, x):
+        return super().forward(x) if self.activation is None else self.activation(super().forward(x))
+
+
+class Point(nn.Conv2d):
+    """Pads as TensorFlow does, where a kernel needs it."""
+
+    side = 1
+
+    def forward(self, x):
+        missing = max((-(-x.shape[-1] // self.stride[0]) - 1) * self.stride[0] + self.kernel_size[0] - x.shape[-1], 0)
+        x = F.pad(x, (0, missing, 0, missing)) if missing and self.side else x
+        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class Table(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, width))
+
+    def forward(self, indices):
+        return F.embedding(indices, self.weight)
+
+
+class Doubled(Channels):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Told(Channels):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Sideways(Channels):
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Delicate(Channels):
+    """Must not be called."""
+
+    def forward(self, x):
+        raise RuntimeError("called")
+
+
+def hooked(layer):
+    layer.register_forward_pre_hook(lambda *_: pytest.fail("hook called"))
+    return layer
+
+
+def replaced(layer):
+    layer.forward = lambda x: x
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "base"),
+    [
+        (Channels(3, 4), nn.Linear),
+        (hooked(Channels(3, 3)), nn.Linear),
+        (Channels(3, 4).bfloat16(), nn.Linear),
+        (Channels(3, 4).to("meta"), nn.Linear),
+        (Dense(3, 4), nn.Linear),
+        (Point(3, 4, 1), nn.Conv2d),
+        (Table(5, 3), nn.Embedding),
+        (Dense(3, 4, activation=torch.relu), None),
+        (Dense(3, 4, activation=nn.ReLU()), None),
+        (Point(3, 4, 3), None),
+        *((kind(3, 3), None) for kind in (Doubled, Told, Sideways, Delicate, Matmul, Counting)),
+        (replaced(Channels(3, 4)), None),
+        (spectral_norm(Channels(3, 4)), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_is_taken_for_what_it_computes_without_being_called(layer, base):
+    kind, state = type(layer), torch.get_rng_state()
+    before = {name: id(value) for name, value in vars(layer).items()}
+    with look_alikes_taken(layer):
+        assert stock_kind(type(layer)) is base
+        if base is not None:
+            assert isinstance(layer, base)
+            assert type(layer).__name__ == kind.__name__
+            for copied in (copy.deepcopy(layer), *(() if layer._forward_pre_hooks else [pickled(layer)])):
+                assert type(copied) is type(layer)
+                assert copied.state_dict().keys() == layer.state_dict().keys()
+    assert type(layer) is kind
+    assert {name: id(value) for name, value in vars(layer).items()} == before
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def pickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("layer", "reason"),
@@ -288,17 +414,20 @@ class Mine(nn.Module):
     ],
     ids=lambda recipe: next(iter(recipe)),
 )
-@pytest.mark.parametrize(("linear", "conv"), [(Orthogonal, Named), (Wrapped, WrappedConv)])
-def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe, linear, conv):
+@pytest.mark.parametrize(
+    ("linear", "conv", "words"),
+    [(Orthogonal, Named, Words), (Wrapped, WrappedConv, Words), (Channels, Named, Table), (Dense, Named, Words)],
+)
+def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe, linear, conv, words):
     x = torch.arange(8)
-    mine, stock = Mine(linear, conv), Mine(nn.Linear, nn.Conv2d, nn.Embedding)
+    mine, stock = Mine(linear, conv, words), Mine(nn.Linear, nn.Conv2d, nn.Embedding)
     stock.load_state_dict(mine.state_dict())
     own, torchs = (trained(model, {**recipe, "allow_partial": True}, x) for model in (mine, stock))
     (key,) = recipe
     assert own.coverage[key].within == torchs.coverage[key].within > 0
     for name, value in mine.state_dict().items():
         assert torch.equal(value, stock.state_dict()[name]), name
-    assert [type(module) for module in mine.children()] == [Words, conv, linear, linear, linear]
+    assert [type(module) for module in mine.children()] == [words, conv, linear, linear, linear]
     if key == "qat":
         ranges = own.files.deployment()["qat"]["ranges"]
         assert torch.equal(convert(mine, ranges)(x), convert(stock, ranges)(x))
