@@ -34,7 +34,8 @@ from shared_core.lora.adapters import (
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.peft_files import AdapterFiles, Layout, digest
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
-from shared_core.modules.matching import UNHELD, StackedExperts, plain_name
+from shared_core.modules.like_stock import class_of_user
+from shared_core.modules.matching import UNHELD, StackedExperts, conv1d_kind, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.rounding import relative_error, sqnr
@@ -148,6 +149,11 @@ class Lora(Technique):
             rule = f"PEFT's file format cannot hold adapters of stacked experts, got {stacks[0]}"
             remedy = "write --lora_save merged, or leave the experts frozen with --lora_skip '*.experts'"
             raise CompatibilityError("lora", rule, remedy)
+        for name, layer in layers.items():
+            kind = class_of_user(layer)
+            if not issubclass(kind, nn.Linear) and conv1d_kind(kind) is None:
+                rule = f"PEFT cannot load adapters of {name}, because {kind.__name__} does not derive from nn.Linear"
+                raise CompatibilityError("lora", rule, f"write --lora_save merged, or --lora_skip {kind.__name__}")
         self._layout(layers)
 
     def _layout(self, layers: Collection[str]) -> Layout:

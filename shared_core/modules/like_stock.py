@@ -99,6 +99,12 @@ def leave_look_alikes(model: nn.Module) -> None:
             change_class(module, kind, _TAKEN[kind][0])
 
 
+def class_of_user(module: nn.Module) -> type[nn.Module]:
+    """Return a layer's class before `take_look_alikes` and before FSDP2 sharded it."""
+    kind = own_class(module)
+    return _TAKEN[kind][0] if kind in _TAKEN else kind  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def look_alikes_taken(model: nn.Module) -> Iterator[None]:
     """Take look-alikes for stock layers, as `take_look_alikes` does, and restore their classes at the end."""
@@ -131,11 +137,6 @@ _TAKEN: dict[Any, tuple[Any, Any]] = {}
 _OF_EMBEDDINGS = {
     "padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False
 }  # fmt: skip
-
-
-_OF_CONVOLUTIONS = (
-    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"
-)  # fmt: skip
 
 
 class _Size:
@@ -217,33 +218,25 @@ def _is_plain(value: object) -> bool:
 
 def _arguments(module: Any, base: type[nn.Module]) -> tuple[tuple[str, Any], ...]:
     """Return the arguments that build the stock layer, or none if the layer's attributes do not fit its weight."""
-    shape, bias = tuple(module.weight.shape), module._parameters.get("bias")
+    bias = module._parameters.get("bias") is not None
     given = {"device": "meta", "dtype": module.weight.dtype}
     if base is nn.Linear:
-        given |= {"in_features": shape[1], "out_features": shape[0], "bias": bias is not None}
+        given |= {"in_features": module.weight.shape[1], "out_features": module.weight.shape[0], "bias": bias}
     elif base is nn.Embedding:
         stored = {name: vars(module).get(name, default) for name, default in _OF_EMBEDDINGS.items()}
-        given |= {"num_embeddings": shape[0], "embedding_dim": shape[1], **stored}
+        given |= {"num_embeddings": module.weight.shape[0], "embedding_dim": module.weight.shape[1], **stored}
     else:
-        names = (
-            "in_channels",
-            "out_channels",
-            "kernel_size",
-            "stride",
-            "padding",
-            "dilation",
-            "groups",
-            "padding_mode",
-        )
-        names += ("output_padding",) if module.transposed else ()
-        given |= {name: getattr(module, name) for name in names} | {"bias": bias is not None}
+        names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"]
+        names += ["padding_mode", *(["output_padding"] if module.transposed else [])]
+        given |= {name: getattr(module, name) for name in names} | {"bias": bias}
     with contextlib.suppress(TypeError, ValueError):
         stock: Any = base(**given)
-        known = {name: value for name, value in vars(stock).items() if name in vars(module) and _is_plain(value)}
-        fits = stock.weight.shape == shape and all(vars(module)[name] == value for name, value in known.items())
-        return (
-            tuple(given.items()) if fits and (bias is None or bias.shape == shape[:1] or base in CONVOLUTIONS) else ()
+        mine, theirs = (_plain_attributes(one, type(one)) for one in (module, stock))
+        fits = all(mine[name] == value for name, value in theirs.items() if name in mine)
+        fits &= all(
+            value is None or value.shape == stock._parameters[name].shape for name, value in module._parameters.items()
         )
+        return tuple(given.items()) if fits else ()
     return ()
 
 

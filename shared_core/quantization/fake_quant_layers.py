@@ -228,7 +228,10 @@ def with_stock_classes(model: nn.Module) -> nn.Module:
         own = STOCK.get(kind) or STOCK_OF_FOLDED.get(kind, kind)
         base = stock_kind(own)
         if base in FAKE_QUANT and base is not own:
+            constants: list[str] = base.__constants__  # type: ignore[attr-defined]
+            sizes = {name: getattr(module, name) for name in constants if name not in vars(module)}
             change_class(module, kind, made.get(base, base))
+            vars(module).update(sizes)  # of classes that don't store them
     return model
 
 

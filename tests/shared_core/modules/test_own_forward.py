@@ -182,7 +182,10 @@ class Channels(nn.Module):
     def __init__(self, inputs, outputs):
         super().__init__()
         self.in_channels, self.out_channels, self.initializer = inputs, outputs, None
-        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5), nn.Parameter(torch.zeros(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5),
+            nn.Parameter(torch.zeros(outputs)),
+        )
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
@@ -267,7 +270,7 @@ def replaced(layer):
         (Channels(3, 4), nn.Linear),
         (hooked(Channels(3, 3)), nn.Linear),
         (Channels(3, 4).bfloat16(), nn.Linear),
-        (Channels(3, 4).to("meta"), nn.Linear),
+        (Channels(3, 4).eval().to("meta"), nn.Linear),
         (Dense(3, 4), nn.Linear),
         (Point(3, 4, 1), nn.Conv2d),
         (Table(5, 3), nn.Embedding),
@@ -410,7 +413,7 @@ class Mine(nn.Module):
         {"low_rank": {"rank": 2, "min_size": 0, "merge": True}},
         {"qat": {"scheme": "int8", "begin": 1}},
         {"fp8": {"recipe": "rowwise", "include": ["middle", "hidden"]}},
-        {"lora": {"rank": 2, "base": "none"}},
+        {"lora": {"rank": 2, "base": "none", "save": "merged"}},
     ],
     ids=lambda recipe: next(iter(recipe)),
 )
@@ -431,6 +434,11 @@ def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe, linear, co
     if key == "qat":
         ranges = own.files.deployment()["qat"]["ranges"]
         assert torch.equal(convert(mine, ranges)(x), convert(stock, ranges)(x))
+
+
+def test_adapters_that_peft_cannot_load_are_refused():
+    with pytest.raises(CompatibilityError, match=r"Channels does not derive from nn.Linear.*--lora_save merged"):
+        Session({"lora": {"rank": 2}}).attach(Mine(Channels))
 
 
 @pytest.mark.parametrize("recipe", [
