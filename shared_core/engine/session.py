@@ -174,6 +174,8 @@ class Session:
             model_guards.refuse_not_reduced(model, reduced)
             # The run of a checkpoint was measured when it began, and knew what the optimizers hold.
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial or bool(resumed))
+            for told in coverage.frozen_notes(context.touched):
+                self.note(told)
         except BaseException:
             context.undo.close()
             raise

@@ -39,6 +39,7 @@ from shared_core.modules.matching import (
     change_class,
     chosen_modules,
     conv1d_of,
+    frozen_helpers,
     is_transformers_conv1d,
     own_class,
     read_past_forward,
@@ -591,7 +592,8 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         raise CompatibilityError("fp8", "the model already has FP8 layers", "detach or finish the earlier run first")
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="fp8")
-    able = [module for module in model.modules() if isinstance(module, kinds)]
+    helpers = {} if config.include else frozen_helpers(model)
+    able = [module for module in model.modules() if isinstance(module, kinds) and id(module) not in helpers]
     ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
     found, every = Selection(), config.recipe == "s2fp8"
     for match in matched:
@@ -602,6 +604,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         place = next((place for place, end in ends.items() if end is module), None)
         torchao = config.backend == "torchao"
         reason = why_no_experts(module, stack, torchao) if stack else _why_no_linear(name, module, config)
+        reason = reason or helpers.get(id(module))
         if reason is None and not stack:
             if place and not named and config.recipe == "hfp8":
                 found.sixteen_bit[name] = module

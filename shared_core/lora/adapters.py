@@ -25,11 +25,14 @@ from shared_core.lora.config import LoraConfig
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
 from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.matching import (
+    FROZEN,
+    Matched,
     StackedExperts,
     change_class,
     chosen_modules,
     conv1d_of,
     expert_weights,
+    frozen_helpers,
     own_class,
     plain_name,
     read_past_forward,
@@ -195,7 +198,9 @@ def select_layers(
         rule = f"only linear layers can be adapted, but {type(model).__name__} has none ({convolutions} convolutions)"
         raise MatchError("lora", rule, "train it without lora, for example with --low_rank_rank 8")
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="lora")
-    linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    helpers = frozen_helpers(model)
+    every: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    linear = [(name, module) for name, module in every if id(module) not in helpers]
     output_name, output = linear[-1]
     # remove_duplicate=False counts a tied parameter once for each holder.
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -208,6 +213,7 @@ def select_layers(
     # transformers' list, which it keeps from bitsandbytes: T5 casts activations to the type of such a layer's weight
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if config.base != "none" else set()
     readers = read_past_forward(model)
+    frozen = {} if config.include else helpers | _frozen(matched, inside)
     layers: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     # In this order: reasons that the user decides on come before those of the model.
@@ -226,6 +232,7 @@ def select_layers(
             reason = f"{type(model).__name__} needs it in float32; use base none to adapt it"
         elif reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, bypassing any adapter"
+        reason = reason or frozen.get(id(module))
         if reason is None:
             layers[name] = module
         elif not {*found.names}.isdisjoint(config.include):
@@ -245,6 +252,15 @@ def select_layers(
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise MatchError("lora", "must match at least one linear layer that can be adapted", told)
     return layers, whole, left_out
+
+
+def _frozen(matched: list[Matched], inside: Collection[int]) -> dict[int, str]:
+    """Return module id → reason for layers that the user has frozen. None if they are most of the model."""
+    able = {found.module for found in matched if id(found.module) not in inside}
+    frozen = {module for module in able if not any(value.requires_grad for value in module.parameters())}
+    # most of a model is frozen if only a new head trains: that is the base to adapt, as peft does
+    sizes = [sum(value.numel() for module in some for value in module.parameters()) for some in (frozen, able)]
+    return dict.fromkeys(map(id, frozen), FROZEN) if 2 * sizes[0] < sizes[1] else {}
 
 
 def _is_classifier(output: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from shared_core.low_rank.layers import (
     schemes,
 )
 from shared_core.modules.like_stock import stock_kind
-from shared_core.modules.matching import chosen_modules, own_class
+from shared_core.modules.matching import chosen_modules, frozen_helpers, own_class
 
 Point = tuple[int, float]
 """(parameters, value)."""
@@ -110,7 +110,7 @@ def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dic
     """Return the layers that can be factorized, by name, and why other candidates are left unchanged."""
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
     found = chosen_modules(config, model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank")
-    inside = _not_ours(model)
+    inside = _not_ours(model) | ({} if config.include else frozen_helpers(model))
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -408,6 +408,10 @@ def _num_weights(found: Matched) -> int:
 
 UNHELD = "no optimizer holds it"
 """Reason for leaving out a weight that counts as frozen."""
+HELPER = "frozen, and part of a loss or teacher; name it in include"
+"""Reason for leaving out a layer that only helps in training (`frozen_helpers`)."""
+FROZEN = "frozen, while other layers train; name it in include"
+"""Reason for leaving out a layer that the user has frozen."""
 PAST_FORWARD = "computes with its weight itself"
 """Reason for leaving out a layer whose parent reads its weight."""
 
@@ -423,6 +427,30 @@ def weights_read_by(parent: type) -> frozenset[str]:
                 with contextlib.suppress(OSError):  # without source
                     found.update(_READ.findall(inspect.getsource(inspect.unwrap(function))))
     return frozenset(found)
+
+
+_HELPER = re.compile(r"loss|criterion|perceptual|lpips|teacher", re.IGNORECASE)
+
+
+def frozen_helpers(model: nn.Module) -> dict[int, str]:
+    """Return module id → reason, for frozen parts that a name or class calls a loss or teacher, if other parts train.
+
+    Techniques leave them alone: they only help in training, and changing them changes what the model is trained for.
+
+    Example:
+        >>> net = nn.ModuleDict({"net": nn.Linear(2, 2), "perceptual": nn.Sequential(nn.Linear(2, 2))})
+        >>> _ = net["perceptual"].requires_grad_(False)
+        >>> [name for name, module in net.named_modules() if id(module) in frozen_helpers(net)]
+        ['perceptual', 'perceptual.0']
+    """
+    if not any(value.requires_grad for value in model.parameters()):
+        return {}
+    found: dict[int, str] = {}
+    for name, module in model.named_modules():
+        called = name and _HELPER.search(f"{name.rpartition('.')[2]} {own_class(module).__name__}")
+        if called and not any(value.requires_grad for value in module.parameters()):
+            found |= dict.fromkeys(map(id, module.modules()), HELPER)
+    return found
 
 
 def read_past_forward(model: nn.Module) -> dict[int, str]:

@@ -16,6 +16,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.modules.matching import (
     Matched,
     StackedExperts,
+    frozen_helpers,
     gates_between_products,
     match_modules,
     options_by_module,
@@ -64,11 +65,13 @@ def select_layers(
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     replaced = {id(inner) for module in model.modules() for inner in _originals(module)}
     readers = read_past_forward(model) if trains else {}
+    helpers = {} if include else frozen_helpers(model)
     reasons = [
         _ORIGINAL
         if id(found.module) in replaced
         else _why_adapted(found, adapted, include)
         or _why_not(found.module)
+        or helpers.get(id(found.module))
         or (f"{readers[id(found.module)]}, which bypasses a quantizer" if id(found.module) in readers else None)
         or _in_every_token(found, include)
         for found in matched

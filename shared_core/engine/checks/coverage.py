@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -24,8 +24,8 @@ from shared_core.engine.plan import Touched
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
 from shared_core.engine.technique import returned
 from shared_core.errors import MatchError, by_reason
-from shared_core.modules.matching import named_by, own_class, plain_name
-from shared_core.printing import share_text
+from shared_core.modules.matching import FROZEN, HELPER, named_by, own_class, plain_name
+from shared_core.printing import listed, share_text
 
 if TYPE_CHECKING:
     from shared_core.config.options import TechniqueConfig
@@ -227,14 +227,14 @@ def reach(
         if apart & inside or not {*touched.tensors, *touched.handled_otherwise}.isdisjoint(places):
             within += weight.numel
             continue
-        if not apart_from.isdisjoint(places):
+        reasons = [touched.left_out[place] for place in places if place in touched.left_out]
+        if not apart_from.isdisjoint(places) or not {FROZEN, HELPER}.isdisjoint(reasons):
             beside[_FROZEN] = beside.get(_FROZEN, 0) + weight.numel
             continue
         asked = "" if skipped.isdisjoint(places) else "skip names it"
         asked = asked or _too_small(config, weight)
         asked = asked or ("" if set(touched.asked).isdisjoint(places) else "the options name it")
-        reasons = [*(touched.left_out[place] for place in places if place in touched.left_out), asked]
-        reason = next(filter(None, [*reasons, *(out.get(place) for place in apart)]), "")
+        reason = next(filter(None, [*reasons, asked, *(out.get(place) for place in apart)]), "")
         label = weight.kind + (f" ({reason})" if reason else "")
         tensors, numel = left.get(label, (0, 0))
         left[label] = tensors + 1, numel + weight.numel
@@ -355,6 +355,14 @@ def after_training(
 def lines(reaches: Mapping[str, Reach]) -> list[str]:
     """Return a line for each technique that leaves weights unchanged which multiply activations."""
     return [f"{key}: {one.line()}" for key, one in reaches.items() if one.left or _FROZEN in one.beside]
+
+
+def frozen_notes(touched: Mapping[str, Touched]) -> Iterator[str]:
+    """Yield a note for each technique that leaves frozen layers alone because they are frozen."""
+    for key, one in touched.items():
+        for reason in (HELPER, FROZEN):
+            if names := [name for name, why in one.left_out.items() if why == reason]:
+                yield f"{key}: unchanged: {listed(names)} ({reason})"
 
 
 def _around(name: str) -> list[str]:
