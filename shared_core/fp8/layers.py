@@ -33,7 +33,7 @@ from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
 from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
-from shared_core.modules.like_stock import stock_kind, taking_look_alikes
+from shared_core.modules.like_stock import stock_kind, taking_look_alikes, why_not_stock
 from shared_core.modules.matching import (
     StackedExperts,
     change_class,
@@ -632,8 +632,7 @@ def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | Non
     if any(part.startswith("lora_") for part in name.split(".")):
         return "a LoRA adapter, which is small and trains in high precision"
     if stock_kind(own_class(module)) is None:
-        # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
-        return f"{type(module).__name__} is a custom class, whose forward is unknown"
+        return why_not_stock(module)
     if config.backend == "torchao" and own_class(module) is not nn.Linear:
         return "torchao supports only nn.Linear; leave backend out"
     if not weight_of(module).is_floating_point():

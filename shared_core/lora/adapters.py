@@ -23,7 +23,7 @@ from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
-from shared_core.modules.like_stock import stock_kind
+from shared_core.modules.like_stock import stock_kind, why_not_stock
 from shared_core.modules.matching import (
     FROZEN,
     Matched,
@@ -270,8 +270,7 @@ def _is_classifier(output: nn.Module) -> bool:
 
 def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], config: LoraConfig) -> str | None:
     if stock_kind(own_class(module)) not in kinds:
-        # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
-        return f"{own_class(module).__name__} is a custom class, whose forward is unknown"
+        return why_not_stock(module)
     if not name:
         return "it is the model itself, which cannot be replaced; wrap it in a module"
     weight = module._parameters.get("weight")

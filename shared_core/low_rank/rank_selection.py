@@ -26,7 +26,7 @@ from shared_core.low_rank.layers import (
     is_transposed,
     schemes,
 )
-from shared_core.modules.like_stock import stock_kind
+from shared_core.modules.like_stock import stock_kind, why_not_stock
 from shared_core.modules.matching import chosen_modules, frozen_helpers, own_class
 
 Point = tuple[int, float]
@@ -141,7 +141,7 @@ def _not_ours(model: nn.Module) -> dict[int, str]:
 
 def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
     if stock_kind(own_class(module)) not in (nn.Linear, nn.Conv2d) and not is_transposed(module):
-        return f"it is a {own_class(module).__name__}, not a plain layer"
+        return why_not_stock(module)
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from others"

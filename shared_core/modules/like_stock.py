@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -61,6 +62,14 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
         keeps_all = all(getattr(kind, name) is getattr(base, name) for name in methods)
         return base if is_own and (keeps_all or computes_like(kind, base)) else None
     return None
+
+
+def why_not_stock(module: nn.Module) -> str:
+    """Return why a layer whose class `stock_kind` does not take for a stock layer is left out."""
+    kind = own_class(module)
+    if issubclass(kind, NonDynamicallyQuantizableLinear):
+        return "torch's MultiheadAttention multiplies by its weight without calling it"
+    return f"the forward of {kind.__name__} is not that of a stock layer"
 
 
 def take_look_alikes(model: nn.Module) -> None:

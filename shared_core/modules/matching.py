@@ -330,11 +330,16 @@ def match_modules(
         return any(_fits(pattern, name, found.module) for name in found.names)
 
     include, skip = list(include), list(skip)
+    everything = [Matched(name, module) for name, module in names.items()]
     for pattern in include:
         if not any(hit(pattern, found) for found in able):
+            if others := {own_class(found.module).__name__ for found in everything if hit(pattern, found)}:
+                rule = (
+                    f"include pattern {pattern!r} matches only {', '.join(sorted(others))}, which it does not support"
+                )
+                raise MatchError(where, rule)
             known = [name for found in able for name in found.names]
             raise MatchError(where, f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
-    everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
         # Only a pattern without any match is a mistake.
         if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
+from shared_core.modules.like_stock import why_not_stock
 from shared_core.modules.matching import (
     Matched,
     StackedExperts,
@@ -156,8 +157,7 @@ def _originals(module: nn.Module) -> Iterable[nn.Module]:
 
 def _why_not(module: nn.Module) -> str | None:
     if own_class(module) not in FAKE_QUANT:
-        # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
-        return f"{type(module).__name__} is a custom class, whose forward is unknown"
+        return why_not_stock(module)
     weights = weights_of(module)
     if not weights:
         return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"

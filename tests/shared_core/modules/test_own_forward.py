@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from shared_core import Session, training
 from shared_core.engine.checks.optimizer_parameters import attach_with
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CompatibilityError, MatchError
 from shared_core.modules.like_stock import look_alikes_taken, stock_kind
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.quantization import convert
@@ -457,3 +457,18 @@ def test_to_look_at_a_layer_does_not_move_its_spectral_norm(recipe):
     assert before.keys() == dict(model[1].named_buffers()).keys()
     assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())
     session.detach()
+
+
+@pytest.mark.parametrize("recipe", [
+    {"qat": {"scheme": "int8"}}, {"low_rank": {"rank": 2, "min_size": 0}}, {"lora": {"rank": 2, "save": "merged"}},
+    {"fp8": {"recipe": "tensorwise"}}, {"cluster": {"bits": 2}},
+])  # fmt: skip
+def test_torchs_attention_is_named_and_refused_where_it_is_asked_for(recipe):
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64), nn.Linear(32, 32))
+    ((key, options),) = recipe.items()
+    session = Session({**recipe, "allow_partial": True})
+    session.attach(model)
+    assert any("MultiheadAttention" in label and "torch" in label for label in session.coverage[key].left)
+    session.detach()
+    with pytest.raises(MatchError, match="matches only MultiheadAttention"):
+        Session({key: {**options, "include": ["0.self_attn"]}}).attach(model)
