@@ -201,8 +201,7 @@ class Session:
     def _look_at(self, context: Context) -> None:
         """Find out what techniques need to know about the model before they change it."""
         if self.techniques:
-            context.undo.callback(leave_look_alikes, context.model)
-            take_look_alikes(context.model)
+            context.undo.callback(leave_look_alikes, take_look_alikes(context.model))
             self.coverage.look_at(context)
         # A teacher that copies the student must copy the plain model. It lives on the CPU, whatever default device the
         # script or Lightning (around configure_model) has set.

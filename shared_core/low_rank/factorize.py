@@ -256,6 +256,7 @@ WEIGHTS_FILE = "low_rank.safetensors"
 _OURS, _PLAIN = "low_rank*.safetensors", "model*.safetensors"
 
 
+@taking_look_alikes
 def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Module:
     """Factorize a model like saved weights, load them, and return the model.
 

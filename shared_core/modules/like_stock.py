@@ -17,7 +17,7 @@ import copyreg
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -52,7 +52,7 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
         (<class 'torch.nn.modules.linear.Linear'>, None)
     """
     if kind in _TAKEN:
-        return _TAKEN[kind][1]
+        return _TAKEN[kind][1]  # type: ignore[no-any-return]
     for base in (*_BASES, conv1d_kind(kind)):
         if base is None or not issubclass(kind, base):
             continue
@@ -72,11 +72,11 @@ def why_not_stock(module: nn.Module) -> str:
     return f"the forward of {kind.__name__} is not that of a stock layer"
 
 
-def take_look_alikes(model: nn.Module) -> None:
+def take_look_alikes(model: nn.Module) -> list[nn.Module]:
     """Give each layer that computes a stock layer without deriving from it a class that derives from both, in place.
 
     All techniques then take it for the stock layer. The new class has the name and the code of the user's. Attributes,
-    parameters and keys stay as they are. `leave_look_alikes` restores the classes.
+    parameters and keys stay as they are. Returns the changed layers, whose classes `leave_look_alikes` restores.
 
     Example:
         >>> class Dense(nn.Module):  # as in torch_geometric
@@ -87,41 +87,44 @@ def take_look_alikes(model: nn.Module) -> None:
         ...     def forward(self, x):
         ...         return nn.functional.linear(x, self.weight, self.bias)
         >>> layer = Dense(3)
-        >>> take_look_alikes(layer)
+        >>> _ = take_look_alikes(layer)
         >>> isinstance(layer, nn.Linear), layer.in_features
         (True, 3)
-        >>> leave_look_alikes(layer)
+        >>> leave_look_alikes([layer])
         >>> type(layer) is Dense
         True
     """
+    taken = []
     for module in model.modules():
-        kind = own_class(module)
+        kind: Any = own_class(module)
         if (base := _look_alike(module, kind)) is not None:
             change_class(module, kind, _both(kind, base))
+            taken.append(module)
+    return taken
 
 
-def leave_look_alikes(model: nn.Module) -> None:
+def leave_look_alikes(layers: Iterable[nn.Module]) -> None:
     """Restore the classes that `take_look_alikes` changed. Layers that a technique has changed since keep theirs."""
-    for module in model.modules():
+    for module in layers:
         kind = own_class(module)
         if kind in _TAKEN:
             change_class(module, kind, _TAKEN[kind][0])
 
 
-def class_of_user(module: nn.Module) -> type[nn.Module]:
+def class_of_user(module: nn.Module) -> Any:
     """Return a layer's class before `take_look_alikes` and before FSDP2 sharded it."""
     kind = own_class(module)
-    return _TAKEN[kind][0] if kind in _TAKEN else kind  # type: ignore[no-any-return]
+    return _TAKEN[kind][0] if kind in _TAKEN else kind
 
 
 @contextlib.contextmanager
 def look_alikes_taken(model: nn.Module) -> Iterator[None]:
     """Take look-alikes for stock layers, as `take_look_alikes` does, and restore their classes at the end."""
-    take_look_alikes(model)
+    taken = take_look_alikes(model)
     try:
         yield
     finally:
-        leave_look_alikes(model)
+        leave_look_alikes(taken)
 
 
 def taking_look_alikes(function: _Function) -> _Function:
@@ -180,7 +183,7 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
-def _look_alike(module: Any, kind: Any) -> type[nn.Module] | None:
+def _look_alike(module: Any, kind: Any) -> Any:
     """Return the stock class that a layer computes although `stock_kind` does not take its class for one."""
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or kind in _BASES or kind in _TAKEN:
