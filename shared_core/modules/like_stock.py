@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -69,6 +70,8 @@ def why_not_stock(module: nn.Module) -> str:
     kind = own_class(module)
     if issubclass(kind, NonDynamicallyQuantizableLinear):
         return "torch's MultiheadAttention multiplies by its weight without calling it"
+    if parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
     return f"the forward of {kind.__name__} is not that of a stock layer"
 
 

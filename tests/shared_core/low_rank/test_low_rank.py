@@ -232,10 +232,10 @@ def test_what_cannot_be_factorized_is_named_and_a_shared_module_stays_one():
     assert isinstance(net.plain, LowRankLayer)
     assert net.again is net.plain
     assert {name: reason.split(",")[0] for name, reason in report.left_out.items()} == {
-        "normed": "it is a ParametrizedLinear",
+        "normed": "its weight is computed by a parametrization",
         "tied": "its weight is tied to another layer's",
         "grouped": "it has 2 groups",
-        "attention.out_proj": "it is a NonDynamicallyQuantizableLinear",
+        "attention.out_proj": "torch's MultiheadAttention multiplies by its weight without calling it",
         "hooked": "it has its own hooks",
         "adapted.base_layer": "it is part of a layer with adapters",
     }
