@@ -72,7 +72,7 @@ def why_not_stock(module: nn.Module) -> str:
         return "torch's MultiheadAttention multiplies by its weight without calling it"
     if parametrize.is_parametrized(module):
         return "its weight is computed by a parametrization"
-    return f"the forward of {kind.__name__} is not that of a stock layer"
+    return f"{kind.__name__} has a forward of its own, which is not that of a stock layer"
 
 
 def take_look_alikes(model: nn.Module) -> list[nn.Module]:
