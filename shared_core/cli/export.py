@@ -369,10 +369,10 @@ def _onnx(report: Any) -> Iterator[str]:
     if report.largest_difference is None:
         yield _NOT_COMPARED
     else:
-        yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}."
+        yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}, without integer kernels."
     if report.relative_change is not None:
-        how = "With codes on the shortcuts of sums" if report.target == "tensorrt" else "On integers"
-        yield f"{how} the outputs differ from the model's by {report.relative_change:.2%} of the largest."
+        how = "With codes on the shortcuts of sums" if report.target == "tensorrt" else "With integer kernels"
+        yield f"{how}, the largest difference is {report.relative_change:.2%} of the largest output."
         if report.relative_change > _MUCH:
             yield "That is a lot. Compare the file's accuracy with the model's before you deploy it."
     if report.float_activations:
@@ -390,7 +390,8 @@ def _onnx(report: Any) -> Iterator[str]:
     if report.unsigned_weights and nodes:
         yield (
             "Weights are unsigned integers, which every processor multiplies exactly. Signed ones are faster: use "
-            "--weight-codes signed for processors with VNNI, or train with --qat_weight_bits 7 for all."
+            "--weight-codes signed for processors with VNNI, or train with --qat_weight_bits 7, which is exact and fast "
+            "on all."
         )
 
 

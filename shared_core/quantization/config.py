@@ -94,8 +94,8 @@ class QatConfig(OverridableConfig):
     )
     init: str | None = option(
         None,
-        help="folder to start from, of eff quantize or as models are released: its weights, the scales of these, its "
-        "input ranges and, without scheme and weights, its formats",
+        help="folder of eff quantize, or of a released model, to start from. Gives weights, their scales, input ranges "
+        "and, without scheme and weights, the formats",
     )
     inputs: Inputs = option(
         "auto",
