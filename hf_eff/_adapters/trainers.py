@@ -122,7 +122,8 @@ class _Operands:
             return None
         vars(self._model).pop("get_output_embeddings", None)
         head = self._model.get_output_embeddings()
-        hidden, weight = head.operands(output.last_hidden_state)
+        hidden = head.quantizer.input(head, output.last_hidden_state)
+        weight = head.quantizer.weight(head, head.weight)
         self._model.get_output_embeddings = lambda: SimpleNamespace(weight=weight, bias=head.bias)
         return type(output)(**{**output, "last_hidden_state": hidden})
 

@@ -45,7 +45,7 @@ RECIPES = {
     "qat-static": {"qat": {"scheme": "fp8_static"}},
     "qat-block": {"qat": {"scheme": "fp8_block"}},
     "qat-ternary": {"qat": {"scheme": "ternary"}},
-    "qat-kept": {"qat": {"init": "../kept"}},  # of `write_kept`
+    "qat-kept": {"qat": {"init": "../kept", "recompute_weights": True}},  # of `write_kept`
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
     "taylor": {"prune": {"criterion": "taylor", "cost": "flops", "regularizer": "l1", **GROWING}},
     "movement": {"prune": {"criterion": "movement", "regularizer": "weight_decay", **GROWING}},
