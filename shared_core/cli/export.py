@@ -390,7 +390,7 @@ def _onnx(report: Any) -> Iterator[str]:
     if report.unsigned_weights and nodes:
         yield (
             "Weights are unsigned integers, which every processor multiplies exactly. Signed ones are faster: use "
-            "--weight-codes signed for processors with VNNI, or train with --qat_weight_bits 7, which is exact and fast "
+            "--weight-codes signed for processors with VNNI, or train with --qat_weight_bits 7, exact and fast "
             "on all."
         )
 

@@ -227,9 +227,11 @@ class DistillConfig(TechniqueConfig):
         """Raise an error if a teacher, its function's module, a cache or another student does not exist."""
         for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
             for name in models:
-                if isinstance(name, str) and names_function(name):
+                if not isinstance(name, str) or _kind(name) != "NAME":
+                    continue
+                if names_function(name):
                     check_function(name, f"{self.key}: {option_name}")
-                elif isinstance(name, str) and _kind(name) == "NAME":
+                else:
                     check_named(name, self.key, option_name)
         is_there = self.cache is None or Path(self.cache).is_dir()
         told = f"teacher must be an existing cache, got {self.teacher!r}"

@@ -303,7 +303,7 @@ class Session:
             16
         """
         self.detach()
-        compatibility.refuse_scaling(self.techniques)
+        model_guards.refuse_scaling(self.techniques)
         attach_with(self, model, [optimizer])
         context = self.context_for("start")
         try:

@@ -188,8 +188,10 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _look_alike(module: Any, kind: Any) -> Any:
     """Return the stock class that a layer computes although `stock_kind` does not take its class for one."""
+    if kind.__module__.startswith("torch.") or kind in _TAKEN:
+        return None
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or kind in _BASES or kind in _TAKEN:
+    if weight is None:
         return None
     held = {**module._parameters, **module._modules, **module._buffers}
     if {name for name, value in held.items() if value is not None} - {"weight", "bias"}:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shared_core.config.environments import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
-from shared_core.engine.protocols import MakesScaler, offering
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.errors import CompatibilityError
 
@@ -104,13 +103,6 @@ def refuse_late_weights(techniques: Mapping[str, Technique]) -> None:
         if late:
             rule = f"replaces the weights after {late[0]} has finished, which depends on them"
             raise CompatibilityError(key, rule, f"add {late[0]!r} to finishes_before in {type(one.config).__name__}")
-
-
-def refuse_scaling(techniques: Mapping[str, object]) -> None:
-    """Refuse techniques that scale the loss, where nobody calls their scaler."""
-    for key, _ in offering(techniques, MakesScaler):
-        rule = "needs a loop that calls its scaler, which Session.start does not see"
-        raise CompatibilityError(key, rule, "use efftrain.training, or the trainer's own scaler without this technique")
 
 
 def refuse_without_batches(context: Context) -> None:
