@@ -50,19 +50,21 @@ def _is_first_forward() -> bool:
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
-def range_qparams(ranges: Tensor, codes: Tensor, symmetric: Tensor) -> tuple[Tensor, Tensor]:
+def range_qparams(ranges: Tensor, codes: Tensor, symmetric: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return scales and zero points of ranges (rows, 2), with the smallest and largest code of each.
 
-    A symmetric row has ``s = max(|min|, |max|) / qmax`` and zero point 0.
+    A symmetric row has ``s = max(|min|, |max|) / qmax`` and zero point 0. None: no row is symmetric.
 
     Example:
         >>> range_qparams(torch.tensor([[-1.0, 2.54]]), torch.tensor([[-128, 127]]), torch.tensor([True]))
         (tensor([0.0200]), tensor([0], dtype=torch.int32))
     """
-    largest = ranges.abs().amax(1, keepdim=True)
-    ranges = torch.where(symmetric[:, None], torch.cat([-largest, largest], 1), ranges)
     qmin, qmax = codes.unbind(1)
-    return kernels.affine_qparams(ranges[:, 0], ranges[:, 1], torch.where(symmetric, -qmax, qmin), qmax)
+    if symmetric is not None:
+        largest = ranges.abs().amax(1, keepdim=True)
+        ranges = torch.where(symmetric[:, None], torch.cat([-largest, largest], 1), ranges)
+        qmin = torch.where(symmetric, -qmax, qmin)
+    return kernels.affine_qparams(ranges[:, 0], ranges[:, 1], qmin, qmax)
 
 
 class RangeBank:
@@ -133,8 +135,8 @@ class RangeBank:
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
         self.codes = torch.tensor(list(codes), dtype=torch.float64).view(num_layers, 2)
-        self.symmetric = torch.zeros(num_layers, dtype=torch.bool)
-        self.symmetric[: len(symmetric)] = torch.tensor(symmetric, dtype=torch.bool)
+        rows = [*symmetric, *[False] * (num_layers - len(symmetric))]
+        self.symmetric = torch.tensor(rows) if any(rows) else None
 
     @property
     def device(self) -> torch.device:
