@@ -369,7 +369,8 @@ def _onnx(report: Any) -> Iterator[str]:
     if report.largest_difference is None:
         yield _NOT_COMPARED
     else:
-        yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}, without integer kernels."
+        plainly = ", without integer kernels" if report.integer_nodes else ""
+        yield f"Largest difference from the model's outputs: {report.largest_difference:.2g}{plainly}."
     if report.relative_change is not None:
         how = "With codes on the shortcuts of sums" if report.target == "tensorrt" else "With integer kernels"
         yield f"{how}, the largest difference is {report.relative_change:.2%} of the largest output."
