@@ -216,6 +216,8 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path):
             shorter = block.replace("num_train_epochs=15", "max_steps=60, save_steps=30")
             (tmp_path / block[2 : block.index("\n")]).write_text(shorter)
     asked = [words for words in commands(page) if words[:2] in (["eff", "run"], ["eff", "export"], ["eff", "report"])]
+    # hf_eff/test_released.py trains and exports small releases
+    asked = [words for words in asked if "released" not in words]
     for _, *words in asked:
         words = [word.replace("checkpoint-500", "checkpoint-30") for word in words]
         subprocess.run([sys.executable, "-m", "efftrain", *words], cwd=tmp_path, check=True)
