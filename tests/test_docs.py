@@ -1,14 +1,18 @@
 """What the documents say is what the code does."""
 
 import ast
+import importlib
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from shared_core.cli import app
 from shared_core.cli.arguments import describe_flags
 from shared_core.cli.reference import distributed_markdown, figures_markdown, flags_markdown, pairs_markdown
+from shared_core.engine.recipe import PARTIAL_FLAG
 from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +37,7 @@ def test_the_tables_of_what_combines_are_the_generated_ones(page, table):
 def test_every_link_leads_to_a_file_of_the_repository(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     generated = ("commands.md", "api/")  # pages that only the site has
-    for target in re.findall(r"(?:\]\(|^\[.*\]: )(?!https?:)([^)#\n]+)", text, flags=re.M):
+    for target in re.findall(r"(?:\]\(|^\[.*\]: )(?!https?:)([^)#\s]+)", text, flags=re.M):
         assert target.startswith(generated) or (page.parent / target).exists(), target
 
 
@@ -127,3 +131,42 @@ def test_the_figure_of_the_peers_holds_the_committed_results():
     for line in [*peers.STEP, *peers.MEMORY]:
         for told, name in zip(peers.figures(line), ("efftrain", line[2]), strict=True):
             assert f"{told} {line[1]}  {name}" in drawn, "run `make docs`"
+
+
+METHODS = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+COMMANDS = typer.main.get_command(app).commands
+VALUES = {row["flag"]: row["type"].split(" | ") for row in describe_flags()} | {f"--{PARTIAL_FLAG}": [""]}
+
+
+def check_method(span):
+    """Check a flag and its value, a command and its options, or a function."""
+    first, *words = span.split()
+    if first.startswith("--"):
+        assert first in VALUES, span
+        assert not words or len(VALUES[first]) == 1 or words[0] in VALUES[first], span
+    elif first == "eff":
+        command = COMMANDS[words[0]]
+        options = {name for one in command.get_params(command.context_class(command)) for name in one.opts}
+        assert {word for word in words if word.startswith("--")} <= options, span
+    else:
+        package, _, name = span.rpartition(".")
+        outside = package in ("efftrain", "hf_eff", "lightning_eff")
+        assert hasattr(importlib.import_module(package if outside else f"shared_core.{package}"), name), span
+
+
+def test_every_method_names_flags_functions_and_tests_that_exist():
+    tables = re.findall(r"^\| what \| flag, .*\n\|.*\n((?:\|.*\n)+)", METHODS, flags=re.M)
+    rows = [
+        re.fullmatch(r"\| (.+?) \| (.+?) \| (.+) \|", row).groups() for table in tables for row in table.splitlines()
+    ]
+    assert len(rows) > 200
+    for _, used, test in rows:
+        if test == "TODO":
+            continue
+        for span in re.findall(r"`(.+?)`", used):
+            check_method(span)
+        found = re.fullmatch(r'\[.+\]\(\.\./(tests/\S+\.py)(?: "(\w+)")?\)|–', test)
+        assert found, test
+        if found[2]:
+            text = (ROOT / found[1]).read_text(encoding="utf-8")
+            assert re.search(rf"^ *def {found[2]}\(", text, flags=re.M), test
