@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.engine.observers.micro_batches import mean_over_micro_batch
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.modules.calls import evaluated
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class TaskLoss:
         """Return all processes' losses for the count of these labels and for twice as many, in the type of `count`."""
         # The whole window's count would work for a loss that is one sum. If a mean is added, it makes the sum too small
         # to see.
-        random, figures = rng_state(), copy.deepcopy(getattr(self._trainer, "_metrics", None))
+        figures = copy.deepcopy(getattr(self._trainer, "_metrics", None))
         losses = torch.zeros(2, device=self._trainer.args.device)
         try:
             with evaluated(model):
@@ -195,13 +195,11 @@ class TaskLoss:
                         model(**inputs)  # other processes have labels and may wait for this one inside the model
                         continue
                     own: Any = max(int(labeled.sum()), 1) * (index + 1)
-                    # The same random numbers for both calls.
                     own = torch.full_like(count, own) if isinstance(count, Tensor) else own
-                    found = method(model, dict(inputs), False, own)
+                    with rng_restored():  # the same random numbers for both calls
+                        found = method(model, dict(inputs), False, own)
                     losses[index] = found if found.isfinite() else 0.0
-                    set_rng_state(random)
         finally:
-            set_rng_state(random)
             if figures is not None:
                 cast(Any, self._trainer)._metrics = figures  # TRL (1.16) records figures of every loss there
         # Summed over processes: all decide alike, also those without labels.

@@ -19,7 +19,7 @@ from transformers import IntervalStrategy, Trainer
 
 from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.front_ends.preflight import check_metrics, without_trace
@@ -74,9 +74,10 @@ class TrainerServices(Services):
         """Return a checkpoint's weights under the model's names."""
         return weights_of(path, self._model())
 
+    @rng_restored()
     def evaluate(self) -> dict[str, float]:
         """Return the trainer's metrics on its eval_dataset. Logs, callbacks and random numbers are not affected."""
-        trainer, random = self._trainer, rng_state()
+        trainer = self._trainer
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
         # Without callbacks: early stopping, the best checkpoint and logs must not mistake a candidate for the trained
         # model.
@@ -86,7 +87,6 @@ class TrainerServices(Services):
         finally:
             trainer.callback_handler.callbacks = callbacks
             trainer.state.log_history = history
-            set_rng_state(random)
 
     def checked_metrics(self, returned: Any) -> Mapping[str, float]:
         """Return the metrics that `evaluate` returned. Raise an error if they are not metrics."""

@@ -19,7 +19,7 @@ from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.front_ends.preflight import check_metrics, without_trace
@@ -108,11 +108,12 @@ class LightningServices(Services):
                 "give it evaluation data",
             )
 
+    @rng_restored()
     def evaluate(self) -> dict[str, float]:
         """Return the validation loop's metrics. Other callbacks, loggers and random numbers are not affected."""
         trainer = self._trainer
         self.check_validation()
-        stage, random = trainer.state.stage, rng_state()
+        stage = trainer.state.stage
         # Early stopping, checkpointing and logging must not mistake a candidate for the trained model.
         callbacks, loggers = trainer.callbacks, trainer.loggers
         trainer.callbacks, trainer.loggers = [], []
@@ -123,7 +124,6 @@ class LightningServices(Services):
         finally:
             trainer.state.stage = stage
             trainer.callbacks, trainer.loggers = callbacks, loggers
-            set_rng_state(random)
 
     def calibrate(self, num_batches: int) -> None:
         """Run ``training_step`` on the first training batches, in train mode without gradients or logging."""

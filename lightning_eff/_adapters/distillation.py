@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_eff._adapters import Adapter
 from lightning_eff._checkpoints import read_checkpoint
 from shared_core.checkpoint_formats.opening import is_bare_weights, same_class_teacher, teacher_from_weights
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError, MissingExtraError, TrainingError
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -61,16 +60,11 @@ def load_teacher(name: str, student: nn.Module, trainer: Any, *, trust_remote_co
     A ``.safetensors`` file holds an earlier state of the student, and so does a ``.ckpt`` whose class cannot be built
     from its contents.
     """
-    random = rng_state()
-    try:
-        # Building a model draws initial weights, and the run must not depend on where the teacher came from.
-        if name.endswith(".ckpt"):
-            return _from_checkpoint(Path(name).expanduser(), student, trainer.lightning_module)
-        if is_bare_weights(path := Path(name).expanduser()):
-            return teacher_from_weights(path, student)
-        return _from_hub(name, student, trust_remote_code)
-    finally:
-        set_rng_state(random)
+    if name.endswith(".ckpt"):
+        return _from_checkpoint(Path(name).expanduser(), student, trainer.lightning_module)
+    if is_bare_weights(path := Path(name).expanduser()):
+        return teacher_from_weights(path, student)
+    return _from_hub(name, student, trust_remote_code)
 
 
 def _from_checkpoint(path: Path, student: nn.Module, model: Any) -> nn.Module:

@@ -56,10 +56,7 @@ class CacheOptions(CommandOptions):
         """Raise an error if what an option names does not exist. The teacher may also lie on the Hub."""
         super().check_files()
         check_named(self.data, "path" if self.data.endswith(".jsonl") else "function", *self.named("data"))
-        if ":" in self.teacher:
-            check_named(self.teacher, "model", *self.named("teacher"))
-        else:
-            hub_names.check_named(self.teacher, *self.named("teacher"))
+        hub_names.check_named(self.teacher, *self.named("teacher"))
 
 
 @takes(CacheOptions)

@@ -79,6 +79,10 @@ EFFICIENT_LOADING = (
 LBFGS = "LBFGS changes the weights many times in one step, without the technique in between; use another optimizer"
 NO_WHOLE_WEIGHTS = {"zero3": ZERO3, "fsdp1": FSDP1, "lbfgs": LBFGS}
 """Conflicts of a technique that needs whole weights between two updates."""
+OTHER_NAMES = (
+    "TRL sends the engine weights by their names in the model, which differ in changed layers; leave out use_vllm"
+)
+"""Why techniques that replace layers exclude ``vllm_rollouts``."""
 AVERAGED_COPY = (
     "before its layers are changed, and would average other tensors than the trained ones; use the technique average"
 )

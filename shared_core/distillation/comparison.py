@@ -38,7 +38,7 @@ from shared_core.distillation.task_gradient import (
 )
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, TrainingError, require
 from shared_core.files.user_code import function, names_function
@@ -299,15 +299,11 @@ def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remo
     if teacher.startswith("<"):  # a saved recipe's placeholder for a module
         rule = f"teacher must be passed again, got {teacher!r}: a saved recipe cannot store a module"
         raise ConfigError("distill", rule, "pass the module")
-    if not names_function(teacher):
-        return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
-    build, random = function(teacher, "distill: teacher"), rng_state()
-    try:
-        # Building a model draws initial weights, and the run must not depend on where the teacher came from.
-        built = build()
-    finally:
-        set_rng_state(random)
+    with rng_restored():  # building a model draws weights, and the run must not depend on where the teacher came from
+        if not names_function(teacher):
+            return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
+        built = function(teacher, "distill: teacher")()
     built = built[0] if isinstance(built, tuple) and built else built  # with example inputs, as other commands take it
-    told = f"teacher {teacher} must return a model, got {type(built).__name__}"
-    require(isinstance(built, nn.Module), "distill", told)
+    rule = f"teacher {teacher} must return a model, got {type(built).__name__}"
+    require(isinstance(built, nn.Module), "distill", rule)
     return cast("nn.Module", built)

@@ -12,7 +12,6 @@ from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 from shared_core.errors import CheckpointError, ConfigError, require
 from shared_core.files.hub_names import check_named
-from shared_core.files.user_code import check_function, names_function
 
 EMA = "ema"
 """Value of `teacher` for the student's own moving average."""
@@ -227,11 +226,7 @@ class DistillConfig(TechniqueConfig):
         """Raise an error if a teacher, its function's module, a cache or another student does not exist."""
         for option_name, models in (("teacher", self.teachers), ("peers", self.given_peers)):
             for name in models:
-                if not isinstance(name, str) or _kind(name) != "NAME":
-                    continue
-                if names_function(name):
-                    check_function(name, f"{self.key}: {option_name}")
-                else:
+                if isinstance(name, str) and _kind(name) == "NAME":
                     check_named(name, self.key, option_name)
         is_there = self.cache is None or Path(self.cache).is_dir()
         told = f"teacher must be an existing cache, got {self.teacher!r}"

@@ -109,7 +109,7 @@ class Receipt:
         # If the trainer saves the whole model, its trained part is written next to the receipt.
         if session.is_finished and context and not context.part_alone and (part := session.files.part()) is not None:
             writers.append(lambda folder: part.write(folder / part.name))
-        # A history is made anew for each run.
+        # Each run has a new history.
         return cls(values, writers, session.history, is_resumed=session.is_resumed)
 
     def __getitem__(self, key: str) -> Any:
@@ -155,11 +155,13 @@ class Receipt:
 
     def _is_own(self, file: Path) -> bool:
         """Return True if this run may have written a receipt before it was resumed in this process."""
+        if not self._is_resumed:
+            return False
         try:
-            written = parse_json(file.read_bytes())["recipe"] if self._is_resumed else None
+            written = parse_json(file.read_bytes())["recipe"]
         except (OSError, ValueError, LookupError, TypeError):  # no file, or not a receipt
             return False
-        return self._is_resumed and written == parse_json(self.json())["recipe"]
+        return json_text(written) == json_text(self.values["recipe"])
 
     def json(self) -> str:
         """Return the receipt as JSON text."""

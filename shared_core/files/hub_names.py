@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from shared_core.errors import CheckpointError, require
+from shared_core.files.user_code import check_function, names_function
 
 _REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILES = (".ckpt", ".safetensors", ".bin", ".pt", ".pth")
@@ -23,13 +24,16 @@ def is_path(name: str) -> bool:
 
 
 def check_named(name: str, where: str, option: str) -> None:
-    """Raise `CheckpointError` if a name can only be a path, but the path does not exist.
+    """Raise an error if a name can only be a path that does not exist, or a function of a module that does not.
 
     Args:
-        name: A path, or the name of a repository.
+        name: A path, the name of a repository, or ``module:function``.
         where: Prefix of the error.
         option: Name of the option.
     """
+    if names_function(name):
+        check_function(name, f"{where}: {option}")
+        return
     is_there = not is_path(name) or Path(name).expanduser().exists()
     told = f"{option} must be an existing folder or file, or a Hub name, but {name!r} does not exist"
     require(is_there, where, told, "check the path", CheckpointError)

@@ -12,7 +12,7 @@ from torch import nn
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, EffError, nearest
 from shared_core.modules.calls import modes_restored
@@ -107,7 +107,7 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
         >>> model.training, int(model.num_batches_tracked)
         (True, 0)
     """
-    random, own = rng_state(), OwnGenerators(*data)
+    own = OwnGenerators(*data)
     drawn = own.states()
     # Keep the dicts too: a forward may register or replace buffers.
     held = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -116,25 +116,23 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
     for owner, attributes in before:
         # The evaluation writes into copies of the trainer's lists and dicts.
         vars(owner).update({name: _copied(value) for name, value in attributes.items() if type(value) in (list, dict)})
-    try:
-        with modes_restored(model):
-            yield
-    finally:
-        for owner, attributes in before:
-            for name in vars(owner).keys() - attributes.keys():
-                del vars(owner)[name]
-            vars(owner).update(attributes)
-        # FSDP2 gathers weights in the forward.
-        reshard_(model)
-        with torch.no_grad():
-            for module, buffers in held:
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            for buffer, value in values:
-                buffer.copy_(value)
-        # Data sets' generators first: making them may draw from the global ones.
-        own.restore(drawn)
-        set_rng_state(random)
+    with rng_restored():  # last, because making data sets' generators may draw from the global ones
+        try:
+            with modes_restored(model):
+                yield
+        finally:
+            for owner, attributes in before:
+                for name in vars(owner).keys() - attributes.keys():
+                    del vars(owner)[name]
+                vars(owner).update(attributes)
+            reshard_(model)  # FSDP2 gathers weights in the forward
+            with torch.no_grad():
+                for module, buffers in held:
+                    module._buffers.clear()
+                    module._buffers.update(buffers)
+                for buffer, value in values:
+                    buffer.copy_(value)
+            own.restore(drawn)
 
 
 def _copied(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from shared_core.distributed.collectives import is_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.services import Services
 from shared_core.errors import CompatibilityError
 
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
     """Return a context manager for forwards in train mode without gradients. Restores random state and mode."""
-    random, was_training = rng_state(), model.training
+    was_training = model.training
     type(model).train(model)  # not the instance's method, by which loops detect validations
     try:
-        with torch.no_grad():
+        with rng_restored(), torch.no_grad():
             yield
     finally:
         type(model).train(model, was_training)
-        set_rng_state(random)
         reshard_(model)
 
 

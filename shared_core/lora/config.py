@@ -10,6 +10,7 @@ from shared_core.config.environments import (
     AVERAGED_COPY,
     EFFICIENT_LOADING,
     LBFGS,
+    OTHER_NAMES,
     RUN_ENVIRONMENTS,
     ZERO3,
     Ability,
@@ -50,8 +51,7 @@ class LoraConfig(TechniqueConfig):
         "fsdp1": "FSDP1 flattens frozen codes and trained floats into one tensor; use DDP",
         "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),
         "lbfgs": LBFGS,
-        "vllm_rollouts": "TRL sends the engine weights by their names in the model, which differ in changed layers; "
-        "leave out use_vllm, or use PEFT's adapters",
+        "vllm_rollouts": f"{OTHER_NAMES}, or use PEFT's adapters",
         "averaging_callback": AVERAGED_COPY,
     }
     needs_values: ClassVar[bool] = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.environments import AVERAGED_COPY, FSDP1, RUN_ENVIRONMENTS, ZERO3
+from shared_core.config.environments import AVERAGED_COPY, FSDP1, OTHER_NAMES, RUN_ENVIRONMENTS, ZERO3
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import parse_json
@@ -98,8 +98,7 @@ class LowRankConfig(TechniqueConfig):
         "fsdp1": FSDP1,
         "peft": "only adapters are saved, without the factors below them. Factorize before adding adapters, or merge "
         "them first",
-        "vllm_rollouts": "TRL sends the engine weights by their names in the model, which differ in changed layers; "
-        "leave out use_vllm",
+        "vllm_rollouts": OTHER_NAMES,
         "averaging_callback": AVERAGED_COPY,
     }
     figures: ClassVar[Mapping[str, Figure]] = {

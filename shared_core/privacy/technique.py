@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from shared_core.distributed.collectives import all_reduce_, any_rank, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
 from shared_core.engine.plan import Plan, Touched, trained
-from shared_core.engine.saving.state_file import rng_state, set_rng_state
+from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import RunHook, modes_restored
@@ -442,14 +442,10 @@ def losses_of_halves(
     # All processes or none, because a sharded module gathers its weights in every forward.
     if any_rank(rows < 2 or _is_unclear(batch, rows), next(model.parameters()).device):
         return None
-    random = rng_state()
-    try:
-        with modes_restored(model), torch.no_grad():
-            for part in model.modules():  # no dropout; `eval()` may have side effects
-                part.training = False
-            outputs = [run(part) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
-    finally:
-        set_rng_state(random)
+    with rng_restored(), modes_restored(model), torch.no_grad():
+        for part in model.modules():  # no dropout; `eval()` may have side effects
+            part.training = False
+        outputs = [run(part) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
     found: list[Any] = [
         output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output) for output in outputs
     ]

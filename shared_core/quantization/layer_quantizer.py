@@ -130,7 +130,7 @@ class LayerQuantizer:
             weight, version = exact[name]
             if weight._version != version:
                 rule = "weights must not change between forward and backward with recompute_weights"
-                raise TrainingError("qat", f"{rule}", "leave recompute_weights out")
+                raise TrainingError("qat", rule, "leave recompute_weights out")
             with torch.no_grad():
                 noise = bank.noise(weight, self.number) if draws else None
                 return self.rounded(module, weight, name, noise).to(dtypes[name])

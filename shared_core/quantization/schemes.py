@@ -14,7 +14,8 @@ WITH_RANGE = ("static", "fp8_static")
 FP8_GROUP = 128
 """Features of an input that share a scale in ``fp8_group``."""
 _MX = ("mxfp4", "mxfp8")
-_HALF = ("fp16", "bf16")
+HALF = ("fp16", "bf16")
+"""Weights as floats of 16 bits, without scales."""
 _LARGEST_IN_E4M3 = 16
 """e4m3 holds every integer up to it."""
 
@@ -68,7 +69,7 @@ class LayerScheme:
     @property
     def is_half(self) -> bool:
         """True if weights are floats of 16 bits, without scales."""
-        return self.weight in _HALF
+        return self.weight in HALF
 
     @property
     def has_integer_inputs(self) -> bool:

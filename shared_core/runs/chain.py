@@ -19,7 +19,6 @@ from shared_core.errors import CheckpointError, TrainingError, nearest, require
 from shared_core.files.atomic import make_folder
 from shared_core.files.hub_names import check_named
 from shared_core.files.journal import Journal, check_same, read_object
-from shared_core.files.user_code import check_function, names_function
 from shared_core.front_ends.flags import check_before_imports, recipe_of
 from shared_core.printing import table
 from shared_core.runs.command import TrainingCommand, without_secrets
@@ -145,8 +144,6 @@ def _checked_teacher(name: str) -> str:
         if prefix:
             told = f"the teacher cache {str(path)!r} does not exist"
             require(path.is_dir(), "chain", told, "write it with `eff cache-teacher`", error=CheckpointError)
-        elif names_function(part):
-            check_function(part, "chain: teacher")
         else:
             check_named(part, "chain", "teacher")
         if path.exists() and not prefix:

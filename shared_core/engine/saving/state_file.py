@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextlib.contextmanager
+def rng_restored() -> Iterator[None]:
+    """Restore every random generator at the end to its state at the start."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -20,9 +20,9 @@ from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale, nv
 from shared_core.numerics.rounding import decode
 from shared_core.quantization.low_bit import from_blocks, to_blocks
 from shared_core.quantization.rounding import beyond_codes, on_grid
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.schemes import HALF, LayerScheme
 
-WITHOUT_SCALES = ("ternary", "binary", "fp16", "bf16")
+WITHOUT_SCALES = ("ternary", "binary", *HALF)
 """Formats without scales, or whose values follow from all weights of a channel, so that none can be kept."""
 
 

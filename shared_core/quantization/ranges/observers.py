@@ -135,8 +135,9 @@ class RangeBank:
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
         self.codes = torch.tensor(list(codes), dtype=torch.float64).view(num_layers, 2)
-        rows = [*symmetric, *[False] * (num_layers - len(symmetric))]
-        self.symmetric = torch.tensor(rows) if any(rows) else None
+        self.has_symmetric = [*symmetric, *[False] * (num_layers - len(symmetric))]
+        """True for each layer whose codes have no zero point."""
+        self.symmetric = torch.tensor(self.has_symmetric) if any(symmetric) else None
 
     @property
     def device(self) -> torch.device:
@@ -339,15 +340,14 @@ class EstimatorBank(RangeBank):
         self.history = self.window.clone()
         self.num_commits = 0  # in the history; unlike num_updates it restarts with `forget`
         self._rows_of: dict[tuple[int, int, bool], list[int]] = {}
-        self._magnitudes = [*symmetric, *[False] * (len(codes) - len(symmetric))]
-        for row, (pair, is_symmetric) in enumerate(zip(codes, self._magnitudes, strict=True)):
+        for row, (pair, is_symmetric) in enumerate(zip(codes, self.has_symmetric, strict=True)):
             self._rows_of.setdefault((int(pair[0]), int(pair[1]), is_symmetric), []).append(row)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(self, index: int, x: Tensor, *, mean: bool = True) -> None:
         """Count the values of `x` in a layer's window. There are no means."""
         if _is_first_forward():  # a recomputation would change counts, unlike extrema
-            x = x.detach().abs() if self._magnitudes[index] else x
+            x = x.detach().abs() if self.has_symmetric[index] else x
             # A layer counts directly into its row of the bank.
             Histogram.of(self.window[index : index + 1]).update(x.reshape(1, -1))
 

@@ -30,7 +30,7 @@ from shared_core.quantization.layer_quantizer import SavedQuantizer
 from shared_core.quantization.ranges.kept_scales import one_per_channel
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
-from shared_core.quantization.schemes import Input, LayerScheme, Weight
+from shared_core.quantization.schemes import HALF, Input, LayerScheme, Weight
 
 
 def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> nn.Module:
@@ -112,7 +112,7 @@ def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
     least = {"weight_bits": 1, "activation_bits": 2 if fields.get("input", "static") == "static" else 0}
     for name in ("weight_bits", "activation_bits", "group_size"):
         if name in fields:
-            is_half = name == "weight_bits" and fields.get("weight") in ("fp16", "bf16")
+            is_half = name == "weight_bits" and fields.get("weight") in HALF
             high = {"high": 16 if is_half else 8} if "bits" in name else {}
             checked(fields[name], int, where, name, low=least.get(name, 0), **high)
     return LayerScheme(**fields)

@@ -242,7 +242,8 @@ def export_onnx(
     _check_arguments(example_inputs, opset, calibration is not None, dynamic_length)
     if target is not None:
         checked(target, Target, "export_onnx", "target")
-    unsigned = wants_unsigned(weight_codes) and target != "tensorrt"
+    for_tensorrt = target == "tensorrt"
+    unsigned = wants_unsigned(weight_codes) and not for_tensorrt
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
         remedy = "train it with qat, or call apply_ranges on a model with baked weights"
@@ -283,16 +284,16 @@ def export_onnx(
         convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
         asked = convolves or (calibration is not None and bool(names))  # otherwise don't read the file
         found = None
-        if asked or target == "tensorrt":
-            write = write_for_tensorrt if target == "tensorrt" else quantize_activations
+        if asked or for_tensorrt:
+            write = write_for_tensorrt if for_tensorrt else quantize_activations
             found, waiting = write(file, folder / "integer.onnx", calibration, outputs)
         if found is not None:
             file, activations, written = folder / "integer.onnx", found, None
         if target is not None:
             check_file(file, target)
         # Of the final file: the integer nodes depend on onnxruntime's fusions here, and so do outputs.
-        nodes, results = run_optimized(written or file, example_inputs) if runs and target != "tensorrt" else ({}, ())
-        if runs and target == "tensorrt":  # its kernels are not here: the nodes as they are written
+        nodes, results = run_optimized(written or file, example_inputs) if runs and not for_tensorrt else ({}, ())
+        if runs and for_tensorrt:  # its kernels are not here: the nodes as they are written
             session = session_of(file, optimize=False)
             results = session.run(None, feeds(session, example_inputs))
         change = relative_change(reference, example_inputs, results) if results else None
