@@ -31,7 +31,7 @@ class SearchCommand(ChainCommand):
     several: ClassVar[tuple[str, ...]] = ()
 
 
-_SIZES = ("layers", "hidden_size", "intermediate_size", "attention_heads", "key_value_heads")
+_SIZES = ("layers", "hidden_size", "intermediate_size", "attention_heads", "key_value_heads", "bits")
 
 
 def _size(what: str) -> Any:
@@ -63,7 +63,9 @@ class SearchOptions(RunnerOptions):
     loss: str | None = option(
         None, "module:function that takes (model, batch) and returns its loss; default: output.loss.", reads="function"
     )
-    cost: Literal["bytes", "flops", "latency"] = option("bytes", "Cost of a model, or of its forward pass.")
+    cost: Literal["bytes", "flops", "latency", "onnxruntime"] = option(
+        "bytes", "Cost of a model, or of its forward pass: latency in torch, or in onnxruntime after export."
+    )
     limit: float = option(0.5, "Largest cost, as a share of the model's.", above=0, high=1)
     trials: int = option(20, "Number of trainings.", low=1)
     layers: tuple[int, ...] = _size("layers")
@@ -71,6 +73,8 @@ class SearchOptions(RunnerOptions):
     intermediate_size: tuple[int, ...] = _size("neurons per MLP")
     attention_heads: tuple[int, ...] = _size("query heads per layer")
     key_value_heads: tuple[int, ...] = _size("key-value heads per layer")
+    bits: tuple[int, ...] = _size("bits per weight on average")
+    scheme: Literal["int8", "int8_dynamic", "int8_weight"] = option("int8", "For --bits: what quantizes layers.")
     metric: str | None = option(None, "Validation metric to optimize, as the trainer names it. Default: the loss.")
     mode: Literal["auto", "max", "min"] = option("auto", "Whether a larger (max) or smaller (min) metric is better.")
     sampler: Literal["tpe", "random"] = option("tpe", "How to propose sizes: Optuna's TPE, or at random as a baseline.")
@@ -89,7 +93,9 @@ class SearchOptions(RunnerOptions):
         loss = function(self.loss, f"{self.key}: --loss", "model", "batch") if self.loss else None
         data = [*islice(user_batches(self.calibration, f"{self.key}: --calibration"), self.batches)]
         sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name)}
-        return Candidates(network, data, example, sizes=sizes, cost=self.cost, loss=loss, seed=self.seed)
+        return Candidates(
+            network, data, example, sizes=sizes, cost=self.cost, scheme=self.scheme, loss=loss, seed=self.seed
+        )
 
 
 @takes(SearchOptions)
@@ -97,8 +103,9 @@ def search(asked: SearchOptions, given: Mapping[str, list[str]]) -> None:
     """Search for small models: cut your trained model to many sizes, and train each with your own script.
 
     Every candidate learns from the uncut model by distillation; put --distill_* flags before or after --. Optuna
-    proposes depth, width and heads, for the best metric within the limit of a cost. OUT holds search.json, front.png,
-    and a folder, log, recipe and receipt per candidate. Each model of the Pareto front is a folder that loads.
+    proposes depth, width, heads and bits, for the best metric within the limit of a cost. OUT holds search.json,
+    front.png, and a folder, log, recipe and receipt per candidate. Each model of the Pareto front is a folder that
+    loads.
     """
     from shared_core.reports.page import Console
     from shared_core.runs import RunError, executor_of

@@ -9,8 +9,8 @@ from .executors import executor_of as executor_of
 from .lottery import LotterySearch as LotterySearch
 from .lottery import TicketCurve as TicketCurve
 from .search import ModelSearch as ModelSearch
-from .search import SearchRow as SearchRow
-from .search import SearchTable as SearchTable
+from .search_table import SearchRow as SearchRow
+from .search_table import SearchTable as SearchTable
 from .try_out import Findings as Findings
 from .try_out import TryOut as TryOut
 from .try_out import chosen_metric as chosen_metric

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from rich.table import Table
 from torch import nn
 
 from shared_core.config.options import checked
 from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError, nearest, require
-from shared_core.files.atomic import atomic_folder, atomic_write, make_folder
+from shared_core.files.atomic import atomic_folder, make_folder
 from shared_core.files.journal import Journal, read_object
 from shared_core.front_ends.flags import check_before_imports, recipe_of
 from shared_core.libraries import optional
-from shared_core.printing import table
-from shared_core.runs.candidates import Candidates, CostKind
+from shared_core.printing import listed
+from shared_core.quantization import BitPlan
+from shared_core.runs.candidates import BITS, Candidates
 from shared_core.runs.command import TrainingCommand, without_secrets
 from shared_core.runs.executors import Executor, LocalExecutor
+from shared_core.runs.search_table import SearchRow, SearchTable, fits
 from shared_core.runs.trained_model import (
     Mode,
     check_distilled,
@@ -46,137 +46,18 @@ from shared_core.runs.trained_model import (
 SEARCH_FILE, TRIALS_FILE = "search.json", "optuna.journal"
 UNCUT = "uncut"
 Sampler = Literal["tpe", "random"]
-State = Literal["cut", "trained", "stopped", "too costly", "impossible"]
 _RANDOM_TRIALS = 6
 _REPEATS = 200
 _WATCH_SECONDS = 1.0
-_UNITS: Mapping[str, str] = {"bytes": "bytes", "flops": "FLOPs", "latency": "milliseconds"}
-
-
-@dataclass(frozen=True)
-class SearchRow:
-    """A candidate that was proposed."""
-
-    name: str
-    """Name of its folder."""
-    sizes: Mapping[str, int]
-    state: State
-    """``cut``: measured, but not trained yet; ``stopped``: its validations were among the worst."""
-    cost: float | None = None
-    """Bytes, FLOPs or milliseconds."""
-    share: float | None = None
-    """The cost divided by the uncut model's."""
-    noise: float = 0.0
-    """Half of the 95 % confidence interval of the share."""
-    parameters: int | None = None
-    """Counted in the file of the trained model."""
-    quality: float | None = None
-    """The metric; None if it was not measured, or is not finite."""
-    metrics: Mapping[str, float] | None = None
-    validations: tuple[tuple[int, float], ...] = ()
-    """Steps and values of the metric in training."""
-    model: str | None = None
-    """Path of the trained model, relative to the search's folder."""
-    seconds: float = 0.0
-    """Seconds of training."""
-    note: str = ""
-    """Why it is impossible."""
-
-
-@dataclass(frozen=True)
-class SearchTable:
-    """The candidates of a search so far."""
-
-    rows: tuple[SearchRow, ...]
-    kind: CostKind
-    limit: float
-    metric: str | None
-    larger_is_better: bool = True
-
-    @property
-    def front(self) -> tuple[SearchRow, ...]:
-        """The Pareto front, from the cheapest to the best: no other trained candidate is both cheaper and better.
-
-        A candidate that is cheaper by no more than the noise of the measurement, but worse, is left out.
-        """
-        sign = 1 if self.larger_is_better else -1
-        points = [(row.share, -sign * row.quality, row) for row in self.rows
-                  if row.share is not None and row.quality is not None]  # fmt: skip
-        found: list[SearchRow] = []
-        best = math.inf
-        for share, loss, row in sorted(points, key=lambda point: point[:2]):
-            if loss >= best:
-                continue
-            while found and share - (found[-1].share or 0) < row.noise + found[-1].noise:
-                found.pop()
-            found.append(row)
-            best = loss
-        return tuple(found)
-
-    @property
-    def best(self) -> SearchRow | None:
-        """The best candidate within the limit; of equally good ones the cheapest. None without one."""
-        return next((row for row in reversed(self.front) if fits(row, self.limit)), None)
-
-    def json(self) -> str:
-        """Return the front and all candidates as JSON."""
-        told: dict[str, Any] = {"metric": self.metric, "larger_is_better": self.larger_is_better, "cost": self.kind}
-        rows = [asdict(row) for row in self.rows]
-        told |= {"limit": self.limit, "front": [row.name for row in self.front]}
-        return json.dumps({**told, "rows": rows}, indent=1)
-
-    def table(self) -> Table:
-        """Return one row per candidate of the front."""
-        sizes = [*self.rows[0].sizes] if self.rows else []
-        columns = ["candidate", *sizes, "parameters", _UNITS[self.kind], "of the uncut", self.metric or "no metric"]
-        rows = []
-        for row in self.front:
-            noise = f" ± {100 * row.noise:.1f}" if row.noise else ""
-            cost = f"{row.cost:,.4g}" if self.kind == "latency" else f"{row.cost:,.0f}"
-            share = f"{100 * (row.share or 0):.1f}{noise} %"
-            rows.append((row.name, *row.sizes.values(), f"{row.parameters:,}", cost, share, row.quality))
-        return table("Pareto front", ("candidate",), columns, rows)
-
-    def plot(self, file: Path | str) -> Path:
-        """Draw quality against cost, with a line through the front. Return the file.
-
-        Args:
-            file: A ``.png``, ``.svg`` or ``.pdf``.
-
-        Raises:
-            MissingExtraError: If matplotlib is not installed.
-        """
-        optional("matplotlib", "plots", "search plot")
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-        axes = figure.subplots()
-        points = [(100 * row.share, row.quality) for row in self.rows
-                  if row.share is not None and row.quality is not None]  # fmt: skip
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", color="grey", markersize=4, label="trained")
-            front = [(100 * (row.share or 0), row.quality) for row in self.front]
-            axes.plot(*zip(*front, strict=True), "o-", label="Pareto front")
-        axes.axvline(100 * self.limit, linewidth=1, linestyle="--", color="grey", label="limit")
-        axes.set_xlabel(f"{_UNITS[self.kind]} (% of the uncut model's)")
-        axes.set_ylabel(self.metric or "")
-        axes.legend()
-        with atomic_write(file) as temporary:
-            figure.savefig(temporary)
-        return Path(file)
-
-
-def fits(row: SearchRow, limit: float) -> bool:
-    """Return True if a candidate's cost is within the limit, with its noise."""
-    return row.share is not None and row.share + row.noise <= limit
 
 
 class ModelSearch:
     """Searches smaller versions of a trained model that are good for their cost.
 
     Each candidate is cut with `shrink_to`, written to the folder ``{student}``, and trained by the user's command with
-    distillation from the uncut model. Optuna's multivariate TPE proposes the sizes. It maximizes the quality under the
-    limit as a constraint. The uncut model and uniform cuts come first. Candidates above the limit are not trained.
+    distillation from the uncut model, and with ``qat`` if it has fewer bits. Optuna's multivariate TPE proposes the
+    sizes. It maximizes the quality under the limit as a constraint. The uncut model and uniform cuts come first.
+    Candidates above the limit are not trained.
 
     Args:
         command: ``["python", "my_train.py", …]`` runs as under `eff run`. In an argument, ``{student}`` is the folder
@@ -237,6 +118,10 @@ class ModelSearch:
         self._teacher = (teacher or self.folder / UNCUT / "model").resolve()
         self._keeps_teacher = teacher is not None
         self._recipe = _recipe(self._command, options or {}, self._teacher)
+        if BITS in candidates.values:
+            told = "qat must not be given, because the search sets it for the bits of each candidate"
+            require("qat" not in self._recipe, "search", told, "leave out --qat_…, and choose --scheme")
+            check_before_imports(self._recipe.merged(Recipe.from_dict({"qat": {"scheme": candidates.scheme}})))
         self._asked_metric = metric
         recipe = self._recipe.to_dict()
         recipe["distill"].pop("teacher")  # so that the folder may move
@@ -244,7 +129,7 @@ class ModelSearch:
             "command": without_secrets(command), "model": None if teacher is None else str(teacher),
             "weights": sum(weight.numel() for weight in candidates.model.parameters()),
             "sizes": {name: [*of] for name, of in candidates.values.items()},
-            "cost": candidates.kind, "limit": self.limit, "mode": mode, "sampler": sampler,
+            "cost": candidates.kind, "scheme": candidates.scheme, "limit": self.limit, "mode": mode, "sampler": sampler,
             "stop_early": stop_early, "seed": seed, "recipe": recipe,
         }  # fmt: skip
         self._journal = Journal(self.folder / SEARCH_FILE, "search", "search", plan, own="[!.]*")
@@ -396,8 +281,9 @@ class ModelSearch:
                 model = self.candidates.cut(row.sizes)
             except (CompatibilityError, ConfigError) as error:
                 return self._note(replace(row, state="impossible", note=str(error).removeprefix("shrink: ")), end)
+        plan = self.candidates.plan(model, row.sizes)
         if row.share is None:  # a killed search has measured it: latency would differ the second time
-            cost = self.candidates.cost(model)
+            cost = self.candidates.cost(model, plan)
             row = replace(row, cost=cost.value, share=cost.share, noise=cost.noise)
             self._note(row)
         if name != UNCUT:
@@ -407,13 +293,20 @@ class ModelSearch:
             shutil.rmtree(student, ignore_errors=True)
             self._write_model(model, student)
         begin(row)
-        row = self._train(row, model, student, executor, output, trial)
+        row = self._train(row, model, plan, student, executor, output, trial)
         if name != UNCUT:
             shutil.rmtree(student)
         return self._note(row, end)
 
     def _train(
-        self, row: SearchRow, model: nn.Module, student: Path, executor: Executor, output: BinaryIO | None, trial: Any
+        self,
+        row: SearchRow,
+        model: nn.Module,
+        plan: BitPlan | None,
+        student: Path,
+        executor: Executor,
+        output: BinaryIO | None,
+        trial: Any,
     ) -> SearchRow:
         out = self.folder / row.name / "run" if row.name == UNCUT else self.folder / row.name
         log, file, receipt = (self.folder / f"{row.name}.{end}" for end in ("log", "yaml", "receipt.json"))
@@ -423,8 +316,10 @@ class ModelSearch:
         make_folder(out)
         signs = {"{student}": student.resolve(), "{out}": out.resolve(), "{teacher}": self._teacher}
         started = time.monotonic()
+        qat = {} if plan is None else {"qat": plan.qat_options(self.candidates.scheme)}
+        recipe = self._recipe.merged(Recipe.from_dict(qat))
         run = self._command.start(
-            row.name, self._recipe, file, {sign: str(path) for sign, path in signs.items()}, log, executor,
+            row.name, recipe, file, {sign: str(path) for sign, path in signs.items()}, log, executor,
             {RECEIPT_VARIABLE: str(receipt.resolve())},
         )  # fmt: skip
         watch = _Watch(out, self._metric, trial) if self._metric and trial and self._stop_early else None
@@ -435,6 +330,8 @@ class ModelSearch:
             return replace(row, state="stopped", validations=tuple(seen))
         told = read_object(receipt) if receipt.is_file() else {}
         check_distilled(told, "search", row.name)
+        if plan is not None:
+            _check_bits(told, plan, row.name)
         found = find_model(out, self._trained, "search", "--trained")
         student_part = getattr(self._recipe["distill"], "student", None)
         parameters, given = count_parameters(found, student_part), count_parameters(student)
@@ -501,6 +398,15 @@ class ModelSearch:
             metric=self._metric, larger_is_better=found.larger_is_better, front=[row.name for row in found.front],
             rows=[asdict(row) for row in found.rows],
         )  # fmt: skip
+
+
+def _check_bits(receipt: Mapping[str, Any], plan: BitPlan, name: str) -> None:
+    """Raise an error unless the receipt of a training has the planned bits."""
+    layers = receipt.get("techniques", {}).get("qat", {}).get("per_layer", ())
+    trained = {one.get("name"): one.get("weight_bits") for one in layers if isinstance(one, Mapping)}
+    wrong = [layer for layer in plan.quantized if trained.get(layer) != plan.bits[layer]]
+    told = f"{name} must be trained with the planned bits, but the receipt has others for {listed(wrong, 3)}"
+    require(not wrong, "search", told, "the script must train the model that it loads, with all layers", TrainingError)
 
 
 class _Watch:

@@ -1,6 +1,7 @@
 """A search for small models: within the limit, gone on with after a kill, its front loads, and what is refused."""
 
 import functools
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from reports import report_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError, TrainingError
+from shared_core.files.json_yaml import parse_yaml
 from shared_core.runs import Candidates, ModelSearch, RunError, SearchRow, SearchTable
 
 pytest.importorskip("optuna")
@@ -169,6 +171,76 @@ def test_latency_is_measured_against_the_uncut_model(command):
     assert cost.noise >= 0
 
 
+def test_bits_are_planned_within_their_mean_and_cost_the_bytes_of_codes_and_scales(command):
+    import search_task
+
+    model, example = search_task.build()
+    found = Candidates(model, search_task.batches(), example, sizes={"layers": [2], "bits": [4, 6]})
+    assert found.values == {"layers": (2, 4), "bits": (4, 6, 32)}
+    assert found.plan(model, {"layers": 4, "bits": 32}) is None
+    small = found.cut({"layers": 2, "bits": 6})
+    plan = found.plan(small, {"layers": 2, "bits": 6})
+    linear = {name: one for name, one in small.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert {*plan.bits} >= {*linear}
+    assert {*plan.bits.values()} == {4, 8}
+    assert plan.average_bits <= 6
+    expected = 4 * sum(weight.numel() for weight in small.parameters())
+    for name, bits in plan.bits.items():
+        weight = small.get_submodule(name).weight
+        expected -= 4 * weight.numel() - bits * weight.numel() // 8 - 4 * weight.shape[0]
+    assert found.cost(small, plan).value == expected
+
+
+def test_tied_weights_get_one_number_of_bits(command):
+    import search_task
+
+    model, example = search_task.build()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    found = Candidates(model, search_task.batches(), example, sizes={"bits": [6]})
+    bits = found.plan(model, {"bits": 6}).bits
+    assert bits["lm_head"] == bits["model.embed_tokens"] == 8
+
+
+def test_a_search_for_bits_trains_each_candidate_in_its_own(command):
+    bits = ["--calibration", "search_task:batches", "--bits", "4,8", "--scheme", "int8_weight", "--limit", 0.5]
+    done = invoke("big", *bits, "--out", "out", "--trials", 3, "--json", "--", *command)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["sizes"]["bits"] for row in rows] == [32, 8, 4]
+    assert rows[2]["cost"] < rows[1]["cost"] < rows[0]["cost"] / 2
+    for row in rows:
+        recipe = parse_yaml(Path("out", f"{row['name']}.yaml").read_text())
+        qat = recipe.get("qat")
+        assert (qat is None) == (row["sizes"]["bits"] == 32)
+        assert qat is None or qat["scheme"] == "int8_weight"
+        assert qat is None or {one.rpartition("=")[2] for one in qat["overrides"]} == {str(row["sizes"]["bits"])}
+
+
+@pytest.mark.slow
+def test_a_trained_candidate_holds_as_many_values_as_its_bits_allow(command):
+    script = str(STAGE.with_name("search_script.py"))
+    bits = ["--calibration", "search_task:batches", "--bits", "4", "--limit", 0.9]
+    line = ["--out", "out", "--trials", 2, "--json", "--", sys.executable, script, "{student}", "{out}"]
+    done = invoke("big", *bits, *line)
+    assert done.exit_code == 0, done.output
+    row = json.loads(done.stdout)["rows"][1]
+    model = AutoModelForCausalLM.from_pretrained(Path("out", row["model"]))
+    linear = [one.weight for one in model.modules() if isinstance(one, torch.nn.Linear)]
+    assert linear
+    assert all(len(channel.unique()) <= 15 for weight in linear for channel in weight)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("onnxruntime"), reason="needs onnxruntime")
+def test_latency_in_onnxruntime_is_that_of_the_exported_model(command):
+    import search_task
+
+    model, example = search_task.build()
+    example = {"input_ids": example["input_ids"], "use_cache": False}
+    found = Candidates(model, search_task.batches(), example, sizes={"bits": [8]}, cost="onnxruntime")
+    cost = found.cost(model, found.plan(model, {"bits": 8}))
+    assert min(cost.value, cost.share) > 0
+
+
 @pytest.mark.slow
 def test_sizes_that_cannot_be_cut_are_left_out_and_those_that_do_not_fit_are_not_trained(command):
     import search_task
@@ -189,6 +261,7 @@ def test_sizes_that_cannot_be_cut_are_left_out_and_those_that_do_not_fit_are_not
     ("mishap", "error", "message"),
     [
         ("fail", RunError, "the loss is NaN"),
+        ("other-bits", TrainingError, "candidate-01 must be trained with the planned bits"),
         ("undistilled", TrainingError, "uncut must learn from its teacher"),
         ("other", TrainingError, r"candidate-01 must be trained from \{student\}"),
     ],
@@ -197,7 +270,8 @@ def test_a_training_that_does_not_do_its_part_is_told_and_repeated(command, mish
     from search_task import batches, build
 
     model, example = build()
-    candidates = Candidates(model, batches(), example, sizes={"layers": [2]})
+    sizes = {"bits": [4]} if mishap == "other-bits" else {"layers": [2]}
+    candidates = Candidates(model, batches(), example, sizes=sizes)
     search = ModelSearch(command, "out", candidates, teacher=Path("big"), limit=0.9)
     if mishap != "undistilled":
         search.run(1)
@@ -207,11 +281,23 @@ def test_a_training_that_does_not_do_its_part_is_told_and_repeated(command, mish
     assert [one.state for one in search.run(2).rows] == ["trained", "trained"]
 
 
+def test_bits_are_not_given_twice(command):
+    import search_task
+
+    model, example = search_task.build()
+    found = Candidates(model, search_task.batches(), example, sizes={"bits": [8]})
+    script = [sys.executable, str(STAGE), "{student}", "{out}", "--qat_scheme", "int8_weight"]
+    with pytest.raises(ConfigError, match="qat must not be given"):
+        ModelSearch(script, "out", found, teacher=Path("big"))
+
+
 def test_what_cannot_work_is_refused_before_any_training(command, monkeypatch):
     data = ["--calibration", "search_task:batches"]
     for arguments, error, message in (
         (line("out", 3, "--cost", "energy"), ConfigError, "--cost must be one of bytes, flops, latency"),
         (line("out", 3, "--limit", 2), ConfigError, "--limit must be"),
+        (line("out", 3, "--bits", "3,8"), ConfigError, "bits must be"),
+        (line("out", 3, "--bits", 8, "--cost", "flops"), ConfigError, "got flops, which bits do not change"),
         (line("out", 3, "--distill_alpha", 2), ConfigError, "alpha must be"),
         (line("out", 3, "--distill_teacher", "x"), ConfigError, "teacher must not be given"),
         (["search_task:plain", *data, "--out", "out", "--"], CompatibilityError, "a model with a config, got Linear"),

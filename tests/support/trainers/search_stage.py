@@ -1,7 +1,8 @@
 """What a candidate's training leaves behind, without training: ``search_stage.py HERE STUDENT OUT``, no torch needed.
 
 The loss grows as the model shrinks, layers count more than neurons. Files in HERE ask for mishaps, each once: ``die``,
-``fail``, ``undistilled``, ``other``, ``kill-driver``, and ``hopeless``, a bad validation before a long wait.
+``fail``, ``undistilled``, ``other``, ``other-bits``, ``kill-driver``, and ``hopeless``, a bad validation before a long
+wait.
 """
 
 import json
@@ -56,7 +57,13 @@ def main(here: Path, student: Path, out: Path) -> None:
     source = Path(teacher[1]) if asked(here, "other") else student
     shutil.copytree(source, out / "checkpoint-9")
     log(out / "checkpoint-9", [*entries, {"step": 9, "eval_loss": loss, "eval_accuracy": 1 - loss / 4}])
-    receipt = {"techniques": {"distill": {"batches": 0 if asked(here, "undistilled") else 3}}}
+    bits = re.findall(r"^  - (.+):weight_bits=(\d)$", recipe, re.MULTILINE)
+    if asked(here, "other-bits"):
+        bits.pop()
+    layers = [{"name": layer, "weight_bits": int(each)} for layer, each in bits]
+    receipt = {
+        "techniques": {"distill": {"batches": 0 if asked(here, "undistilled") else 3}, "qat": {"per_layer": layers}}
+    }
     Path(os.environ["EFF_RECEIPT"]).write_text(json.dumps(receipt))
 
 
