@@ -91,7 +91,7 @@ def beyond_half(x: Tensor, format: str) -> Tensor:
 
 
 _HEIGHT = 128  # rows of a block
-_E4M3_MAX, _E4M3_STEP = 448.0, 32.0  # and the step below it
+E4M3_MAX, _E4M3_STEP = 448.0, 32.0  # and the step below it
 
 
 def to_blocks(rows: Tensor, width: int) -> Tensor:
@@ -123,7 +123,7 @@ class _ToRange(torch.autograd.Function):
         scale = fp8_scale(largest)
         # compare with the largest value itself: 448 · scale may be rounded
         ctx.save_for_backward(x.abs() <= largest)
-        codes = (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+        codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return (codes.float() * scale).to(x.dtype)
 
     @staticmethod
@@ -138,7 +138,7 @@ def fp8_scale(largest: Tensor) -> Tensor:
         >>> fp8_scale(torch.tensor(896.0))
         tensor(2.)
     """
-    return largest.float().clamp(min=2.0**-126 * _E4M3_MAX) / _E4M3_MAX
+    return largest.float().clamp(min=2.0**-126 * E4M3_MAX) / E4M3_MAX
 
 
 def fp8_limits(largest: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def fp8_limits(largest: Tensor) -> Tensor:
         >>> fp8_limits(torch.tensor(448.0))
         tensor([-464.,  464.])
     """
-    limit = fp8_scale(largest) * (_E4M3_MAX + _E4M3_STEP / 2)
+    limit = fp8_scale(largest) * (E4M3_MAX + _E4M3_STEP / 2)
     return torch.stack([-limit, limit])
 
 

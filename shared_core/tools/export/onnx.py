@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from shared_core.tools.export.onnx_files import (
     Codes,
     WeightCodes,
     checking,
+    convolves_integers,
     feeds,
     make_unsigned_,
     opened,
@@ -184,7 +184,7 @@ def export_onnx(
 ) -> ExportReport:
     """Write `model` to an ONNX file with the same outputs as in evaluation; return a report.
 
-    Weights are int8 with a DequantizeLinear, also codes of fewer bits. Static inputs are QuantizeLinear and
+    Integer weights are int8 with a DequantizeLinear, also codes of fewer bits. Static inputs are QuantizeLinear and
     DequantizeLinear in uint8, the model's signed codes shifted by 2^(b−1): the values are the same. Biases are int32,
     so that a runtime can sum integers. Weights with a scale per group are dequantized block by block. Inputs with a
     range per token go through MatMulInteger in Linear layers. A batch norm that is the only reader of a quantized layer
@@ -244,7 +244,7 @@ def export_onnx(
         checked(target, Target, "export_onnx", "target")
     for_tensorrt = target == "tensorrt"
     unsigned = wants_unsigned(weight_codes) and not for_tensorrt
-    reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
+    reference, names = quantized_reference(model, "export_onnx", _check_layer)
     if calibration is not None and not names:
         remedy = "train it with qat, or call apply_ranges on a model with baked weights"
         raise MatchError("export_onnx", "calibration needs quantized layers, but the model has none", remedy)
@@ -281,7 +281,7 @@ def export_onnx(
                 if exact_bias:
                     raise
                 once, exact_bias = False, not groups
-        convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
+        convolves = any(convolves_integers(reference.get_submodule(name)) for name in names)
         asked = convolves or (calibration is not None and bool(names))  # otherwise don't read the file
         found = None
         if asked or for_tensorrt:
@@ -314,6 +314,10 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
     with scratch_folder() as folder:
         report = export_onnx(model, calibration[0], folder / "model.onnx", calibration=calibration)
         return report.quantized_activations
+
+
+def _check_layer(name: str, module: Any, where: str) -> None:
+    check_exportable(name, module, where, EXPORTED | RECURRENT, EXPORTED.keys() - {nn.Embedding})
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_length: bool) -> None:

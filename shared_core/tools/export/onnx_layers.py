@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
 from shared_core.modules.matching import change_class
-from shared_core.modules.weight_views import TRANSPOSED, compute, from_rows, weights_of
+from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
 from shared_core.quantization.fake_quant_layers import restore
-from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.source import Quantized, bias_codes, shared_grid, with_room_for
+from shared_core.quantization.low_bit import E4M3_MAX, from_blocks
+from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
+from shared_core.tools.export.served import codes_of
+from shared_core.tools.export.source import Quantized, bias_codes, in_place, shared_grid, with_room_for
 
 
 @torch.library.custom_op("efftrain::quantize", mutates_args=())
@@ -56,6 +58,17 @@ def _spread(values: Tensor, dims: int, axis: int, block: int) -> Tensor:
 @dequantize.register_fake
 def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
     return torch.empty_like(codes, dtype=scale.dtype)
+
+
+@torch.library.custom_op("efftrain::quantize_fp8", mutates_args=())
+def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """Return ``x/s`` in float8_e4m3fn, saturated."""
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+@quantize_fp8.register_fake
+def _(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn)
 
 
 @torch.library.custom_op("efftrain::linear", mutates_args=())
@@ -106,6 +119,10 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         # uint8 saturates at 255; fewer bits need a Clip, which `is_activation` treats as part of the codes.
         return codes if bits == 8 else opset.Clip(codes, byte(0), byte(2**bits - 1))
 
+    def to_quantize_fp8(x: Any, scale: Any) -> Any:
+        zero = helper.make_tensor("zero", TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True)
+        return opset.QuantizeLinear(x, scale, opset.Constant(value=zero))
+
     def to_dequantize(codes: Any, scale: Any, zero_point: Any = None, axis: int = 0, block: int = 0) -> Any:
         inputs = (codes, scale) if zero_point is None else (codes, scale, zero_point)
         return opset.DequantizeLinear(*inputs, axis=axis, **({"block_size": block} if block else {}))
@@ -138,6 +155,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         **attention,
         aten.layer_norm.default: _to_layer_norm(opset),
         ops.quantize.default: to_quantize,
+        ops.quantize_fp8.default: to_quantize_fp8,
         ops.dequantize.default: to_dequantize,
         ops.linear.default: to_linear,
         ops.integer_linear.default: to_integer_linear,
@@ -221,6 +239,11 @@ class Exported(nn.Module):
         elif self.scheme.input == "token":
             axis = -1 - len(getattr(self, "kernel_size", ()))
             x = of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
+        elif self.scheme.input == "fp8_static":
+            x = dequantize(quantize_fp8(x, self.input_scale), self.input_scale, None, 0, 0)
+        elif self.scheme.input in ("fp8", "fp8_group"):
+            axis = -1 - len(getattr(self, "kernel_size", ()))
+            x = _of_tokens_in_fp8(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
         return x
 
     def quantized_weight(self: Any) -> Tensor:
@@ -242,7 +265,7 @@ def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
     """Return values rounded to codes with a range per token, along the last axis."""
     # Symmetric: the zero point is a constant, which MatMulInteger uses for all rows.
     if not scheme.affine_input:
-        scale = token_scale(x, scheme.activation_bits)
+        scale = token_scale(x, scheme.input_range[1])
         return (x / scale).round() * scale
     size = x.shape[-1]
     scale, zero_point = group_qparams(x, size, scheme.activation_bits, False)
@@ -250,10 +273,19 @@ def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
     return (codes - zero_point) * scale
 
 
-def token_scale(x: Tensor, bits: int) -> Tensor:
-    """Return the scale of each token (last axis): ``max|x| / (2^(bits - 1) - 1)``, or the least normal number."""
+def _of_tokens_in_fp8(x: Tensor, scheme: LayerScheme) -> Tensor:
+    """Return values rounded to e4m3 with a scale per token, or per 128 of its features."""
+    width = x.shape[-1] if scheme.input == "fp8" or x.shape[-1] % FP8_GROUP else FP8_GROUP
+    groups = x.reshape(*x.shape[:-1], -1, width)
+    scale, one = token_scale(groups, E4M3_MAX), torch.ones(())
+    rounded: Tensor = dequantize(quantize_fp8(groups / scale, one), one, None, 0, 0) * scale
+    return rounded.reshape(x.shape)
+
+
+def token_scale(x: Tensor, qmax: float) -> Tensor:
+    """Return the scale of each token (last axis): ``max|x| / qmax``, or the least normal number."""
     # two reductions are faster in onnxruntime than the absolute values of all elements; a token of zeros has codes of 0
-    scale: Tensor = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) / (2 ** (bits - 1) - 1)
+    scale: Tensor = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) / qmax
     return torch.clamp(scale, min=torch.finfo(torch.float32).tiny)
 
 
@@ -279,7 +311,7 @@ class ExportLinear(Exported, nn.Linear):
         return y if input.dim() == 2 else y.reshape(*input.shape[:-1], self.out_features)
 
     def _of_token_codes(self, rows: Tensor) -> Tensor:
-        scale = token_scale(rows, self.scheme.activation_bits)
+        scale = token_scale(rows, self.scheme.input_range[1])
         # onnxruntime's kernels for unsigned inputs are the faster ones
         total = integer_linear(quantize_rows(rows, scale), self.weight_codes, 128)  # type: ignore[arg-type]
         # The scales come after the integer sum: (q_x - z) q_w^T s_x s_w. onnxruntime fuses a product of two scales of
@@ -329,12 +361,14 @@ EXPORTED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ExportLinear, nn.
 def input_grid(scheme: LayerScheme, qparams: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Return the buffers of a static input, from its scale and signed zero point."""
     scale, zero_point = qparams
+    if scheme.input == "fp8_static":
+        return {"input_scale": scale}
     # shifted to unsigned codes: 0 is then the smallest value after a ReLU, and the ReLU folds
     return {"input_scale": scale, "input_zero_point": (zero_point - scheme.input_range[0]).to(torch.uint8)}
 
 
 def hold_codes_(
-    module: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[type[nn.Module], type[nn.Module]]
+    module: nn.Module, tensors: Mapping[str, Tensor | None], kinds: Mapping[type[nn.Module], type[nn.Module]]
 ) -> None:
     """Give a layer its codes as buffers, and its class from `kinds`. Float weight and bias are no longer needed."""
     restore(module)
@@ -354,17 +388,19 @@ def to_export(
     exact_bias: bool = True,
 ) -> None:
     """Turn a stock layer whose weight has quantized values into one that holds the codes."""
-    grid = shared_grid(name, module, module.weight, scheme, shared)
+    is_fp8 = scheme.weight.startswith("fp8")
+    make_grid = _fp8_grid if is_fp8 else shared_grid
+    grid = make_grid(name, module, module.weight, scheme, shared)
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)
-    if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
+    if scheme.has_integer_inputs and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
         rule = f"{name} sums too many products for 32 bits: {grid.codes[0].numel()} per output"
         raise CompatibilityError("export_onnx", rule, "skip it in qat")
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | None] = {}
     if qparams is not None:
         input_scale, _ = qparams
         tensors |= input_grid(scheme, qparams)
-        if module.bias is not None and not grid.block:
+        if module.bias is not None and not grid.block and not is_fp8:
             # Absolute, at the layer's output: far below the tolerance of the file's check.
             tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
             span = input_scale * (2**scheme.activation_bits - 1)
@@ -382,10 +418,27 @@ def to_export(
                 zeros = torch.zeros(len(module.bias), dtype=torch.int32)
                 tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
     # onnxruntime has integer kernels only for weights with a zero point
-    weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
+    weight_zeros = None if is_fp8 else torch.zeros(grid.scale.shape, dtype=torch.int8)
     tensors |= {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
     hold_codes_(module, tensors, EXPORTED)
+
+
+def _fp8_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
+    """Return the e4m3 codes of a layer's quantized weight. Tied layers share tensors."""
+    if id(weight) not in shared:
+        rows = as_rows(module, weight.detach())
+        codes, scale = codes_of("export_onnx", name, rows, scheme, {}, torch.float32)
+        block = 0
+        if scheme.weight == "fp8_block":  # 128 channels share a scale; ONNX has one for each
+            block = scheme.group_of(rows.shape[1])
+            codes = from_blocks(codes, rows.shape, block)
+            scale = scale.view(-1, rows.shape[1] // block).repeat_interleave(FP8_GROUP, 0)[: len(rows)]
+        elif scheme.weight == "fp8_tensor":
+            scale = scale.expand(len(rows))
+        codes = codes.view(rows.shape).to(torch.float8_e4m3fn)
+        shared[id(weight)] = in_place(name, module, codes, scale.contiguous(), block, weight.detach())
+    return shared[id(weight)]
 
 
 # The gates in a row of weights, as torch stacks them, in ONNX's order: input, output, forget, cell; update, reset, new.

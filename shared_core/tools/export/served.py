@@ -202,7 +202,7 @@ def codes_of(
     check_finite(where, name, rows)
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":
-        groups = to_blocks(rows, scheme.group_size)
+        groups = to_blocks(rows, scheme.group_of(rows.shape[1]))
     if scheme.weight == "fp8_tensor":
         groups = rows.reshape(1, -1)
     is_float = scheme.weight.startswith("fp8")

@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -177,18 +177,31 @@ def quiet() -> Iterator[None]:
 
 
 _INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
+_FP8 = (("fp8", "fp8_tensor", "fp8_block"), ("none", "fp8_static", "fp8", "fp8_group"))
 
 
-def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.Module], Any]) -> None:
-    """Raise an error for a fake-quantizing layer that no exported file can represent."""
+def check_exportable(
+    name: str, module: Any, where: str, kinds: Mapping[type[nn.Module], Any], fp8: Collection[type[nn.Module]] = ()
+) -> None:
+    """Raise an error for a fake-quantizing layer that no exported file can represent.
+
+    Args:
+        name: Its name.
+        module: The layer.
+        where: Prefix of the error.
+        kinds: Stock classes that can be exported with integers.
+        fp8: Those that can be exported in FP8.
+    """
     scheme: LayerScheme = module.quantizer.scheme
     kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
     odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
     integers = scheme.weight in _INTEGER_WEIGHTS and (scheme.has_integer_inputs or scheme.input == "none")
-    schemes = "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary"
+    is_fp8 = kind in fp8 and scheme.weight in _FP8[0] and scheme.input in _FP8[1]
+    also = ", fp8 or fp8_static" if fp8 else ""
+    schemes = f"train with scheme int8, int8_weight, int8_dynamic, int4_weight, ternary{also}"
     for breaks, rule, remedy in (
         (kind not in kinds, f"be one of {known}, got {kind.__name__}", "skip it in qat"),
-        (not integers, f"have integer codes, got {scheme}", schemes),
+        (not (integers or is_fp8), f"have integer {'or FP8 ' if fp8 else ''}codes, got {scheme}", schemes),
         (getattr(module, "max_norm", None) is not None, "have no max_norm, which rescales rows", "skip it in qat"),
         (getattr(module, "proj_size", 0), "have no proj_size, which ONNX lacks", "skip it in qat"),
         (odd is not None, f"be float32, got {odd}", "call model.float() first"),
@@ -349,10 +362,14 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
         # saturate on processors without VNNI
         factor = 2 ** (7 - bits)
         codes, scale = codes * factor, scale / factor
-    codes = codes.view(rows.shape)
+    return in_place(name, module, codes.view(rows.shape), scale, block, values)
+
+
+def in_place(name: str, module: Any, codes: Tensor, scale: Tensor, block: int, values: Tensor) -> Quantized:
+    """Return the codes of rows in the shape of the layer's weight, with the axis of their scales."""
     if block:
         if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
-            return Quantized(codes, scale.view(len(rows), -1), 1, block)
+            return Quantized(codes, scale.view(len(codes), -1), 1, block)
         rule = f"{name} must have a scale per channel to be exported as a convolution, got groups"
         raise CompatibilityError("export_onnx", rule, "skip it in qat, or override its scheme with int8_weight")
     if not isinstance(module, TRANSPOSED):

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 
 import numpy as np
 import onnx
@@ -27,7 +28,8 @@ from quantization_export_runs import (
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
-from shared_core.quantization import apply_ranges
+from shared_core.quantization import apply_ranges, quantize
+from shared_core.quantization.fake_quant_layers import is_quantized
 from shared_core.tools.export import export_onnx
 from shared_core.tools.export.onnx_files import session_of
 from shared_core.tools.export.source import Quantized, bias_codes, grid_of, with_room_for
@@ -94,6 +96,51 @@ def test_the_file_has_the_codes_that_were_trained_and_a_relu_folds_where_they_st
         step = found[f"{name}.input_scale"] * found[f"{name}.weight_scale"]
         assert np.allclose(found[f"{name}.bias_scale"], step, rtol=0.01)
     assert not any(value.dtype == np.float32 and value.ndim > 1 for value in found.values())
+
+
+FP8 = [
+    {"scheme": "fp8"}, {"weights": "fp8", "inputs": "none"}, {"scheme": "fp8_static"},
+    {"weights": "fp8_tensor", "inputs": "fp8_static"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [(mlp, {"scheme": "fp8_block"}), *itertools.product((mlp, conv1d, conv2d), FP8), (transposed, FP8[0])],
+    ids=str,
+)
+def test_fp8_is_written_as_float8_and_gives_the_models_outputs(build, options, tmp_path):
+    model = quantize(build(), options, [examples(build, 32)])
+    path = tmp_path / "model.onnx"
+    # onnxruntime cannot load convolutions that pass on codes
+    target = "tensorrt" if "fp8_static" in options.values() else None
+    assert export_onnx(model, examples(build), path, target=target).largest_difference <= 1e-5
+    written = {one.name: one for one in onnx.load(path).graph.initializer}
+    for name, layer in model.named_modules():
+        if not is_quantized(layer):
+            continue
+        codes, scale = (written[f"{name}.weight_{part}"] for part in ("codes", "scale"))
+        assert codes.data_type == onnx.TensorProto.FLOAT8E4M3FN
+        codes, scale = (onnx.numpy_helper.to_array(one).astype(np.float64) for one in (codes, scale))
+        if scale.ndim == 2:
+            scale = scale.repeat(codes.shape[1] // scale.shape[1], 1)
+        else:
+            scale = np.expand_dims(scale, [axis for axis in range(codes.ndim) if axis != (build is transposed)])
+        assert np.allclose(codes * scale, layer.weight.detach().double().numpy(), rtol=1e-6, atol=0)
+    x = examples(build, 64)
+    reference = expected(model, x)
+    assert np.allclose(run(path, x), reference, atol=2e-2 * np.abs(reference).max())
+
+
+def test_a_file_that_onnxruntime_cannot_load_is_not_written(tmp_path):
+    convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model = quantize(convolutions, "fp8_static", [x])
+    with pytest.raises(CompatibilityError, match=r'cannot load the file.*pass target="tensorrt"'):
+        export_onnx(model, x, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    report = export_onnx(model, x, tmp_path / "model.onnx", target="tensorrt")
+    assert report.largest_difference <= 1e-5
 
 
 @pytest.mark.parametrize(("bits", "range_"), [(2, "ema"), (3, "lsq"), (8, "lsq"), (4, "lsq_plus"), (4, "pact")])
@@ -356,9 +403,9 @@ def test_refusals(tmp_path, monkeypatch):
         export_onnx(plain, torch.ones(2, 4, 3), path, dynamic_length=True)
     with pytest.raises(CompatibilityError, match=r"fixes the batch.*batch="):
         export_onnx(nn.Unflatten(0, (2, 2)), torch.ones(4, 3), path)
-    for scheme in ("fp8", "mxfp4", "nvfp4"):
+    for scheme in ("mxfp4", "mxfp8", "nvfp4"):
         other = apply_ranges(mlp(), {"0": {"weight": scheme, "input": scheme}})
-        with pytest.raises(CompatibilityError, match=f"export_onnx: 0 must have integer codes, got {scheme} weights"):
+        with pytest.raises(CompatibilityError, match=f"0 must have integer or FP8 codes, got {scheme} weights"):
             export_onnx(other, examples(mlp), path)
     lstm = apply_ranges(nn.Sequential(nn.LSTM(24, 4, proj_size=2)), {"0": {"input": "none"}})
     with pytest.raises(CompatibilityError, match="0 must have no proj_size, which ONNX lacks; skip it in qat"):
