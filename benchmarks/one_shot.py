@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from measure import device, today, versions
@@ -10,13 +11,19 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared_core.pruning import prune
-from shared_core.quantization import quantize
+from shared_core.quantization import quantize_with_report
 
 VOCABULARY, HISTORY = 64, 8
 SKIP = ("lm_head", "model.embed_tokens")
 PRUNED = {"0.5": {"sparsity": 0.5}, "2:4": {"sparsity": 0.5, "granularity": "n_m"}, "0.7": {"sparsity": 0.7}}
-ROUNDED = {f"{bits} bits": {"scheme": "int4_weight", "group_size": 32, "weight_bits": bits} for bits in (4, 3)}
-SOLVERS = {"rounded": None, "gptq": {"actorder": False}, "gptq, actorder": {"actorder": True}}
+ROUNDED = {
+    f"{bits} bits{', symmetric' * (scheme != 'int4_weight')}": {"scheme": scheme, "group_size": 32, "weight_bits": bits}
+    for scheme in ("int4_weight", "W4A16") for bits in (4, 3)
+} | {"8 bits per channel": {"scheme": "int8_weight"}}  # fmt: skip
+SOLVERS = {"rounded": None} | {
+    f"{grid}{', actorder' * actorder}": {"actorder": actorder, "grid": grid}
+    for grid in ("pinned", "published") for actorder in (False, True)
+}  # fmt: skip
 
 
 def batches(count: int, generator: torch.Generator) -> list[Tensor]:
@@ -62,8 +69,18 @@ def main() -> None:
             found.append(f"{criterion} {loss(pruned)}")
         print(f"{name}: {', '.join(found)}")
     for name, options in ROUNDED.items():
-        made = {k: quantize(model, {**options, "skip": SKIP}, calibration, gptq=v) for k, v in SOLVERS.items()}
-        print(f"{name}: {', '.join(f'{k} {loss(v)}' for k, v in made.items())}")
+        found, errors = [], {}
+        for solver, gptq in SOLVERS.items():
+            made, report = quantize_with_report(model, {**options, "skip": SKIP}, calibration, gptq=gptq)
+            found.append(f"{solver} {loss(made)}")
+            errors[solver] = [math.log(e["output_error"]) for e in report.layers if "output_error" in e]
+        print(f"{name}: {', '.join(found)}")
+        for end in ("", ", actorder"):
+            # the objective is the square of this error
+            pairs = zip(errors[f"published{end}"], errors[f"pinned{end}"], strict=True)
+            ratios = [math.exp(2 * (published - pinned)) for published, pinned in pairs]
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            print(f"  objective, published / pinned{end}: {mean:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":

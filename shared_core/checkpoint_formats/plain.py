@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -20,6 +21,8 @@ from shared_core.errors import CheckpointError, TrainingError
 from shared_core.files.atomic import atomic_write
 
 DEPLOYMENT_FILE = "eff_deployment.json"
+DEPLOYMENT_TENSORS = "eff_deployment.tensors"
+"""Safetensors of what would be too long for text. Its name does not end so, because engines load all such files."""
 DEPLOYMENT_KEY = "eff_deployment"
 LIGHTNING_META = "meta.pt"  # beside the shards of a folder that Lightning wrote
 
@@ -73,14 +76,42 @@ def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
 
     Args:
         folder: Existing folder of the weights.
-        values: Technique → plain JSON values.
+        values: Technique → plain JSON values. Tensors go to a file of their own.
     """
-    file = Path(folder) / DEPLOYMENT_FILE
+    file, beside = Path(folder) / DEPLOYMENT_FILE, Path(folder) / DEPLOYMENT_TENSORS
+    tensors: dict[str, Tensor] = {}
+    values = _split(values, tensors)
+    if tensors:
+        with atomic_write(beside) as temporary:
+            save_file(tensors, temporary)
+    else:
+        beside.unlink(missing_ok=True)
     if not values:
         file.unlink(missing_ok=True)  # of other weights, which an earlier run saved here
         return
     with atomic_write(file) as temporary:
         temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(values: Any, tensors: dict[str, Tensor], path: tuple[str, ...] = ()) -> Any:
+    """Return values with the name of the file in place of tensors, which are added to `tensors` by their path."""
+    if isinstance(values, Tensor):
+        tensors[json.dumps(path)] = values.detach().cpu().contiguous()
+        return _IN_FILE
+    if isinstance(values, Mapping):
+        return {key: _split(value, tensors, (*path, key)) for key, value in values.items()}
+    return values
+
+
+def _joined(values: Any, tensors: Mapping[str, Tensor], path: tuple[str, ...] = ()) -> Any:
+    if values == _IN_FILE:
+        return tensors[json.dumps(path)]
+    if isinstance(values, Mapping):
+        return {key: _joined(value, tensors, (*path, key)) for key, value in values.items()}
+    return values
+
+
+_IN_FILE = {"file": DEPLOYMENT_TENSORS}
 
 
 def read_deployment(path: Path | str) -> dict[str, Any]:
@@ -98,7 +129,9 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
         file = path / LIGHTNING_META
     try:
         if file.suffix == ".json":
-            return dict(json.loads(file.read_text(encoding="utf-8")))
+            beside = file.with_name(DEPLOYMENT_TENSORS)
+            tensors = load_file(beside) if beside.is_file() else {}
+            return dict(_joined(json.loads(file.read_text(encoding="utf-8")), tensors))
         return dict(load_checkpoint(file)[DEPLOYMENT_KEY])
     except Exception as error:  # torch.load may raise anything for a damaged file
         rule = f"cannot read deployment values from {file}: {type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.cli.arguments import JudgedOptions, bar, command_with_options, takes
 from shared_core.cli.export import BETWEEN, load_quantized
@@ -47,6 +47,7 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "correct_bias": ("calibration",), "kv_cache": ("calibration",), "batches": ("calibration",),
         "accept": ("evaluate",), "mode": ("evaluate",),
         "attack_eps": ("attack",), "attack_range": ("attack",), "attack_steps": ("attack",),
+        "gptq_grid": ("method",),
     }  # fmt: skip
     without: ClassVar = {"method": _WITHOUT_METHOD, "largest_loss": ("plan",)}
 
@@ -59,6 +60,11 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "pair: --set weights=FORMAT --set inputs=FORMAT.",
     )
     method: str | None = option(None, "Quantize with gptq instead of rounding to nearest.")
+    gptq_grid: Literal["published", "pinned"] | None = option(
+        None,
+        "With --method gptq. published: the scales of the GPTQ paper, saved with the weights. pinned: scales that "
+        "rounding the result gives again, with a larger error. Default: published.",
+    )
     set_options: tuple[str, ...] = option(
         (), "An option of --method, such as damping=0.05, or of qat. Repeatable.", flag="--set"
     )
@@ -125,7 +131,11 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
         result = study.run()
     told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.preset_or_formats}
     notes = _narrow_(result.model, dtypes, result.values["ranges"])
-    values = {"asked": told, **result.values, "notes": [*notes, *result.values["notes"]]}
+    plain = {
+        name: {key: value for key, value in entry.items() if key != "weight_grids"}  # too long for text
+        for name, entry in result.values["ranges"].items()
+    }
+    values = {"asked": told, **result.values, "ranges": plain, "notes": [*notes, *result.values["notes"]]}
     values["bytes"] = {"float": float_bytes, "quantized": quantized_bytes(result.model)}
     _write(asked, result, values, folder, study.data)
     if asked.report is not None:
@@ -184,7 +194,7 @@ def _write(
     def add(temporary: Path) -> None:
         if values["ranges"]:
             kept = {BETWEEN: between} if between else {}
-            write_deployment(str(temporary), {"qat": {"ranges": values["ranges"], **kept}})
+            write_deployment(str(temporary), {"qat": {"ranges": result.values["ranges"], **kept}})
         if (file := temporary / "config.json").is_file():
             # transformers would load all weights in the dtype of the first, which may round others
             dtype = functools.reduce(torch.promote_types, [value.dtype for value in result.model.parameters()])
@@ -206,6 +216,7 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
     scheme, method = asked.scheme, asked.method
     if method == "gptq":
         own: dict[str, Any] = {name: options.pop(name) for name in ("damping", "actorder") if name in options}
+        own |= {} if asked.gptq_grid is None else {"grid": asked.gptq_grid}
         gptq = GptqConfig.from_dict(own)
         options = {**({} if "weights" in options else {"scheme": "int4_weight"}), **_named(scheme), **options}
     else:

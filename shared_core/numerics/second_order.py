@@ -16,6 +16,8 @@ _COLUMNS = 128  # columns per lazy update, and per choice of weights to prune
 
 Grid = Callable[[Tensor, int], Tensor]
 """(Values of a column, its index) → the values on that column's grid, which must contain 0."""
+Regrid = Callable[[Tensor, int], None]
+"""(Current values of a group of columns, its first index), before the first column of the group is rounded."""
 
 
 @torch.no_grad()
@@ -26,6 +28,7 @@ def compensated(
     sparsity: float = 0.0,
     n_m: tuple[int, int] | None = None,
     grid: Grid | None = None,
+    regrid: tuple[int, Regrid] | None = None,
     actorder: bool = False,
     damping: float = 0.01,
 ) -> tuple[Tensor, Tensor]:
@@ -42,11 +45,13 @@ def compensated(
         sparsity: Share to prune.
         n_m: (kept, of how many neighbors), instead of `sparsity`. The second must divide the inputs.
         grid: Rounds values to the allowed ones; None: any value.
+        regrid: (columns of a group, function that sets its grid from the values that compensation left so far). Not
+            with `actorder` or pruning.
         actorder: Process columns by decreasing ``diag H``. Not with pruning.
         damping: As above. It is multiplied by ten if the matrix is not positive definite in float32.
 
     Raises:
-        ConfigError: If `actorder` is used with pruning.
+        ConfigError: If `actorder` is used with pruning, or `regrid` with either.
         TrainingError: If the Hessian is not finite.
 
     Example:
@@ -57,6 +62,8 @@ def compensated(
     """
     if actorder and (sparsity or n_m):
         raise ConfigError("compensated", "actorder cannot be combined with pruning", "leave one out")
+    if regrid and (actorder or sparsity or n_m):
+        raise ConfigError("compensated", "regrid cannot be combined with actorder or pruning", "leave one out")
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     weight, curvature = rows.to(dtype, copy=True), hessian.to(rows.device, dtype)
     order = torch.arange(rows.shape[1], device=rows.device)
@@ -68,7 +75,8 @@ def compensated(
     held = weight == 0
     unread = (curvature.diagonal() == 0) & bool(curvature.any())
     pruned = held.clone()
-    step = _COLUMNS if n_m is None else max(_COLUMNS // n_m[1], 1) * n_m[1]
+    together = n_m[1] if n_m else regrid[0] if regrid else 1
+    step = max(_COLUMNS // together, 1) * together  # a group begins with all errors before it compensated
     for start in range(0, weight.shape[1], step):
         where = slice(start, start + step)
         part, inner = weight[:, where], factor[where, where]
@@ -83,6 +91,8 @@ def compensated(
                 scores = _scores(weight[:, near], diagonal[j : j + n_m[1]], unread[near], held[:, near])
                 lowest = scores.argsort(dim=1, stable=True)[:, : n_m[1] - n_m[0]]
                 pruned[:, near] = held[:, near].scatter(1, lowest, True)
+            if regrid is not None and j % regrid[0] == 0:
+                regrid[1](part[:, j : j + regrid[0]], start + j)
             column = part[:, j].clone()
             value = column if grid is None else grid(column, columns[start + j])
             value = value.masked_fill(pruned[:, start + j], 0)

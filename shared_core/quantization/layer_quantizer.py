@@ -168,10 +168,11 @@ class LayerQuantizer:
         return scale, zero_point
 
     def entry(self, module: nn.Module) -> dict[str, Any] | None:
-        """Return the layer's scheme and range as plain values; None if its range is missing."""
+        """Return the layer's scheme and range as plain values, scales of groups as tensors; None without a range."""
         entry = dataclasses.asdict(self.scheme)
-        # scales of groups and blocks would be too many for a text file
-        if self.weight_scale is not None and self.scheme.weight == "channel" and hasattr(module, "weight"):
+        if isinstance(self.weight_scale, KeptScale) and self.scheme.weight == "group":
+            entry["weight_grids"] = self.weight_scale.plain()
+        elif self.weight_scale is not None and self.scheme.weight == "channel" and hasattr(module, "weight"):
             entry["weight_scale"] = self.weight_scale.scale(module).tolist()
         elif self.batch_norm is not None:
             rows = as_rows(module, folded_weight(module, module.weight.detach()))  # type: ignore[operator, union-attr]

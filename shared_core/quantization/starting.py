@@ -38,6 +38,7 @@ from shared_core.quantization.ranges.kept_scales import (
     check_grid,
     grid_of_baked,
     one_per_channel,
+    saved_grids,
 )
 from shared_core.quantization.ranges.saved_ranges import check_range, saved_scheme
 from shared_core.quantization.schemes import INPUTS, WEIGHTS, LayerScheme
@@ -232,7 +233,9 @@ def _quantized(
             continue
         # those of the folder, in float32: a model in 16 bits holds them rounded
         weights = {own: loaded[f"{name}.{own}".removeprefix(prefix)] for own in weights_of(layer)}
-        if "weight_scale" in entry:
+        if own := saved_grids(entry, scheme, f"qat: {name}"):
+            found[name] = own
+        elif "weight_scale" in entry:
             width = as_rows(layer, weights["weight"]).shape[1]
             found[name] = one_per_channel(torch.tensor(entry["weight_scale"]), width, scheme).grids
         else:

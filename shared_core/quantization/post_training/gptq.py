@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from eff_kernels.quantization import affine as kernels
 from eff_kernels.quantization.group import group_codes, group_qparams
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.released import Grid
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import call_model, has_rows, solve_in_order
@@ -19,6 +20,7 @@ from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.numerics.rounding import sqnr
 from shared_core.numerics.second_order import compensated
 from shared_core.quantization.layer_quantizer import LayerQuantizer
+from shared_core.quantization.ranges.kept_scales import KeptScale
 
 WHERE = "quantize: gptq"
 
@@ -36,54 +38,93 @@ class GptqConfig(TechniqueConfig):
 
     damping: float = option(0.01, above=0, help="Share of its mean diagonal to add to the Hessian.")
     actorder: bool = option(True, help="Quantize columns with large inputs first; groups stay neighbors in the weight.")
+    grid: Literal["published", "pinned"] = option(
+        "published",
+        help="published: the scales of the GPTQ paper, stored with the weights. pinned: scales that plain rounding of "
+        "the result gives again, with a larger error.",
+    )
 
 
 class WeightGrid:
-    """The grid of one weight, with the scales of plain rounding.
+    """The grid of one weight, for `compensated`.
 
-    The largest and smallest value of each group keep their codes, so that recomputing the scale from the result
-    gives the same scale.
+    ``pinned``: the scales of plain rounding. The largest and smallest value of each group keep their codes, so that
+    recomputing the scale from the result gives the same scale.
+
+    ``published``: as in the authors' code. Symmetric scales are ``2·max|w| / (2^b - 1)``, with all 2^b codes, and
+    no value is held. `regrid` sets a group's scale from the values that compensation left so far.
+
+    Args:
+        layer: A layer with a matrix of weights.
+        quantizer: Its quantizer. Scales that were searched are taken as they are.
+        kind: Which grid.
 
     Example:
         >>> from shared_core.quantization.ranges.observers import RangeBank
         >>> from shared_core.quantization.schemes import LayerScheme
         >>> layer = nn.Linear(2, 1)
         >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 1.0]]))
-        >>> grid = WeightGrid(layer, LayerQuantizer(RangeBank([]), None, LayerScheme(weight_bits=3)))
+        >>> quantizer = LayerQuantizer(RangeBank([]), None, LayerScheme(weight_bits=3))
+        >>> grid = WeightGrid(layer, quantizer, "pinned")
         >>> grid(torch.tensor([1.6]), 1), grid(torch.tensor([1.6]), 0)
         (tensor([2.]), tensor([3.]))
     """
 
-    def __init__(self, layer: nn.Module, quantizer: LayerQuantizer) -> None:
-        scheme, weight = quantizer.scheme, quantizer.weight_scale
+    def __init__(
+        self, layer: nn.Module, quantizer: LayerQuantizer, kind: Literal["published", "pinned"] = "published"
+    ) -> None:
+        self.layer, self.scheme, self.searched = layer, quantizer.scheme, quantizer.weight_scale
+        scheme, self.is_pinned = self.scheme, kind == "pinned" and self.searched is None
         rows = as_rows(layer, layer.weight.detach())  # type: ignore[union-attr, operator, arg-type]
         rows = rows.to(kernels.compute_dtype(rows.dtype))
         self.size = scheme.group_size or rows.shape[1]
-        self.low, self.high = -scheme.weight_qmax - scheme.affine, scheme.weight_qmax
-        self.held = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
-        if weight is not None:  # searched scales are saved with the weight, and clip
-            self.low, self.high = scheme.weight_range
-            self.scale = weight.scale(layer).detach().to(rows).unsqueeze(1)
+        self.low, self.high = scheme.weight_range
+        if self.searched is not None:
+            self.scale = self.searched.scale(layer).detach().to(rows).unsqueeze(1)
             self.zero = torch.zeros_like(self.scale)
-        elif scheme.weight == "group":
-            self.scale, zero = group_qparams(rows, self.size, scheme.weight_bits, not scheme.affine)
-            self.zero = zero.to(rows.dtype)
+        elif self.is_pinned:
+            self._pin(rows)
         else:
-            self.scale = kernels.symmetric_scale(rows, 0, self.high).unsqueeze(1)
-            self.zero = torch.zeros_like(self.scale)
+            self.scale, self.zero = self._published(rows)
+
+    def _pin(self, rows: Tensor) -> None:
+        scheme = self.scheme
+        self.low = -scheme.weight_qmax - scheme.affine
+        self.scale, zero = group_qparams(rows, self.size, scheme.weight_bits, not scheme.affine)
+        self.zero = zero.to(rows.dtype)
         codes = group_codes(rows, self.scale, self.zero, self.size, scheme.weight_bits)
         self.codes = codes.clamp(self.low, self.high).flatten(1)
-        if weight is None:
-            groups, held = (x.view(len(rows), -1, self.size) for x in (rows.contiguous(), self.held))
-            ends = [groups.argmin(2, True), groups.argmax(2, True)] if scheme.affine else [groups.abs().argmax(2, True)]
-            for end in ends:
-                held.scatter_(2, end, True)
+        self.held = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
+        groups, held = (x.view(len(rows), -1, self.size) for x in (rows.contiguous(), self.held))
+        ends = [groups.argmin(2, True), groups.argmax(2, True)] if scheme.affine else [groups.abs().argmax(2, True)]
+        for end in ends:
+            held.scatter_(2, end, True)
+
+    def _published(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.scheme.affine:
+            scale, zero = group_qparams(rows, self.size, self.scheme.weight_bits, False)
+            return scale, zero.to(rows.dtype)
+        peak = rows.reshape(len(rows), -1, self.size).abs().amax(2)
+        scale = torch.where(peak > 0, 2 * peak / (2**self.scheme.weight_bits - 1), torch.ones_like(peak))
+        return scale, torch.zeros_like(scale)
+
+    def regrid(self, values: Tensor, column: int) -> None:
+        """Set the scale of a group from its current values."""
+        at = slice(column // self.size, column // self.size + 1)
+        self.scale[:, at], self.zero[:, at] = self._published(values.to(self.scale))
+
+    def kept(self) -> KeptScale:
+        """Return the scales, to round with and to save."""
+        zero_point = self.zero.to(torch.int32) if self.scheme.affine else None
+        return KeptScale({"weight": Grid(self.scale, zero_point, self.size)}, self.scheme)
 
     def __call__(self, values: Tensor, column: int) -> Tensor:
         """Return the values of a column on the grid."""
         scale, zero = self.scale[:, column // self.size], self.zero[:, column // self.size]
         codes = ((values / scale).round_() + zero).clamp_(self.low, self.high)
-        return torch.where(self.held[:, column], self.codes[:, column], codes).sub_(zero).mul_(scale)
+        if self.is_pinned:
+            codes = torch.where(self.held[:, column], self.codes[:, column], codes)
+        return codes.sub_(zero).mul_(scale)
 
 
 def solve_weights(
@@ -111,8 +152,13 @@ def solve_weights(
         quantizer: Any = layer.quantizer
         weight: Any = layer.weight
         rows = as_rows(layer, weight.detach())
-        grid = WeightGrid(layer, quantizer)
-        new, _ = compensated(rows, hessian, grid=grid, actorder=config.actorder, damping=config.damping)
+        grid = WeightGrid(layer, quantizer, config.grid)
+        # With actorder, columns of all groups are mixed, so their scales come from the weights as they were.
+        follows = quantizer.scheme.weight == "group" and not grid.is_pinned and not config.actorder
+        new, _ = compensated(
+            rows, hessian, grid=grid, regrid=(grid.size, grid.regrid) if follows else None,
+            actorder=config.actorder, damping=config.damping,
+        )  # fmt: skip
         plain = as_rows(layer, quantizer.rounded(layer, weight.detach()))
         exact = _energy(rows, hessian)
         found[name] = {
@@ -121,6 +167,9 @@ def solve_weights(
             "output_error": _energy(new - rows, hessian) / max(exact, 1e-30),
             "rounded_output_error": _energy(plain - rows, hessian) / max(exact, 1e-30),
         }
+        if not grid.is_pinned:
+            quantizer.weight_scale = kept = grid.kept()
+            found[name]["weights_clipped"] = kept.clipped(layer, weight.detach())
         weight.copy_(from_rows(layer, new, weight))
         quantizer.baked = True
 

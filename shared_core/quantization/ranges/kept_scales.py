@@ -70,6 +70,28 @@ class KeptScale:
         """Return the grids as plain values and tensors."""
         return {name: vars(grid).copy() for name, grid in self.grids.items()}
 
+    def plain(self) -> dict[str, dict[str, Tensor]]:
+        """Return scale and zero point of each weight, on the CPU, to save with the layer's scheme."""
+        return {
+            name: {"scale": grid.scale.detach().cpu()}
+            | ({} if grid.zero_point is None else {"zero_point": grid.zero_point.cpu()})
+            for name, grid in self.grids.items()
+        }
+
+
+def saved_grids(entry: Mapping[str, Any], scheme: LayerScheme, where: str) -> dict[str, Grid]:
+    """Return the grids that `KeptScale.plain` saved in a layer's entry; empty if there are none.
+
+    Raises:
+        CheckpointError: If they are not tensors.
+    """
+    found = {}
+    for name, parts in (entry.get("weight_grids") or {}).items():
+        if not all(isinstance(part, Tensor) for part in parts.values()) or "scale" not in parts:
+            raise CheckpointError(where, f"scales of {name} must be tensors", "read the folder with read_deployment")
+        found[name] = Grid(parts["scale"], parts.get("zero_point"), scheme.group_size)
+    return found
+
 
 def kept_from_state(state: Mapping[str, Mapping[str, Any]], scheme: LayerScheme) -> KeptScale:
     """Return the scales of which `KeptScale.state_dict` returned the state."""

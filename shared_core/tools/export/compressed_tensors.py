@@ -42,7 +42,6 @@ from shared_core.tools.export.served import (
     compare_outputs,
     off_grid,
     served_model,
-    zero_points,
 )
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
@@ -376,7 +375,7 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
     scale = scale.expand(len(rows)) if scheme.weight == "fp8_tensor" else scale
     layer.weight_scale.data = scale.view(len(rows) // (128 if scheme.weight == "fp8_block" else 1), -1)
     if scheme.affine:
-        layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
+        layer.weight_zero_point.data = served.zero_points(name, codes).to(torch.int8).view(len(rows), -1)
 
 
 def _nvfp4_scales(rows: Tensor, tensor_scale: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.released import Grid
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import StackedExperts, is_transformers_conv1d
 from shared_core.quantization.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.low_bit import to_blocks
+from shared_core.quantization.ranges.kept_scales import saved_grids
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.source import (
@@ -90,8 +92,18 @@ class ServedModel:
 
     def codes(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return `codes_of` for a layer's weight, or for one of its stacked experts'."""
-        entry = layer_entry(self.reference.get_submodule(name)) if name in self.names else None
-        return codes_of(self.where, name, rows, self.schemes[name], entry or {}, self.dtype)
+        return codes_of(self.where, name, rows, self.schemes[name], self._entry(name), self.dtype)
+
+    def zero_points(self, name: str, codes: Tensor) -> Tensor:
+        """Return the zero points of a layer's groups: those that were saved, or `zero_points` of its codes."""
+        scheme = self.schemes[name]
+        grid = _saved_grid(self._entry(name), scheme, self.where)
+        if grid is not None and grid.zero_point is not None:
+            return grid.zero_point.view(-1).float()
+        return zero_points(codes, scheme.weight_bits)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return (layer_entry(self.reference.get_submodule(name)) if name in self.names else None) or {}
 
     def report(self, path: Path | str, bytes: int, format: str, **found: Any) -> ServedReport:
         """Return the report. `found` has the fields that differ between exports."""
@@ -208,8 +220,10 @@ def codes_of(
     is_float = scheme.weight.startswith("fp8")
     levels = torch.float8_e4m3fn if is_float else torch.int8
     qmax = 448 if is_float else scheme.weight_qmax
-    if "weight_scale" in entry:
-        scale = torch.tensor(entry["weight_scale"], dtype=torch.float32).view(-1)
+    grid = _saved_grid(entry, scheme, where)
+    if grid is not None or "weight_scale" in entry:
+        told = torch.tensor(entry["weight_scale"]) if grid is None else grid.scale
+        scale = told.to(torch.float32).view(-1)
         codes = (groups / scale.unsqueeze(1)).round()
         found = (codes, scale) if torch.equal((codes * scale.unsqueeze(1)).to(dtype), groups.to(dtype)) else None
     elif scheme.affine:
@@ -222,6 +236,12 @@ def codes_of(
     if found is None:
         raise off_grid(where, name, scheme)
     return found
+
+
+def _saved_grid(entry: dict[str, Any], scheme: LayerScheme, where: str) -> Grid | None:
+    """Return the saved grid of a layer's only weight. Stacked experts have several, whose scales are found again."""
+    grids = [*saved_grids(entry, scheme, where).values()]
+    return grids[0] if len(grids) == 1 else None
 
 
 def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:

@@ -347,8 +347,7 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     if scheme.weight == "group":
         block = scheme.group_of(rows.shape[1])
         if scheme.affine:  # q − z is stored
-            qmax = min(127, 2**bits - 1)
-        limit = qmax
+            qmax = limit = min(127, 2**bits - 1)
     found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
     if found is None:  # NaN and infinity are on no grid
         check_finite("export_onnx", name, values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_folder
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.served import ServedReport, compare_outputs, served_model, zero_points
+from shared_core.tools.export.served import ServedReport, compare_outputs, served_model
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 
@@ -56,7 +56,9 @@ def export_torchao(
     compares = verify and example_inputs is not None
     expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
     for name, layer in layers.items():
-        made = _tensor(served.schemes[name], *served.codes(name, weights[name]), layer, dtype)
+        codes, scale = served.codes(name, weights[name])
+        zeros = served.zero_points(name, codes) if served.schemes[name].affine else torch.zeros(len(codes))
+        made = _tensor(served.schemes[name], codes, scale, zeros, layer, dtype)
         layer.weight = nn.Parameter(made, requires_grad=False)
     head = exported.get_output_embeddings()
     if head is not None and head in layers.values():
@@ -85,7 +87,7 @@ def _check_layer(name: str, module: Any, where: str) -> None:
         raise CompatibilityError(where, f"{rule} {got}", remedy)
 
 
-def _tensor(scheme: LayerScheme, codes: Tensor, scale: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
+def _tensor(scheme: LayerScheme, codes: Tensor, scale: Tensor, zero: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
     """Return the torchao tensor with a layer's codes and scales."""
     from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, PerRow
     from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
@@ -99,7 +101,6 @@ def _tensor(scheme: LayerScheme, codes: Tensor, scale: Tensor, layer: Any, dtype
         kwargs = QuantizeTensorToInt8Kwargs(PerRow()) if scheme.input == "token" else None
         made = Int8Tensor(codes.to(torch.int8), scale, [1, width], dtype, act_quant_kwargs=kwargs)
     else:
-        zero = zero_points(codes, scheme.weight_bits) if scheme.affine else torch.zeros(len(codes))
         made = IntxUnpackedToInt8Tensor(
             (codes + zero.unsqueeze(1)).to(torch.int8).view(rows, width), scale, zero.to(torch.int8).view(rows, -1),
             getattr(torch, f"int{scheme.weight_bits}"), (1, scheme.group_size), dtype,

@@ -231,6 +231,8 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*GPTQ, "--scheme", "fp8"], ConfigError, "scheme must give linear layers integer codes"),
     ([*GPTQ, "--set", "damping=0"], ConfigError, "damping must be"),
     ([*GPTQ, "--method", "awq"], ConfigError, "--method must be gptq, got 'awq'; use llm-compressor for AWQ"),
+    ([*GPTQ, "--gptq-grid", "fixed"], ConfigError, "--gptq-grid must be one of published, pinned"),
+    ([*SCHEME, "--gptq-grid", "pinned"], ConfigError, "--gptq-grid .*--method"),
     ([*GPTQ, "--equalize", "--latency"], ConfigError, "--method .*--equalize, --latency"),
     ([*GPTQ, "--eval", "quantize_task:quality", "--largest-loss", "0"], ConfigError, "--largest-lo"),
 ])  # fmt: skip
@@ -317,14 +319,15 @@ def test_progress_is_told_to_python_too():
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_gptq_quantizes_a_decoder_on_the_cpu_for_export(run, tmp_path):
+@pytest.mark.parametrize("grid", ["published", "pinned"])
+def test_gptq_quantizes_a_decoder_on_the_cpu_for_export(run, tmp_path, grid):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     result = run(
-        "llama", "--out", "out", "--method", "gptq", "--calibration", "quantize_task:tokens",
+        "llama", "--out", "out", "--method", "gptq", "--calibration", "quantize_task:tokens", "--gptq-grid", grid,
         "--group-size", "32", "--set", "actorder=false", "--skip", "Embedding", "--skip", "lm_head",
     )  # fmt: skip
     assert result.exit_code == 0
@@ -334,11 +337,17 @@ def test_gptq_quantizes_a_decoder_on_the_cpu_for_export(run, tmp_path):
     assert len(values["layers"]) == 14
     assert sum(e["output_error"] for e in values["layers"]) < sum(e["rounded_output_error"] for e in values["layers"])
     made = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    entries = read_deployment(tmp_path / "out")["qat"]["ranges"]
+    assert all(("weight_grids" in entry) == (grid == "published") for entry in entries.values())
     for entry in values["layers"]:
         weight = made.get_submodule(entry["name"]).weight.detach()
         codes, scale = codes_of(
-            "test", entry["name"], weight, LayerScheme("group", 4, 32, True, "none", 0), {}, weight.dtype
-        )
+            "test", entry["name"], weight, LayerScheme("group", 4, 32, True, "none", 0), entries[entry["name"]],
+            weight.dtype,
+        )  # fmt: skip
         assert torch.equal((codes * scale.unsqueeze(1)).view_as(weight), weight)
     export = ["export", "out", "--format", "compressed-tensors", "--out", "served"]
     assert eff(*export).exit_code == 0
+    served = load_file(tmp_path / "served" / "model.safetensors")
+    for name, entry in entries.items() if grid == "published" else ():
+        assert torch.equal(served[f"{name}.weight_scale"], entry["weight_grids"]["weight"]["scale"])
