@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
-_WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
+_WITHOUT_METHOD = (
+    "plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "average_bits", "all_layers", "attack",
+    "latency",
+)  # fmt: skip
 _OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep", "init")
 QuantizeCommand = command_with_options("qat", lambda: ("scheme", "weights", "inputs", *_OF_TRAINING))
 
@@ -47,12 +50,20 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "correct_bias": ("calibration",), "kv_cache": ("calibration",), "batches": ("calibration",),
         "accept": ("evaluate",), "mode": ("evaluate",),
         "attack_eps": ("attack",), "attack_range": ("attack",), "attack_steps": ("attack",),
-        "gptq_grid": ("method",),
+        "gptq_grid": ("method",), "average_bits": ("calibration",), "loss": ("sensitivity",), "loss_data": ("loss",),
     }  # fmt: skip
-    without: ClassVar = {"method": _WITHOUT_METHOD, "largest_loss": ("plan",)}
+    without: ClassVar = {"method": _WITHOUT_METHOD, "largest_loss": ("plan",), "average_bits": ("plan",)}
 
     calibration: str | None = option(
         None, "module:function that returns batches of inputs: tensors, tuples or dicts.", reads="function"
+    )
+    loss: str | None = option(
+        None,
+        "For --sensitivity hessian: module:function of (model, batch) that returns the loss; default: output.loss.",
+        reads="function",
+    )
+    loss_data: str | None = option(
+        None, "module:function that returns batches for --loss; default: --calibration.", reads="function"
     )
     scheme: str | None = option(
         None,
@@ -83,6 +94,8 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         super().validate()
         is_judged = self.qat is None or self.evaluate or self.attack
         self.require(is_judged, "--qat needs --eval or --attack", "add one of them")
+        is_hessian = self.sensitivity == "hessian" or self.loss is None
+        self.require(is_hessian, f"--loss needs --sensitivity hessian, got {self.sensitivity}", "leave it out")
         told = f"--method must be gptq, got {self.method!r}"
         self.require(self.method in (None, "gptq"), told, "use llm-compressor for AWQ and SmoothQuant")
 
@@ -162,7 +175,8 @@ def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_
 
 def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) -> None:
     """Load the data for calibration, quality and timing."""
-    from shared_core.tools.quantize import static_input
+    from shared_core.files.user_code import function
+    from shared_core.tools.quantize import SENSITIVITY_BATCHES, static_input
 
     if asked.qat is not None:
         study.qat_model = copy.deepcopy(study.network)
@@ -177,6 +191,11 @@ def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) ->
     if asked.calibration is not None:
         batches = user_batches(asked.calibration, "eff quantize: --calibration")
         study.data = list(_loaded(batches, asked.batches, study.job.is_main))
+    if asked.loss is not None:
+        study.loss = function(asked.loss, "eff quantize: --loss", "model", "batch")
+    if asked.loss_data is not None:
+        batches = user_batches(asked.loss_data, "eff quantize: --loss-data")
+        study.loss_data = list(itertools.islice(batches, SENSITIVITY_BATCHES))
     if asked.latency:
         given = inputs if inputs is not None else study.data[0] if study.data else None
         study.latency_inputs = made_up_inputs(study.network, asked.key) if given is None else given
@@ -201,7 +220,7 @@ def _write(
             config = {**read_object(file), "dtype": str(dtype).removeprefix("torch.")}
             file.write_text(json_text(config) + "\n", encoding="utf-8")
         if result.plan is not None:
-            result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=str(result.config.scheme))
+            result.plan.to_yaml(temporary / PLAN_FILE, scheme=str(result.config.scheme))
 
     save_folder(asked.out, result.model, folder, {REPORT_FILE: values}, asked.key, add=add)
 

@@ -15,6 +15,7 @@ _NAMES = {"float": "float", "quantized": "after training (PTQ)", "qat": "in trai
 _METRICS = {
     "rmse": "root mean square error of the model's outputs",
     "kl": "KL divergence of the predicted distribution, nats",
+    "hessian": "mean curvature of the loss, tr(H)/n, times the squared error of the weights",
 }
 
 
@@ -145,14 +146,44 @@ def _sensitivity(values: Values) -> list[Block]:
         return ["Not measured; --sensitivity measures each layer, --largest-loss also plans by them."]
     what = _METRICS[found["metric"]]
     costs = {name: next(iter(entry.values())) for name, entry in found["layers"].items()}
-    ranked = sorted(found["layers"].items(), key=lambda layer: -costs[layer[0]])
+    errors, traces = found.get("errors") or {}, found.get("traces") or {}
+    rows = [
+        [name, int(bits), cost, *([errors[name][bits]] if errors else [])]
+        for name in sorted(costs, key=lambda name: -costs[name])
+        for bits, cost in found["layers"][name].items()
+    ]
+    estimates = [
+        [name, one["trace"] / one["weights"], one["standard_error"] / one["weights"]] for name, one in traces.items()
+    ]
     return [
         f"Cost of rounding the weight of one layer alone to nearest: {what}.",
+        *_probes(traces),
         bar_plot(costs, what, "Cost of each layer quantized alone"),
-        Table(
-            ["layer", "bits", found["metric"]], [[name, int(next(iter(bits))), costs[name]] for name, bits in ranked]
-        ),
+        Table(["layer", "bits", found["metric"], *(["standard error"] if errors else [])], rows),
+        *([Table(["layer", "tr(H)/n", "standard error"], estimates)] if traces else []),
     ]
+
+
+def _probes(traces: Values) -> Iterator[str]:
+    """Yield how the curvature was estimated, and how many estimates are noise."""
+    if traces:
+        count = next(iter(traces.values()))["probes"]
+        yield f"Curvature by Hutchinson's estimate with {counted(count, 'probe')}; ± is its standard error."
+        if noise := [name for name, one in traces.items() if one["trace"] < 2 * one["standard_error"]]:
+            told = f"{len(noise)} of {counted(len(traces), 'layer')}"
+            yield f"Estimates below two standard errors: {told}. Raise --probes to rank them."
+
+
+def _ranking(found: Values) -> Iterator[str]:
+    """Yield the most sensitive layers, with the error of the estimate."""
+    costs = {name: next(iter(entry.values())) for name, entry in found["layers"].items()}
+    errors = {name: next(iter(entry.values())) for name, entry in (found.get("errors") or {}).items()}
+    told = [
+        f"{name} {costs[name]:.3g}" + (f" ± {errors[name]:.1g}" if errors else "")
+        for name in sorted(costs, key=lambda name: -costs[name])[:5]
+    ]
+    yield f"Most sensitive by {found['metric']}: {', '.join(told)}."
+    yield from _probes(found.get("traces") or {})
 
 
 def _plan(values: Values) -> list[Block]:
@@ -164,11 +195,14 @@ def _plan(values: Values) -> list[Block]:
     lines = {name: [(point["quantized"], point["quality"]) for point in points] for name, points in curves.items()}
     steps = [{"search": name, **point} for name, points in curves.items() for point in points]
     searched = {"search": "search", "layers quantized": "quantized", "bits a weight": "average_bits"}
-    return [
-        f"The plan quantizes {_planned(plan)}. It changes the format {counted(plan['conversions'], 'time')}. The "
-        f"largest loss asked for is {values['asked']['largest_loss']}.",
+    searches: list[Block] = [
+        f"The largest loss asked for is {values['asked']['largest_loss']}.",
         line_plot(lines, "layers quantized", "quality", "Quality against the number of quantized layers, as searched"),
         table_of(steps, {**searched, "quality": "quality"}),
+    ]
+    return [
+        f"The plan quantizes {_planned(plan)}. It changes the format {counted(plan['conversions'], 'time')}.",
+        *(searches if curves else []),
         Table(
             ["layer", "bits in the plan", "kept by rule"],
             [[name, width, plan["kept"].get(name)] for name, width in plan["bits"].items()],
@@ -294,6 +328,8 @@ def _lines(values: Values) -> Iterator[str]:
     yield from (f"note: {note}" for note in values["notes"])
     if times := values["milliseconds"]:
         yield f"One forward pass on one thread: {', '.join(f'{name} {time:.2f} ms' for name, time in times.items())}."
+    if values["sensitivity"] is not None:
+        yield from _ranking(values["sensitivity"])
     if values["plan"] is not None:
         yield f"The plan quantizes {_planned(values['plan'])}."
     rows = (values["attacks"] or {}).get("rows", [])

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from shared_core.distributed.job import Job, check_alone
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.hardware import cpu_capabilities
+from shared_core.modules.calls import call_model
 from shared_core.modules.weight_views import RECURRENT
 from shared_core.quantization import (
+    BitPlan,
     QatConfig,
     QuantizationReport,
     SelectivePlan,
+    hessian_trace,
     keep_high,
     layer_sensitivity,
+    plan_bits,
     plan_by_quality,
     quantize_with_report,
 )
@@ -37,6 +41,7 @@ from shared_core.quantization.post_training.quality import (
     quantized_bytes,
     thresholds,
 )
+from shared_core.quantization.post_training.sensitivity import Loss, TraceEstimate
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.ranges.saved_ranges import saved_scheme
 from shared_core.quantization.rounding import quantize_weight
@@ -45,7 +50,11 @@ from shared_core.tools.measuring import state_bytes
 from shared_core.tools.quantize_options import StudyOptions
 
 SENSITIVITY_BATCHES = 8
+CANDIDATES = (3, 4, 8)
+"""Bits that a plan for an average gives weights."""
 Judge = Callable[[nn.Module], float]
+Costs = dict[str, dict[int, float]]
+"""Layer → bits → cost."""
 
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], None]]]
@@ -59,7 +68,7 @@ class StudyResult:
     model: nn.Module
     values: dict[str, Any]
     config: QatConfig
-    plan: SelectivePlan | None
+    plan: BitPlan | None
 
 
 @dataclass(kw_only=True)
@@ -73,6 +82,9 @@ class QuantizationStudy:
         data: Calibration batches: tensors, tuples or dicts of inputs.
         options: Corrections and measurements.
         judge: Function from a model to its quality, a number.
+        loss: Function of (model, batch) that returns its mean loss, for sensitivity by the Hessian. None: the ``loss``
+            of the model's output.
+        loss_data: Batches for it. None: `data`.
         qat_model: The same model after quantization-aware training, for comparison.
         images: Batches (inputs, classes) for measuring accuracy under attack.
         latency_inputs: Inputs for timing a forward pass; None: not timed.
@@ -93,6 +105,8 @@ class QuantizationStudy:
     data: list[Any] | None = None
     options: StudyOptions = field(default_factory=StudyOptions)
     judge: Judge | None = None
+    loss: Loss | None = None
+    loss_data: list[Any] | None = None
     qat_model: nn.Module | None = None
     images: list[tuple[Tensor, Tensor]] | None = None
     latency_inputs: Any = None
@@ -109,9 +123,11 @@ class QuantizationStudy:
             check_kv_cache(self.network, self.options.kv_cache, "quantize")
         config = self.config
         is_pair = config.weights is not None or config.inputs != "auto"
-        if self.options.largest_loss is not None and (not config.has_integers or config.overrides or is_pair):
+        plans = {"largest_loss": self.options.largest_loss, "average_bits": self.options.average_bits}
+        asked = next((name for name, value in plans.items() if value is not None), None)
+        if asked is not None and (not config.has_integers or config.overrides or is_pair):
             got = f"{config.formats} and overrides={list(config.overrides)}"
-            rule = "largest_loss needs an int scheme without overrides, weights and inputs: one width, got"
+            rule = f"{asked} needs an int scheme without overrides, weights and inputs: one width, got"
             raise ConfigError("quantize", f"{rule} {got}")
 
     def share(self) -> None:
@@ -127,11 +143,20 @@ class QuantizationStudy:
         measured = {"float": self._measured("float", self.network)}
         with self.progress("calibration") as advance:
             model, report = self._quantized(self.config, advance, job=self.job)
-        costs = self._costs(report)
-        config, plan, keep = self.config, None, dict[str, str]()
+        found = self._costs(report)
+        costs, errors, traces = (None, None, None) if found is None else found
+        config, plan, told = self.config, None, None
         if costs is not None and self.options.largest_loss is not None:
-            config, plan, keep = self._planned(costs)
-            # Again, with the layers that the plan keeps in float.
+            config, selected, keep = self._planned(costs)
+            plan, told = selected.plan, self._plan_values(selected, keep)
+        elif costs is not None and self.options.average_bits is not None:
+            config, plan, keep = self._allocated(costs, report, self.options.average_bits)
+            told = {
+                "bits": plan.bits, "average_bits": plan.average_bits, "conversions": plan.conversions, "kept": keep,
+                "curves": {},
+            }  # fmt: skip
+        if plan is not None:
+            # Again, with the bits of the plan.
             model, report = self._quantized(config)
         measured["quantized"] = self._measured("quantized", model)
         if self.qat_model is not None:
@@ -143,8 +168,15 @@ class QuantizationStudy:
             **self._quality({name: quality for name, (quality, _) in measured.items()}),
             **self._latency(model),
             **self._bytes(model),
-            "sensitivity": None if costs is None else {"metric": self.options.sensitivity or "rmse", "layers": costs},
-            "plan": None if plan is None else self._plan_values(plan, keep),
+            "sensitivity": None
+            if costs is None
+            else {
+                "metric": self.options.sensitivity or "rmse",
+                "layers": costs,
+                "traces": None if traces is None else {name: vars(one) for name, one in traces.items()},
+                "errors": errors,
+            },
+            "plan": told,
             "attacks": None,
         }
         if self.images is not None:
@@ -170,6 +202,7 @@ class QuantizationStudy:
             # Candidates of a plan are judged only by quality.
             measure_outputs=not candidate,
             gptq=self.gptq,
+            keep_sensitive=self.options.keep_sensitive and self.options.average_bits is None,
             kv_cache=None if candidate else self.options.kv_cache,
             allow_partial=self.allow_partial,
             progress=show,
@@ -200,33 +233,76 @@ class QuantizationStudy:
             found = adversarial_accuracy(model, images, eps, attack=attack, source=source, **settings)
             yield {"attack": attack, "eps": eps, "model": name, "made_on": origin, **dataclasses.asdict(found)}
 
-    def _costs(self, report: QuantizationReport) -> dict[str, dict[int, float]] | None:
-        """Return layer → bits → cost of quantizing only its weight, in its scheme and width.
+    def _costs(self, report: QuantizationReport) -> tuple[Costs, Costs | None, dict[str, TraceEstimate] | None] | None:
+        """Return the cost of quantizing only one layer's weight in its scheme, if asked for.
+
+        For the Hessian, also the standard errors of the costs, and the traces.
 
         Measured on the first `SENSITIVITY_BATCHES` batches. Recurrent layers are left out, because one cost cannot
         describe several weights.
         """
-        if self.data is None or (self.options.sensitivity is None and self.options.largest_loss is None):
+        options = self.options
+        asked = (options.sensitivity, options.largest_loss, options.average_bits)
+        if self.data is None or all(one is None for one in asked):
             return None
-        network, number = self.network, itertools.count(1)
+        network, number, metric = self.network, itertools.count(1), options.sensitivity or "rmse"
         widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
-        # A recurrent layer has several weights, which one cost cannot describe.
-        names = [name for name in widths if not isinstance(network.get_submodule(name), RECURRENT)]
+        names = self._of_one_weight(widths)
         schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], "quantize") for name in names}
+        # without an average, the requested width is not used: a layer's scheme has its own
+        bits = [8] if options.average_bits is None else [*CANDIDATES]
+        held = self.data[:SENSITIVITY_BATCHES]
+        traces = self._traces(names) if metric == "hessian" else None
+        total = len(names) * len(bits) * (1 if traces is None else 2)
         with self.progress("sensitivity of layers") as advance:
 
-            def in_its_scheme(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
-                advance(next(number), len(names))
-                return quantize_weight(module, weight, schemes[module])
+            def in_its_scheme(module: nn.Module, weight: Tensor, width: int) -> Tensor:
+                advance(next(number), total)
+                scheme = schemes[module]
+                if options.average_bits is not None:
+                    scheme = dataclasses.replace(scheme, weight_bits=width)
+                return quantize_weight(module, weight, scheme)
 
-            # the requested width is not used: a layer's scheme has its own
-            costs = layer_sensitivity(
-                network, self.data[:SENSITIVITY_BATCHES], metric=self.options.sensitivity or "rmse", bits=[8],
-                layers=names, quantize=in_its_scheme,
+            def measured(traces: dict[str, TraceEstimate] | None) -> Costs:
+                costs = layer_sensitivity(
+                    network, held, metric=metric, bits=bits, layers=names, quantize=in_its_scheme, traces=traces
+                )
+                if options.average_bits is not None:
+                    return costs
+                return {name: {widths[name]: cost[8]} for name, cost in costs.items()}
+
+            costs = measured(traces)
+            if traces is None:
+                return costs, None, None
+            # the error of the weights is exact, so a cost is as uncertain as its trace
+            spread = {name: dataclasses.replace(one, trace=one.standard_error) for name, one in traces.items()}
+            return costs, measured(spread), traces
+
+    def _of_one_weight(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not isinstance(self.network.get_submodule(name), RECURRENT)]
+
+    def _traces(self, names: list[str]) -> dict[str, TraceEstimate]:
+        """Return the trace of each layer's block of the Hessian, on the first batches."""
+        data = self.data if self.loss_data is None else self.loss_data
+        with self.progress("curvature of layers"):
+            return hessian_trace(
+                self.network, self.loss or _own_loss, (data or [])[:SENSITIVITY_BATCHES], layers=names,
+                probes=self.options.probes,
             )  # fmt: skip
-        return {name: {widths[name]: cost[8]} for name, cost in costs.items()}
 
-    def _planned(self, costs: dict[str, dict[int, float]]) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
+    def _allocated(
+        self, costs: Costs, report: QuantizationReport, budget: float
+    ) -> tuple[QatConfig, BitPlan, dict[str, str]]:
+        """Return (config with the bits of each layer, the plan of least cost, layers with 8 bits by rules of thumb)."""
+        sizes = {entry["name"]: entry["weights"] for entry in report.layers}
+        # recurrent layers have no cost, and keep the bits of their scheme
+        fixed = {entry["name"]: entry["weight_bits"] for entry in report.layers if entry["name"] not in costs}
+        found = keep_high(self.network, self.data[0]) if self.options.keep_sensitive and self.data else {}
+        keep = {name: why for name, why in found.items() if name in costs}
+        plan = plan_bits(costs, sizes, budget, CANDIDATES, fixed=fixed | dict.fromkeys(keep, max(CANDIDATES)))
+        return dataclasses.replace(self.config, overrides=plan.qat_options()["overrides"]), plan, keep
+
+    def _planned(self, costs: Costs) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
         judge, largest_loss, config = self.judge, self.options.largest_loss, self.config
         if self.data is None or judge is None or largest_loss is None:
@@ -298,6 +374,16 @@ class QuantizationStudy:
         layers = {name: list(sizes) for name, sizes in layer_bytes(model).items()}
         whole = {"float": state_bytes(self.network), "quantized": quantized_bytes(model)}
         return {"bytes": whole, "layer_bytes": layers}
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss in a model's output."""
+    output = call_model(model, batch)
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        rule = "loss must be given for sensitivity hessian, because the model's output has none for these batches"
+        raise ConfigError("quantize", rule, "name a function of (model, batch), or add labels to the batches")
+    return found
 
 
 def static_input(network: nn.Module, config: QatConfig) -> str | None:

@@ -23,7 +23,8 @@ class StudyOptions(Options):
     """
 
     key: ClassVar[str] = "quantize"
-    needs: ClassVar = {"all_layers": ("largest_loss",)}
+    needs: ClassVar = {"all_layers": ("largest_loss",), "probes": ("sensitivity",)}
+    without: ClassVar = {"average_bits": ("largest_loss",), "all_layers": ("keep_sensitive",)}
 
     batches: int = option(100, "Maximum number of calibration batches.")
     equalize: bool = option(False, "Equalize the ranges of channels first.")
@@ -38,8 +39,23 @@ class StudyOptions(Options):
         "Largest quality loss, as a share of the float model's: a number, default (0.5 % acceptable, over 1 % not) or "
         "recommender (0.01 %).",
     )
-    sensitivity: Literal["rmse", "kl"] | None = option(
-        None, "Measure the effect of each layer alone: rmse or kl of the output."
+    keep_sensitive: bool = option(
+        False,
+        "Keep layers in float that often lose most: first, last, depthwise convolutions, and those that read the "
+        "output of softmax, tanh, sigmoid or GELU. With --average-bits they get 8 bits.",
+    )
+    sensitivity: Literal["hessian", "kl", "rmse"] | None = option(
+        None,
+        "Measure the cost of each layer alone: hessian (curvature of the loss times the error of the weights, "
+        "arXiv:1911.03852), or kl or rmse of the output.",
+    )
+    probes: int = option(50, "Random vectors with which hessian estimates the curvature.", low=2)
+    average_bits: float | None = option(
+        None,
+        "Give each layer's weights 3, 4 or 8 bits, at most this many on average, at the least total cost by "
+        "--sensitivity (default rmse).",
+        low=3,
+        high=8,
     )
     largest_loss: float | None = option(
         None, "Quantize as many layers as possible while --eval loses at most this, in its own unit.", low=0

@@ -21,7 +21,8 @@ from shared_core.config.options import checked
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import parse_yaml
-from shared_core.modules.weight_views import is_depthwise
+from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.weight_views import RECURRENT, is_depthwise
 from shared_core.quantization.layer_graph import LAYERS, Node, trace
 from shared_core.quantization.post_training.sensitivity import round_weight, weighted_layers
 
@@ -364,7 +365,7 @@ def keep_high(model: nn.Module, example_inputs: Any = None) -> dict[str, str]:
         {'0': 'the first layer', '2': "it reads the output of GELU '1'", '4': 'the last layer'}
     """
     flow = trace(model, example_inputs, where="keep_high")
-    layers = [node for node in flow.nodes if isinstance(node.module, (*LAYERS, nn.Embedding))]
+    layers = [node for node in flow.nodes if node.module is not None and _is_weighted(node.module)]
     kept: dict[str, str] = {}
     for node in layers:
         source = _source(node)
@@ -377,6 +378,10 @@ def keep_high(model: nn.Module, example_inputs: Any = None) -> dict[str, str]:
         elif source is not None and source.kind in _SENSITIVE_OUTPUTS:
             kept[node.label] = f"it reads the output of {source}"
     return kept
+
+
+def _is_weighted(module: nn.Module) -> bool:
+    return isinstance(module, (*LAYERS, *RECURRENT, nn.Embedding)) or is_transformers_conv1d(module)
 
 
 def _source(node: Node) -> Node | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -31,6 +32,7 @@ from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.quantization.batch_norm import folded_weight, fuse_batch_norm
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.post_training import equalization
+from shared_core.quantization.post_training.bit_allocation import keep_high
 from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
 from shared_core.quantization.post_training.quality import output_noise
 from shared_core.quantization.ranges.histogram import Histogram
@@ -39,6 +41,7 @@ from shared_core.quantization.ranges.kv_cache import KvCacheReport, calibrate_kv
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.quantization.ranges.policy import OWN_SCALES
 from shared_core.quantization.ranges.saved_ranges import apply_ranges
+from shared_core.quantization.selection import select_layers
 from shared_core.quantization.technique import QuantizationAwareTraining
 
 WHERE = "quantize"
@@ -117,6 +120,7 @@ def quantize_with_report(
     correct_bias: bool = False,
     measure_outputs: bool = False,
     gptq: GptqConfig | Mapping[str, Any] | None = None,
+    keep_sensitive: bool = False,
     kv_cache: str | None = None,
     allow_partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -137,6 +141,9 @@ def quantize_with_report(
             and its layers.
         gptq: Options of GPTQ (Frantar et al. 2022, arXiv:2210.17323), ``{}`` for the defaults, which chooses the codes
             of linear layers on the scheme's grid, one decoder block at a time, on any device. None: round to nearest.
+        keep_sensitive: Keep layers in float that often lose most (`keep_high`): the first and the last, depthwise
+            convolutions, and those that read the output of softmax, tanh, sigmoid or GELU. Layers that `include` or
+            `overrides` name are quantized.
         kv_cache: ``fp8``: measure scales of an FP8 cache of the quantized model (`calibrate_kv_cache`).
         allow_partial: Allow quantizing less than half of the weights that multiply activations.
         progress: Called with (batches run, batches) after each observed batch, for a progress bar.
@@ -177,6 +184,9 @@ def quantize_with_report(
             lambda: f"{len(equalization.equalize(quantized, example).chains)} chains of layers equalized",
         )
     compares = batches is not None and (correct_bias or measure_outputs)
+    kept = dict[str, str]()
+    if keep_sensitive:
+        config, kept = without_sensitive(quantized, config, example)
     # The reference is the float model after fusing and equalizing, so that layers match one to one.
     reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
@@ -208,7 +218,8 @@ def quantize_with_report(
         cache = calibrate_kv_cache(quantized, batches, kv_cache)
         ranges |= cache.scales
     told = reached.to_dict()
-    return quantized, QuantizationReport(layers, report["left_out"], used, ranges, notes, whole, cache, told)
+    left_out = report["left_out"] | {name: f"keep_sensitive: {why}" for name, why in kept.items()}
+    return quantized, QuantizationReport(layers, left_out, used, ranges, notes, whole, cache, told)
 
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
@@ -222,6 +233,32 @@ def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
     if isinstance(options, QatConfig) or "range" in options or not made.is_static:
         return made
     return dataclasses.replace(made, range="mse" if made.is_not_fp8_static else "minmax")
+
+
+def without_sensitive(model: nn.Module, config: QatConfig, example: Any = None) -> tuple[QatConfig, dict[str, str]]:
+    """Return a config that skips the layers of `keep_high`, and why each of them stays in float.
+
+    Args:
+        model: In float.
+        config: How to quantize it. Layers that `include` or `overrides` name are quantized.
+        example: Inputs of the model; None: torch.fx traces it.
+
+    Raises:
+        CompatibilityError: If the model cannot be traced.
+        ConfigError: If no other layer is left.
+    """
+    chosen = select_layers(model, config.include, config.skip, config.min_size)[0]
+    named = [*config.include, *(pattern for pattern, _, _ in config.override_options())]
+    kept = {
+        name: why
+        for name, why in keep_high(model, example).items()
+        if name in chosen and not any(fnmatch.fnmatchcase(name, pattern) for pattern in named)
+    }
+    if chosen.keys() <= kept.keys():
+        told = ", ".join(f"{name} ({why})" for name, why in list(kept.items())[:3])
+        rule = f"keep_sensitive must leave a layer to quantize, but it keeps {told}"
+        raise ConfigError(WHERE, rule, "leave it out, or name layers in include")
+    return dataclasses.replace(config, skip=(*config.skip, *kept)), kept
 
 
 def _try(what: str, notes: list[str], change: Callable[[], str]) -> None:

@@ -1,6 +1,7 @@
 """`eff quantize`: what is written, that it loads, that it deploys, and what is refused before any work."""
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -51,6 +52,22 @@ def agreement(net):
 def error(net):
     return 1.5 - agreement(net)
 
+def deep():
+    torch.manual_seed(0)
+    layers = (nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(*layers)
+
+def eights():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(16, 8, generator=generator) for _ in range(2)]
+
+def labelled():
+    generator = torch.Generator().manual_seed(3)
+    return [(x, torch.randint(4, (16,), generator=generator)) for x in eights()]
+
+def loss(net, batch):
+    return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
 def unpaired():
     return [torch.ones(2, 64)]
 
@@ -95,6 +112,11 @@ PLANNED = [
     "--largest-loss",
     "0",
 ]
+CURVED = [
+    "quantize_task:deep", "--out", "out", "--scheme", "int8_weight", "--calibration", "quantize_task:eights",
+    "--sensitivity", "hessian",
+]  # fmt: skip
+WITH_LOSS = ["--loss", "quantize_task:loss", "--loss-data", "quantize_task:labelled"]
 GPTQ = ["quantize_task:model", "--out", "out", "--calibration", "quantize_task:batches", "--method", "gptq"]
 
 
@@ -194,7 +216,16 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["quantize_task:model", "--out", "out", "--qat", "full", "--eval", "quantize_task:quality"], CheckpointError,
      "from full/eff_deployment.json"),
     (["quantize_task:model", "--out", "out", "--sensitivity", "kl"], ConfigError, "--calibration"),
-    ([*SCHEME, "--calibration", "quantize_task:batches", "--sensitivity", "l1"], ConfigError, "one of rmse, kl"),
+    ([*SCHEME, "--calibration", "quantize_task:batches", "--sensitivity", "l1"], ConfigError, "hessian, kl, rmse"),
+    (CURVED, ConfigError, "loss must be given for sensitivity hessian"),
+    ([*CURVED, *WITH_LOSS, "--average-bits", "2"], ConfigError, r"--average-bits must be in \[3, 8\], got 2"),
+    ([*CURVED[:-1], "kl", *WITH_LOSS], ConfigError, "--loss needs --sensitivity hessian, got kl"),
+    ([*CURVED, *WITH_LOSS[2:]], ConfigError, "--loss-data needs --loss"),
+    ([*CURVED, "--plan", "plan.yaml", "--average-bits", "5"], ConfigError, "--average-bits .*--plan"),
+    ([*PLANNED, "--average-bits", "5"], ConfigError, "--average-bits .*--largest-loss"),
+    ([*CURVED[:3], "--scheme", "fp8", *CURVED[5:7], "--average-bits", "5"], ConfigError, "average.bits needs an int"),
+    ([*PLANNED, "--all-layers", "--keep-sensitive"], ConfigError, "--all-layers .*--keep-sensitive"),
+    ([*SCHEME, "--keep-sensitive"], ConfigError, r"must leave a layer to quantize, but it keeps 0 \(the first layer\)"),
     ([*SCHEME, "--largest-loss", "0.1"], ConfigError, "--eval and --calibration"),
     ([*SCHEME, "--all-layers"], ConfigError, "--all-layers .*--largest-loss"),
     ([*PLANNED[:-1], "-0.1"], ConfigError, r"--largest-loss must be in \[0, inf\), got -0.1"),
@@ -317,6 +348,75 @@ def test_progress_is_told_to_python_too():
     batches = (torch.randn(4, 8) for _ in range(9))
     quantize(nn.Linear(8, 4), "int8", batches, num_batches=3, progress=lambda *at: seen.append(at))
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def traces_of(net, batches, loss):
+    """Return the trace of each layer's block of the Hessian over its size, by second derivatives in float64."""
+    net, found = net.double(), {}
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight
+
+            def mean(value, name=name):
+                def run(x):
+                    return torch.func.functional_call(net, {f"{name}.weight": value}, (x,))
+
+                return sum(loss(run, (x.double(), y)) for x, y in batches) / len(batches)
+
+            hessian = torch.autograd.functional.hessian(mean, weight.detach())
+            found[name] = hessian.view(weight.numel(), -1).trace().item() / weight.numel()
+    return found
+
+
+def test_layers_are_ranked_by_curvature_and_bits_allocated(run, tmp_path):
+    result = run(*CURVED, *WITH_LOSS, "--probes", "300", "--average-bits", "5", "--report", "page.html")
+    assert result.exit_code == 0
+    values = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())
+    found, net = values["sensitivity"], run.task.deep()
+    exact = traces_of(run.task.deep(), run.task.labelled(), run.task.loss)
+    for name, trace in found["traces"].items():
+        assert trace["probes"] == 300
+        error = trace["standard_error"] / trace["weights"]
+        assert abs(trace["trace"] / trace["weights"] - exact[name]) < 5 * error
+        for bits in (3, 4, 8):
+            weight = net.get_submodule(name).weight.detach().double()
+            scale = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+            noise = ((weight / scale).round() * scale - weight).square().sum().item()
+            cost = max(trace["trace"] / trace["weights"], 0) * noise
+            assert found["layers"][name][str(bits)] == pytest.approx(cost, rel=1e-3)
+            assert found["errors"][name][str(bits)] == pytest.approx(error * noise, rel=1e-3)
+    # the plan is the best of all
+    sizes = {name: net.get_submodule(name).weight.numel() for name in exact}
+    plans = [dict(zip(exact, bits, strict=True)) for bits in itertools.product((3, 4, 8), repeat=len(exact))]
+    fitting = [bits for bits in plans if sum(bits[name] * sizes[name] for name in exact) <= 5 * sum(sizes.values())]
+
+    def cost(bits):
+        return sum(found["layers"][name][str(width)] for name, width in bits.items())
+
+    plan = BitPlan.from_yaml(tmp_path / "out" / "plan.yaml")
+    assert cost(plan.bits) == pytest.approx(min(map(cost, fitting)))
+    assert values["plan"]["bits"] == plan.bits
+    assert {entry["name"]: entry["weight_bits"] for entry in values["layers"]} == plan.bits
+    assert "Most sensitive by hessian: " in result.stdout
+    assert "with 300 probes; ± is its standard error" in result.stdout
+    assert "with 300 probes; ± is its standard error" in (tmp_path / "page.md").read_text()
+
+
+def test_sensitive_layers_are_kept_and_told(run, tmp_path):
+    arguments = ["quantize_task:deep", "--scheme", "int8_weight", "--calibration", "quantize_task:eights", "--out"]
+    shown = run(*arguments, "out", "--keep-sensitive", "--allow-partial")
+    assert shown.exit_code == 0
+    assert "0 (keep_sensitive: the first layer)" in shown.stdout
+    assert "2 (keep_sensitive: it reads the output of Tanh '1')" in shown.stdout
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    same = {name for name in "0246" if torch.equal(written[f"{name}.weight"], run.task.deep()[int(name)].weight)}
+    assert same == {"0", "2", "6"}
+    # with an average, they get 8 bits
+    run(*arguments, "planned", "--keep-sensitive", "--average-bits", "8")
+    values = json.loads((tmp_path / "planned" / "eff_quantization.json").read_text())
+    assert values["plan"]["kept"]["0"] == "the first layer"
+    assert values["plan"]["kept"]["2"] == "it reads the output of Tanh '1'"
+    assert all(values["plan"]["bits"][name] == 8 for name in values["plan"]["kept"])
 
 
 @pytest.mark.parametrize("grid", ["published", "pinned"])

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
-from shared_core.quantization import QatConfig
+from shared_core.quantization import QatConfig, quantize_with_report
 from shared_core.quantization.post_training.bit_allocation import (
     BitPlan,
     keep_high,
@@ -222,3 +223,46 @@ def test_rules_of_thumb_keep_layers_high():
             "down": "it reads the output of gelu",
             "head": "the last layer",
         }
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.hidden, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 8), Conv1D(2, 8)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.lstm(x)[0][:, -1]).relu())
+
+
+def test_first_and_last_are_weighted_layers_of_any_kind():
+    # in the order of calls: the last call comes first in the model
+    model = nn.ModuleDict({"head": nn.Linear(4, 2), "body": nn.Linear(4, 4), "table": nn.Embedding(9, 4)})
+    model.forward = lambda x: model["head"](model["body"](model["table"](x)).relu())
+    assert keep_high(model, torch.tensor([[1, 2]])) == {"table": "the first layer", "head": "the last layer"}
+    assert keep_high(Reader(), torch.randn(2, 3, 4)) == {"lstm": "the first layer", "head": "the last layer"}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4_weight"])
+def test_sensitive_layers_stay_in_float_with_the_reason(scheme):
+    torch.manual_seed(0)
+    model, data = Separable().eval(), [torch.randn(8, 3, 4, 4) for _ in range(2)]
+    options = {"scheme": scheme, **({"group_size": 4} if scheme == "int4_weight" else {})}
+    quantized, report = quantize_with_report(model, options, data, keep_sensitive=True, allow_partial=True)
+    assert {entry["name"] for entry in report.layers} == {"point", "up"} == set(report.ranges)
+    assert report.left_out == {
+        "stem": "keep_sensitive: the first layer",
+        "depth": "keep_sensitive: a depthwise convolution",
+        "down": "keep_sensitive: it reads the output of gelu",
+        "head": "keep_sensitive: the last layer",
+    }
+    for name in report.left_out:
+        assert torch.equal(quantized.get_submodule(name).weight, model.get_submodule(name).weight)
+    # what the user names is quantized
+    named = {"scheme": "int8", "overrides": {"head": {"weight_bits": 4}}}
+    _, report = quantize_with_report(model, named, data, keep_sensitive=True, allow_partial=True)
+    assert "head" in report.ranges
+
+
+def test_keeping_every_layer_is_refused():
+    with pytest.raises(ConfigError, match=r"keep_sensitive must leave a layer .* 0 \(the first layer\)"):
+        quantize_with_report(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "int8_weight", keep_sensitive=True)
