@@ -19,7 +19,7 @@ PRUNED = {"0.5": {"sparsity": 0.5}, "2:4": {"sparsity": 0.5, "granularity": "n_m
 ROUNDED = {
     f"{bits} bits{', symmetric' * (scheme != 'int4_weight')}": {"scheme": scheme, "group_size": 32, "weight_bits": bits}
     for scheme in ("int4_weight", "W4A16") for bits in (4, 3)
-} | {"8 bits per channel": {"scheme": "int8_weight"}}  # fmt: skip
+} | {f"{bits} bits per channel": {"scheme": "int8_weight", "weight_bits": bits} for bits in (8, 4)}  # fmt: skip
 SOLVERS = {"rounded": None} | {
     f"{grid}{', actorder' * actorder}": {"actorder": actorder, "grid": grid}
     for grid in ("pinned", "published") for actorder in (False, True)
