@@ -288,7 +288,7 @@ _BASIC = frozenset({
 })  # fmt: skip
 _DATA = frozenset({
     "attack", "batch_size", "batches", "calibration", "data", "epochs", "examples", "fields", "inputs", "length",
-    "loss", "max_length", "metric", "micro_batch", "mode", "seq_len", "task", "text", "tokenizer",
+    "loss", "loss_data", "max_length", "metric", "micro_batch", "mode", "seq_len", "task", "text", "tokenizer",
 })  # fmt: skip
 
 

@@ -50,7 +50,8 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "correct_bias": ("calibration",), "kv_cache": ("calibration",), "batches": ("calibration",),
         "accept": ("evaluate",), "mode": ("evaluate",),
         "attack_eps": ("attack",), "attack_range": ("attack",), "attack_steps": ("attack",),
-        "gptq_grid": ("method",), "average_bits": ("calibration",), "loss": ("sensitivity",), "loss_data": ("loss",),
+        "gptq_grid": ("method",), "average_bits": ("calibration",), "loss": ("sensitivity",),
+        "loss_data": ("sensitivity",),
     }  # fmt: skip
     without: ClassVar = {"method": _WITHOUT_METHOD, "largest_loss": ("plan",), "average_bits": ("plan",)}
 
@@ -63,7 +64,9 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         reads="function",
     )
     loss_data: str | None = option(
-        None, "module:function that returns batches for --loss; default: --calibration.", reads="function"
+        None,
+        "For --sensitivity hessian: module:function that returns its batches; default: --calibration.",
+        reads="function",
     )
     scheme: str | None = option(
         None,
@@ -94,8 +97,9 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         super().validate()
         is_judged = self.qat is None or self.evaluate or self.attack
         self.require(is_judged, "--qat needs --eval or --attack", "add one of them")
-        is_hessian = self.sensitivity == "hessian" or self.loss is None
-        self.require(is_hessian, f"--loss needs --sensitivity hessian, got {self.sensitivity}", "leave it out")
+        given = [self.named(name)[1] for name in ("loss", "loss_data") if getattr(self, name) is not None]
+        told = f"{' and '.join(given)} only affect --sensitivity hessian, got {self.sensitivity}"
+        self.require(self.sensitivity == "hessian" or not given, told, "leave them out")
         told = f"--method must be gptq, got {self.method!r}"
         self.require(self.method in (None, "gptq"), told, "use llm-compressor for AWQ and SmoothQuant")
 
@@ -104,11 +108,12 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
 def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     """Quantize a trained model without training, and report what it costs.
 
-    The folder holds model.safetensors, eff_deployment.json for `eff export`, eff_quantization.json with the report and,
-    with --largest-loss, plan.yaml. The weights are floats, already rounded to the grid, and load into the plain model.
-    --equalize and --correct-bias fuse batch norms, so these weights load into the model without batch norms. A Hugging
-    Face folder is saved as one. Each tensor keeps its dtype if that holds the rounded values exactly, and is float32
-    otherwise. With --scheme fp16 or bf16 the weights have that dtype.
+    The folder holds model.safetensors, eff_deployment.json for `eff export`, with --method gptq eff_deployment.tensors
+    with its scales, eff_quantization.json with the report and, with --largest-loss or --average-bits, plan.yaml. The
+    weights are floats, already rounded to the grid, and load into the plain model. --equalize and --correct-bias fuse
+    batch norms, so these weights load into the model without batch norms. A Hugging Face folder is saved as one. Each
+    tensor keeps its dtype if that holds the rounded values exactly, and is float32 otherwise. With --scheme fp16 or
+    bf16 the weights have that dtype.
 
     Under torchrun, the processes share the calibration batches.
     """

@@ -378,7 +378,7 @@ class QuantizationStudy:
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss in a model's output."""
-    output = call_model(model, batch)
+    output = call_model(model, batch, "quantize: batches of sensitivity hessian", "or pass loss(model, batch)")
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, Tensor):
         rule = "loss must be given for sensitivity hessian, because the model's output has none for these batches"

@@ -68,8 +68,10 @@ class StudyOptions(Options):
     attack_steps: int = option(20, "Steps of PGD, each of 2.5·eps/steps.", low=1)
 
     def validate(self) -> None:
-        """Raise an error for invalid strengths and bounds of attacks."""
+        """Raise an error for invalid strengths and bounds of attacks, and for probes that nothing uses."""
         self.attack_settings()
+        told = f"{self.named('probes')[1]} only affects sensitivity hessian, got {self.sensitivity}"
+        self.require(self.sensitivity == "hessian" or not self.is_given("probes"), told, "leave it out")
 
     def attack_settings(self) -> dict[str, Any]:
         """Return ``eps``, ``low``, ``high`` and ``steps`` of the attacks."""

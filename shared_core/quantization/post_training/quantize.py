@@ -56,7 +56,8 @@ class QuantizationReport:
             output for float inputs (``output_sqnr_db``; None if no batch reached it).
         left_out: Layer → why it stays in float.
         batches: Number of calibration batches.
-        ranges: Layer → scheme and range, as in `apply_ranges` and ``eff_deployment.json``.
+        ranges: Layer → scheme and range, as in `apply_ranges`. `write_deployment` saves them. Scales of groups that
+            GPTQ chose are tensors.
         notes: What was fused, equalized and corrected, and what could not be.
         output_sqnr_db: Signal to quantization noise ratio of the model's output on the calibration batches, in dB; None
             if not measured.
