@@ -141,7 +141,8 @@ def quantize_with_report(
         measure_outputs: Run the batches through both models afterwards, and report the SQNR of the outputs of the model
             and its layers.
         gptq: Options of GPTQ (Frantar et al. 2022, arXiv:2210.17323), ``{}`` for the defaults, which chooses the codes
-            of linear layers on the scheme's grid, one decoder block at a time, on any device. None: round to nearest.
+            of linear layers and, unless ``grid`` is ``"pinned"``, the scales of groups, one decoder block at a time, on
+            any device. None: round to nearest.
         keep_sensitive: Keep layers in float that often lose most (`keep_high`): the first and the last, depthwise
             convolutions, and those that read the output of softmax, tanh, sigmoid or GELU. Layers that `include` or
             `overrides` name are quantized.

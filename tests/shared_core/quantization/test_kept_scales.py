@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from promise_drivers import assert_resumes, difference, run_bare, run_hf, run_lightning
+from promise_drivers import assert_resumes, difference, hf_trainer, run_bare, run_hf, run_lightning
 from promise_table import make_net, train_examples
 from quantization_runs import small_net
 from safetensors.torch import load_file, save_file
@@ -164,9 +164,30 @@ def test_trainers_end_with_the_weights_of_a_loop(front_end, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 def test_a_resumed_run_ends_bit_for_bit_the_same(front_end, tmp_path):
-    folder = quantized_folder(tmp_path / "q", make_net(seed=3), {"scheme": "int8_dynamic_int4_weight"}, inputs())
+    scheme = {"scheme": "int8_dynamic_int4_weight"}
+    folder = quantized_folder(tmp_path / "q", make_net(seed=3), scheme, inputs(), gptq={})
     recipe = {"qat": {"init": str(folder), "begin": 2}}
     assert_resumes(RUNS[front_end], lambda: json.loads(json.dumps(recipe)), tmp_path, (3,))
+
+
+@pytest.mark.parametrize("front_end", ["hf", "lightning"])
+def test_what_trainers_save_has_the_scales_of_gptq(front_end, tmp_path):
+    scheme = {"scheme": "int4_weight"}
+    folder = quantized_folder(tmp_path / "q", make_net(seed=3), scheme, inputs(), gptq={})
+    recipe, saved = {"qat": {"init": str(folder), "begin": 2}}, tmp_path / "final"
+    if front_end == "hf":
+        trainer = hf_trainer(recipe, tmp_path / "run")
+        trainer.train()
+        trainer.save_model(str(saved))
+    else:
+        saved = run_lightning(recipe, tmp_path / "run", save_every=4).checkpoints[4]
+    found, before = (read_deployment(one)["qat"]["ranges"] for one in (saved, folder))
+    grids = {name: entry["weight_grids"]["weight"] for name, entry in before.items() if "weight_grids" in entry}
+    assert grids
+    for name, parts in grids.items():
+        for part, value in parts.items():
+            kept = found["net." * (front_end == "lightning") + name]["weight_grids"]["weight"][part]
+            assert torch.equal(kept.to(value.dtype), value)
 
 
 def test_a_resumed_run_takes_scales_from_its_state(tmp_path):
