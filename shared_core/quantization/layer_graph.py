@@ -177,9 +177,9 @@ def _is_leaf(module: nn.Module) -> bool:
     # peft's layers branch on values; a user's class that computes a stock layer or a batch norm is one step of the flow
     if hasattr(module, "get_base_layer") or isinstance(module, _BatchNorm) or stock_kind(type(module)) is not None:
         return True
-    return type(module).__module__.startswith("torch.nn") and not isinstance(
-        module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    )
+    # of transformers' activations, which some compute from tanh, the name says what they are
+    is_known = type(module).__module__.startswith(("torch.nn", "transformers.activations"))
+    return is_known and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
 
 
 class _LeafTracer(fx.Tracer):

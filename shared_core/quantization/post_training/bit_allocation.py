@@ -375,7 +375,7 @@ def keep_high(model: nn.Module, example_inputs: Any = None) -> dict[str, str]:
             kept[node.label] = "the last layer"
         elif isinstance(node.module, LAYERS) and is_depthwise(node.module):
             kept[node.label] = "a depthwise convolution"
-        elif source is not None and source.kind in _SENSITIVE_OUTPUTS:
+        elif source is not None and (source.kind in _SENSITIVE_OUTPUTS or "GELU" in source.kind):
             kept[node.label] = f"it reads the output of {source}"
     return kept
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
@@ -240,6 +241,15 @@ def test_first_and_last_are_weighted_layers_of_any_kind():
     model.forward = lambda x: model["head"](model["body"](model["table"](x)).relu())
     assert keep_high(model, torch.tensor([[1, 2]])) == {"table": "the first layer", "head": "the last layer"}
     assert keep_high(Reader(), torch.randn(2, 3, 4)) == {"lstm": "the first layer", "head": "the last layer"}
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_the_gelu_of_a_transformer_is_found(activation):
+    sizes = {"vocab_size": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, activation_function=activation)).eval()
+    kept = keep_high(model, {"input_ids": torch.tensor([[1, 2]])})
+    after = {"transformer.h.0.mlp.c_proj", "transformer.h.1.mlp.c_proj"} if "gelu" in activation else set()
+    assert kept.keys() == {"transformer.wte", "lm_head", *after}
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4_weight"])
