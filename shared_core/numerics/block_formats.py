@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,13 @@ from shared_core.errors import ConfigError, did_you_mean
 from shared_core.numerics.formats import FORMATS
 from shared_core.numerics.rounding import RoundingMode, binade, check_input, encode, round_to
 
-Element = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
+Element = Literal["fp4_e2m1", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2"]
 
-BEYOND: dict[Element, float] = {"fp4_e2m1": 7.0, "fp8_e4m3": 464.0}
+BEYOND: dict[Element, float] = {"fp4_e2m1": 7.0, "fp6_e2m3": 7.75, "fp8_e4m3": 464.0}
 """Half a step beyond the largest value: from there on values are clipped."""
-ELEMENTS = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
+ELEMENTS = get_args(Element)
+_ON_GPU = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
+"""Elements that a kernel rounds in one pass."""
 NVFP4_GROUP = 16
 _FP4, _E4M3 = FORMATS["fp4_e2m1"], FORMATS["fp8_e4m3"]
 # Smaller ones would make the reciprocal of the smallest combined scale, 2^-6 times this, infinite in float32.
@@ -84,7 +86,8 @@ def mx_round_to(
     """
     _check("mx_round_to", x, group_size, axis)
     _check_element(element)
-    if mode == "nearest_even" and group_size in GROUP_SIZES and _is_last(x, axis) and on_eager_cuda(x):
+    has_kernel = element in _ON_GPU and group_size in GROUP_SIZES
+    if mode == "nearest_even" and has_kernel and _is_last(x, axis) and on_eager_cuda(x):
         rounded: Tensor = directly(mx_round)(x.detach(), element, group_size)
         return rounded
     # (..., blocks, group_size), with the axis moved last. Zeros of the padding change no maximum.

@@ -260,6 +260,7 @@ _ROWS = (
     _float("fp8_e4m3_ieee", 4, 3, "e4m3 with an exponent kept for Inf and NaN", "IEEE 754-2019's rules at 8 bits"),
     _float("fp8_e5m2", 5, 2, "fp8 gradients", _OCP),
     _float("fp8_ibm", 4, 3, "HFP8's forward pass: e4m3 moved by 2^-4", "Sun et al. 2019 (HFP8), NeurIPS 32", bias=11),
+    _float("fp6_e2m3", 2, 3, "MXFP6 elements", _MX, overflow="largest"),
     _float("fp4_e2m1", 2, 1, "MXFP4 and NVFP4 elements", _MX, overflow="largest"),
     Format(name="e8m0", kind="scale", bits=8, exponent_bits=8, bias=127, overflow="nan",
            use="power-of-two scales of MX blocks", source=_MX),

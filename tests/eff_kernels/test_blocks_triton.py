@@ -7,11 +7,12 @@ import torch
 from torch import inf, nan
 
 from shared_core.numerics import block_formats
-from shared_core.numerics.block_formats import ELEMENTS, mx_round_to, nvfp4_round_to
+from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ELEMENTS = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
 
 
 def values(shape, dtype, low=-8, high=8):

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.mx_tensor import DTYPE_FP6_E2M3, MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
 from shared_core.errors import ConfigError
@@ -16,10 +16,11 @@ from shared_core.numerics.block_formats import nvfp4_binary_scale
 # element → exponent bits, mantissa bits, bias, largest value, torch's type
 ELEMENTS = {
     "fp4_e2m1": (2, 1, 1, 6.0, torch.float4_e2m1fn_x2),
+    "fp6_e2m3": (2, 3, 1, 7.5, DTYPE_FP6_E2M3),
     "fp8_e4m3": (4, 3, 7, 448.0, torch.float8_e4m3fn),
     "fp8_e5m2": (5, 2, 15, 57344.0, torch.float8_e5m2),
 }
-EMAX = {"fp4_e2m1": 2, "fp8_e4m3": 8, "fp8_e5m2": 15}
+EMAX = {"fp4_e2m1": 2, "fp6_e2m3": 2, "fp8_e4m3": 8, "fp8_e5m2": 15}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 

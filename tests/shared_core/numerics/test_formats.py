@@ -31,6 +31,7 @@ FLOATS = {
     "fp8_e4m3_ieee": (4, 3, 7, "ieee"),
     "fp8_e5m2": (5, 2, 15, "ieee"),
     "fp8_ibm": (4, 3, 11, "ieee"),
+    "fp6_e2m3": (2, 3, 1, "none"),
     "fp4_e2m1": (2, 1, 1, "none"),
 }
 INTEGERS = {"int4": (4, True), "int8": (8, True), "int16": (16, True), "uint4": (4, False), "uint8": (8, False)}
@@ -40,6 +41,7 @@ ML_DTYPES = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e4m3_ieee": ml_dtypes.float8_e4m3,
     "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
     "int8": np.int8,
@@ -201,6 +203,7 @@ def test_fp32_and_fp64_codes_are_their_bits():
         ("fp8_e4m3_ieee", 7, 2.0**-6, 2.0**-9, 240.0, 2.0**-4, 16 / 256),
         ("fp8_e5m2", 15, 2.0**-14, 2.0**-16, 57344.0, 2.0**-3, 8 / 256),
         ("fp8_ibm", 11, 2.0**-10, 2.0**-13, 15.0, 2.0**-4, 16 / 256),
+        ("fp6_e2m3", 1, 1.0, 0.125, 7.5, 2.0**-4, 0.0),
         ("fp4_e2m1", 1, 1.0, 0.5, 6.0, 0.25, 0.0),
         ("posit8", None, 2.0**-24, None, 2.0**24, 2.0**-4, 1 / 256),
         ("posit8_es0", None, 2.0**-6, None, 64.0, 2.0**-6, 1 / 256),
@@ -233,10 +236,8 @@ def test_figures_of_the_table_are_those_of_the_codes(name):
 
 
 def test_the_table_names_every_format_once():
-    names = (
-        "fp64 fp32 tf32 bf16 fp16 fp24 fp9 fp8_e4m3 fp8_e4m3_ieee fp8_e5m2 fp8_ibm fp4_e2m1 e8m0 int4 int8 int16 int32"
-    )
-    assert list(FORMATS) == f"{names} uint4 uint8 ternary binary posit8 posit8_es0 log8".split()
+    names = "fp64 fp32 tf32 bf16 fp16 fp24 fp9 fp8_e4m3 fp8_e4m3_ieee fp8_e5m2 fp8_ibm fp6_e2m3 fp4_e2m1 e8m0"
+    assert list(FORMATS) == f"{names} int4 int8 int16 int32 uint4 uint8 ternary binary posit8 posit8_es0 log8".split()
     assert all(row.name == name and row.use and row.source for name, row in FORMATS.items())
     with pytest.raises(TypeError):
         FORMATS["mine"] = FORMATS["fp16"]

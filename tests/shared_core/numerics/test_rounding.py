@@ -21,6 +21,7 @@ ML_FLOATS = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e4m3_ieee": ml_dtypes.float8_e4m3,
     "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
 }
 
@@ -94,7 +95,7 @@ def test_nearest_equals_ml_dtypes(name):
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(1)).int()
     scale = torch.linspace(-1.5, 1.5, 100_000) * FORMATS[name].largest
     x = torch.cat([bits.view(torch.float32), scale, scale / 1000])
-    x = x[x.isfinite()] if name == "fp4_e2m1" else x
+    x = x[x.isfinite()] if name in ("fp4_e2m1", "fp6_e2m3") else x
     with np.errstate(over="ignore", invalid="ignore"):
         want = torch.from_numpy(x.numpy().astype(ML_FLOATS[name]).astype(np.float32))
     got = round_to(x, name, saturate=False)
@@ -168,6 +169,7 @@ def test_every_16_bit_input_rounds_as_its_float64_does(name, dtype):
         ("fp8_ibm", (15.0, math.inf), (math.inf, math.inf)),
         ("fp8_e4m3", (448.0, 448.0), (math.nan, math.nan)),
         ("log8", (2.0**7.875, 2.0**7.875), (math.nan, math.nan)),
+        ("fp6_e2m3", (7.5, 7.5), (7.5, 7.5)),
         ("fp4_e2m1", (6.0, 6.0), (6.0, 6.0)),
         ("int8", (127.0, 127.0), (127.0, 127.0)),
         ("uint4", (15.0, 15.0), (15.0, 15.0)),
