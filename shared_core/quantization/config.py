@@ -12,6 +12,7 @@ from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
 from shared_core.errors import ConfigError
 from shared_core.quantization.schemes import (
+    FEW,
     INPUTS,
     SCHEMES,
     WEIGHTS,
@@ -70,7 +71,7 @@ class QatConfig(OverridableConfig):
         "has_static_integers": "inputs of int8_static, as in scheme int8",
         "has_integers": "weights of int8, int4 or int4_asym",
         "has_groups": "weights of int4 or int4_asym",
-        "has_integer_inputs": "inputs of int8_static, int8_token or int8_token_asym, or with ternary or binary",
+        "has_integer_inputs": "inputs of int8_static, int8_token or int8_token_asym, or weights of ternary or binary",
         "is_not_fp8_static": "inputs other than fp8_static",
     }
     overridable: ClassVar[tuple[str, ...]] = (
@@ -81,9 +82,9 @@ class QatConfig(OverridableConfig):
         None,
         help="formats of weights and inputs by one name, in any case: int8 (inputs with fixed ranges), int8_weight, "
         "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp16 and bf16 (weights alone), fp8, fp8_static, "
-        "fp8_block, mxfp4, nvfp4, ternary, binary, released (those of the folder that the model was loaded from, with "
-        "its scales), or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, "
-        "NVFP4A16, MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
+        "fp8_block, mxfp4, nvfp4, ternary, binary, xnor_net (binary weights and binary_scaled inputs), released "
+        "(those of the folder that the model was loaded from, with its scales), or compressed-tensors' names W2A16 to "
+        "W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
         flag_type=str | None,
     )
     weights: Weights | None = option(
@@ -101,7 +102,7 @@ class QatConfig(OverridableConfig):
         "auto",
         help="format of inputs; auto: the scheme's, or none (float) with weights alone. static: one range per layer; "
         "token: one per token, with zero points in int8_token_asym; fp8_group: one per 128 features; mxfp4, mxfp8, "
-        "nvfp4: blocks as in weights",
+        "nvfp4: blocks as in weights; binary: signs; binary_scaled: signs times mean magnitudes, as in XNOR-Net",
     )
     symmetric: bool = option(
         False,
@@ -148,8 +149,9 @@ class QatConfig(OverridableConfig):
     )
     activation_bits: int | None = option(
         None,
-        help="bits b per activation, -2^(b-1) to 2^(b-1) - 1; default: the scheme's",
-        low=2,
+        help="bits b per activation, -2^(b-1) to 2^(b-1) - 1; default: the scheme's. With ternary or binary weights, 1 "
+        "stands for inputs of binary",
+        low=1,
         high=8,
         only_with={"has_integer_inputs": (True,)},
     )
@@ -212,6 +214,10 @@ class QatConfig(OverridableConfig):
         self.require(not both, "scheme released and init are two sources of weight scales", "give one of them")
         told = self.layer_scheme.mismatch
         self.require(not told, f"weights and inputs cannot be combined, because {told}", "choose other inputs, or none")
+        if self.activation_bits is not None:
+            told = f"one bit stands for signs, other inputs have 2 to 8, got {self.activation_bits} for {self.inputs}"
+            is_binary = self.layer_scheme.has_binary_inputs
+            self.require((self.activation_bits == 1) == is_binary, told, "set inputs=binary without activation_bits")
         hints = self.hints()
         for pattern, name, value in self.override_options():
             is_float = name in ("scheme", "weights") and value.lower() in ("none", "null")
@@ -255,8 +261,8 @@ class QatConfig(OverridableConfig):
             change["weight_bits"] = self.weight_bits
         if self.activation_bits is not None:
             change["activation_bits"] = self.activation_bits
-            gains_range = found.input == "none" and found.weight in ("ternary", "binary")
-            change["input"] = "static" if gains_range else found.input
+            if found.input == "none" and found.weight in FEW:
+                change["input"] = "binary" if self.activation_bits == 1 else "static"
         symmetric = self.symmetric and change.get("input", found.input) == "static"
         return dataclasses.replace(found, symmetric=symmetric, **change)
 
@@ -298,7 +304,7 @@ class QatConfig(OverridableConfig):
     def has_integer_inputs(self) -> bool:
         """True if inputs are integers of `activation_bits` bits, or can be."""
         found = self.layer_scheme
-        return found.has_integer_inputs or (found.input == "none" and found.weight in ("ternary", "binary"))
+        return found.has_integer_inputs or (found.weight in FEW and found.input in ("none", "binary"))
 
     @property
     def is_not_fp8_static(self) -> bool:
@@ -324,9 +330,8 @@ class QatConfig(OverridableConfig):
         gets_bits = any(name == "activation_bits" for _, name, _ in others)
         ranged = [name for name, (kind, *_) in INPUTS.items() if kind in WITH_RANGE]
         gets_range = any(name == "inputs" and value in ranged for _, name, value in others)
-        few = {"ternary", "binary"}
         formats = {one.weight for one in schemes} | {value for _, name, value in others if name == "weights"}
-        has_few = bool(few & formats)
+        has_few = bool(formats & {*FEW})
         return self.is_open or gets_range or (gets_bits and has_few) or any(one.has_range for one in schemes)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

@@ -59,8 +59,11 @@ class _FakeQuant(PlainState):
         """Run the stock layer on fake-quantized input and weight."""
         x = self.quantizer.input(self, input)
         weights, context = self.quantizer.weights(self, {"weight": self.weight}, in_autocast=True)
+        scale = self.quantizer.output_scale(self, input)
         with context:
-            y = compute(self, x, weights["weight"], self.bias, *args)
+            y = compute(self, x, weights["weight"], self.bias if scale is None else None, *args)
+        if scale is not None:
+            y = times_scale(self, y, scale)
         return self.quantizer.output(self, y)  # type: ignore[no-any-return]
 
     def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +76,12 @@ class _FakeQuant(PlainState):
         finally:
             for name in weights:
                 del vars(self)[name]
+
+
+def times_scale(layer: Any, y: Tensor, scale: Tensor) -> Tensor:
+    """Return a convolution's output, so far without a bias, multiplied by a scale, plus the bias."""
+    y = y * scale
+    return y if layer.bias is None else y + layer.bias.view(-1, *[1] * len(layer.kernel_size))
 
 
 class FakeQuantLinear(_FakeQuant, nn.Linear):

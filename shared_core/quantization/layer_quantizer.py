@@ -24,7 +24,7 @@ from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.recomputed_weights import recomputing
-from shared_core.quantization.rounding import quantize_input, quantize_weight
+from shared_core.quantization.rounding import output_scale, quantize_input, quantize_weight
 from shared_core.quantization.schemes import LayerScheme
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ class LayerQuantizer:
     def observe(self, index: int, x: Tensor) -> None:
         """Widen the window of the range by an input."""
         self.bank.observe(index, x)
+
+    def output_scale(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """Return what the layer's output is multiplied by, before the bias, once quantization is on; None: nothing."""
+        return output_scale(module, x, self.scheme) if self.bank.quantizing else None
 
     def output(self, module: nn.Module, y: Tensor) -> Tensor:
         """Observe an output in training, for engines that compute on its codes, and return it unchanged."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from eff_kernels.quantization import group as group_kernels
 from eff_kernels.quantization import low_bit as low_bit_kernels
-from eff_kernels.quantization.affine import values_of
-from torch import Tensor
+from eff_kernels.quantization.affine import compute_dtype, values_of
+from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
 from shared_core.numerics.block_formats import BEYOND, Element, mx_round_to, nvfp4_round_to
@@ -293,3 +294,41 @@ def binarize_activation(x: Tensor) -> Tensor:
     """
     check_floats("binarize_activation", x)
     return low_bit_kernels.binarize(x, None, False)
+
+
+def mean_magnitude(x: Tensor, axis: int) -> Tensor:
+    """Return the mean of ``|x|`` along an axis, which stays as 1, without a gradient: the scale of binary inputs.
+
+    Example:
+        >>> mean_magnitude(torch.tensor([[1.0, -3.0]]), -1)
+        tensor([[2.]])
+    """
+    return x.detach().abs().mean(axis, keepdim=True, dtype=compute_dtype(x.dtype)).to(x.dtype)
+
+
+def box_means(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return XNOR-Net's scales K of a convolution's output, the mean of ``|x|`` over each window of the kernel.
+
+    ``K = A * k`` with A the mean of ``|x|`` over the channels, and k a kernel of the layer's size, stride, padding and
+    dilation whose values are 1 / size. So zeros of the padding count. With groups, each has its own A and K. There is
+    no gradient.
+
+    Args:
+        layer: The convolution, not transposed.
+        x: Its input.
+
+    Returns:
+        The output's shape with 1 channel, or with all of them if there are groups.
+
+    Source: Rastegari et al. 2016, arXiv:1603.05279, section 3.2.
+
+    Example:
+        >>> box_means(nn.Conv1d(2, 4, 2), torch.tensor([[[1.0, -2.0, 0.0], [3.0, 0.0, 4.0]]]))
+        tensor([[[1.5000, 1.5000]]])
+    """
+    conv: Any = layer
+    axis = x.dim() - 1 - len(conv.kernel_size)
+    means = mean_magnitude(torch.unflatten(x, axis, (conv.groups, -1)), axis + 1).squeeze(axis + 1)
+    box = means.new_full((conv.groups, 1, *conv.kernel_size), 1 / math.prod(conv.kernel_size))
+    found: Tensor = conv._conv_forward(means, box, None)
+    return found if conv.groups == 1 else found.repeat_interleave(conv.out_channels // conv.groups, axis)

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.released import Grid
 from shared_core.modules.matching import StackedExperts
-from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.modules.weight_views import TRANSPOSED, as_rows, from_rows
 from shared_core.numerics.block_formats import BEYOND
 from shared_core.quantization.low_bit import (
+    box_means,
     fake_quantize_by_scale,
     from_blocks,
     half_fake_quantize,
+    mean_magnitude,
     mx_fake_quantize,
     nvfp4_fake_quantize,
     to_blocks,
@@ -35,6 +37,10 @@ def _fp8(x: Tensor, scheme: LayerScheme) -> Tensor:
     return fake_quantize_fp8(x.reshape(-1, width), torch.float8_e4m3fn, 0).view(x.shape)
 
 
+def _binary_scaled(x: Tensor, scheme: LayerScheme) -> Tensor:
+    return binarize(x, None, False) * mean_magnitude(x, -1)
+
+
 # ``LayerScheme.input`` → a function of vectors along the last axis
 _QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
     "token": _token,
@@ -43,6 +49,8 @@ _QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
     "mxfp4": lambda x, scheme: mx_fake_quantize(x, "fp4_e2m1"),
     "mxfp8": lambda x, scheme: mx_fake_quantize(x, "fp8_e4m3"),
     "nvfp4": lambda x, scheme: nvfp4_fake_quantize(x),
+    "binary": lambda x, scheme: binarize(x, None, False),
+    "binary_scaled": _binary_scaled,
 }
 
 
@@ -55,10 +63,22 @@ def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
     if quantize is None or not x.numel():
         return x
     if isinstance(module, nn.modules.conv._ConvNd):
+        if scheme.has_binary_inputs and has_output_scale(module):
+            return binarize(x, None, False)  # scales belong to the output
         axis = -1 - len(module.kernel_size)
         # In a convolution's input the channel axis precedes the spatial axes.
         return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
     return quantize(x, scheme)
+
+
+def has_output_scale(module: nn.Module) -> bool:
+    """Return True for convolutions: XNOR-Net's scales differ from one input of a sum to the next."""
+    return isinstance(module, nn.modules.conv._ConvNd) and not isinstance(module, TRANSPOSED)
+
+
+def output_scale(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor | None:
+    """Return XNOR-Net's K, by which the output of a convolution of signs is multiplied; None for other layers."""
+    return box_means(module, x) if scheme.input == "binary_scaled" and has_output_scale(module) else None
 
 
 def _channel(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:

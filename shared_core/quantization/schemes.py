@@ -8,12 +8,16 @@ from typing import Literal
 Weight = Literal[
     "channel", "group", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
 ]  # fmt: skip
-Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "mxfp8", "nvfp4"]
+Input = Literal[
+    "none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "mxfp8", "nvfp4", "binary", "binary_scaled"
+]  # fmt: skip
 WITH_RANGE = ("static", "fp8_static")
 """Inputs whose range is observed and saved."""
 FP8_GROUP = 128
 """Features of an input that share a scale in ``fp8_group``."""
 _MX = ("mxfp4", "mxfp8")
+FEW = ("ternary", "binary")
+"""Weights of two or three values."""
 HALF = ("fp16", "bf16")
 """Weights as floats of 16 bits, without scales."""
 _LARGEST_IN_E4M3 = 16
@@ -31,7 +35,8 @@ class LayerScheme:
         group_size: Weights that share a scale; 0 unless `weight` is ``group`` or ``fp8_block``.
         affine: True if groups have a zero point.
         input: ``static`` and ``fp8_static``: one range per layer; ``token`` and ``fp8``: one per vector, computed at
-            run time; ``fp8_group``: one per 128 features of a vector.
+            run time; ``fp8_group``: one per 128 features of a vector. ``binary``: signs; ``binary_scaled``: signs times
+            mean magnitudes, computed at run time.
         activation_bits: Bits of a code.
         affine_input: True if tokens have a zero point.
         symmetric: True if a static input has none: ``s = max|x| / (2^(b-1) - 1)``.
@@ -75,6 +80,11 @@ class LayerScheme:
     def has_integer_inputs(self) -> bool:
         """True if inputs are integers of `activation_bits` bits."""
         return self.input in ("static", "token")
+
+    @property
+    def has_binary_inputs(self) -> bool:
+        """True if inputs are signs, with or without scales."""
+        return self.input.startswith("binary")
 
     @property
     def spans_rows(self) -> bool:
@@ -125,7 +135,7 @@ class LayerScheme:
             "static": (f"int{self.activation_bits}", f" with fixed {'symmetric ' * self.symmetric}ranges"),
             "token": (f"int{self.activation_bits}", f" per token{' with zero points' if self.affine_input else ''}"),
             "fp8": ("fp8", " per token"), "fp8_static": ("fp8", " with fixed ranges"),
-            "fp8_group": ("fp8", f" in groups of {FP8_GROUP}"),
+            "fp8_group": ("fp8", f" in groups of {FP8_GROUP}"), "binary_scaled": ("binary", " with scales"),
         }.get(self.input, (self.input, ""))  # fmt: skip
         return f"{kind} weights{detail} and {inputs} inputs{how}"
 
@@ -142,6 +152,8 @@ class LayerScheme:
             return f"{self.input} inputs have a power of two per 32 features, which {kind} weights lack"
         if self.is_half and self.input != "none":
             return f"{self.weight} weights multiply only float inputs"
+        if self.input == "binary_scaled" and self.weight not in FEW:
+            return f"binary_scaled inputs are those of XNOR-Net, for binary or ternary weights, got {kind}"
         if self.input == "nvfp4" and self.weight != "nvfp4":
             return f"nvfp4 inputs have an fp8 scale per 16 features, which {kind} weights lack"
         if self.has_integer_inputs and (self.weight.startswith("fp8") or self.weight == "mxfp8"):
@@ -169,21 +181,21 @@ WEIGHTS: dict[str, tuple[Weight, int, int, bool]] = {
 
 Inputs = Literal[
     "auto", "none", "int8_static", "int8_token", "int8_token_asym", "fp8_static", "fp8_token", "fp8_group", "mxfp4",
-    "mxfp8", "nvfp4",
+    "mxfp8", "nvfp4", "binary", "binary_scaled",
 ]  # fmt: skip
 INPUTS: dict[str, tuple[Input, int, bool]] = {
     "none": ("none", 0, False), "int8_static": ("static", 8, False), "int8_token": ("token", 8, False),
     "int8_token_asym": ("token", 8, True), "fp8_static": ("fp8_static", 8, False), "fp8_token": ("fp8", 8, False),
     "fp8_group": ("fp8_group", 8, False), "mxfp4": ("mxfp4", 4, False), "mxfp8": ("mxfp8", 8, False),
-    "nvfp4": ("nvfp4", 4, False),
+    "nvfp4": ("nvfp4", 4, False), "binary": ("binary", 1, False), "binary_scaled": ("binary_scaled", 1, False),
 }  # fmt: skip
 """Format of inputs → fields of `LayerScheme`. ``auto`` stands for those of the preset."""
 
 Scheme = Literal[
     "int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
-    "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "W2A16", "W3A16", "W4A16", "W5A16", "W6A16",
-    "W7A16", "W8A16", "W4A16_ASYM", "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "MXFP4XFP8",
-    "MXFP8A16", "MXFP8", "released",
+    "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "xnor_net", "W2A16", "W3A16", "W4A16",
+    "W5A16", "W6A16", "W7A16", "W8A16", "W4A16_ASYM", "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16",
+    "MXFP4XFP8", "MXFP8A16", "MXFP8", "released",
 ]  # fmt: skip
 _PAIRS = {
     "int8": ("int8", "int8_static"), "int8_weight": ("int8", "none"), "int8_dynamic": ("int8", "int8_token"),
@@ -191,10 +203,11 @@ _PAIRS = {
     "fp16": ("fp16", "none"), "bf16": ("bf16", "none"),
     "fp8": ("fp8", "fp8_token"), "fp8_static": ("fp8", "fp8_static"), "fp8_block": ("fp8_block", "fp8_group"),
     "mxfp4": ("mxfp4", "mxfp4"), "nvfp4": ("nvfp4", "nvfp4"), "ternary": ("ternary", "none"),
-    "binary": ("binary", "none"), "W4A16_ASYM": ("int4_asym", "none"), "W8A8": ("int8", "int8_token"),
-    "W4A8": ("int4", "int8_token"), "W4AFP8": ("int4", "fp8_token"), "FP8_DYNAMIC": ("fp8", "fp8_token"),
-    "NVFP4A16": ("nvfp4", "none"), "MXFP4A16": ("mxfp4", "none"), "MXFP4XFP8": ("mxfp4", "fp8_group"),
-    "MXFP8A16": ("mxfp8", "none"), "MXFP8": ("mxfp8", "mxfp8"),
+    "binary": ("binary", "none"), "xnor_net": ("binary", "binary_scaled"),
+    "W4A16_ASYM": ("int4_asym", "none"), "W8A8": ("int8", "int8_token"), "W4A8": ("int4", "int8_token"),
+    "W4AFP8": ("int4", "fp8_token"), "FP8_DYNAMIC": ("fp8", "fp8_token"), "NVFP4A16": ("nvfp4", "none"),
+    "MXFP4A16": ("mxfp4", "none"), "MXFP4XFP8": ("mxfp4", "fp8_group"), "MXFP8A16": ("mxfp8", "none"),
+    "MXFP8": ("mxfp8", "mxfp8"),
 }  # fmt: skip
 SCHEMES: dict[str, LayerScheme] = {
     name: LayerScheme(*WEIGHTS[weights], *INPUTS[inputs]) for name, (weights, inputs) in _PAIRS.items()

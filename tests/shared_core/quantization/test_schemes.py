@@ -20,12 +20,13 @@ from shared_core.quantization.schemes import INPUTS, SCHEMES, WEIGHTS, Inputs, L
 from shared_core.quantization.selection import layer_schemes
 
 OWN = ["int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
-       "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]  # fmt: skip
+       "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "xnor_net"]  # fmt: skip
 # formats that no preset has, or that it has for the other half alone
 PAIRS = [
     {"scheme": "int8", "symmetric": True},
     {"weights": "mxfp4", "inputs": "mxfp8"}, {"weights": "fp8_tensor", "inputs": "fp8_static"},
     {"weights": "nvfp4", "inputs": "fp8_token"}, {"weights": "int8", "inputs": "fp8_group", "weight_bits": 4},
+    {"weights": "ternary", "inputs": "binary"}, {"weights": "int8", "inputs": "binary"},
 ]  # fmt: skip
 
 
