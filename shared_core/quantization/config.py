@@ -71,8 +71,8 @@ class QatConfig(OverridableConfig):
         "has_static_integers": "inputs of int8_static, as in scheme int8",
         "has_integers": "weights of int8, int4 or int4_asym",
         "has_groups": "weights of int4 or int4_asym",
-        "has_integer_inputs": "inputs of int8_static, int8_token or int8_token_asym, or weights of ternary or binary",
-        "is_not_fp8_static": "inputs other than fp8_static",
+        "has_integer_inputs": "inputs of int8_static, int8_token or int8_token_asym, or with ternary or binary alone",
+        "has_few_codes": "inputs other than fp8_static and int16_static",
     }
     overridable: ClassVar[tuple[str, ...]] = (
         "scheme", "weights", "inputs", "weight_bits", "activation_bits", "group_size"
@@ -81,10 +81,11 @@ class QatConfig(OverridableConfig):
     scheme: Scheme | None = option(
         None,
         help="formats of weights and inputs by one name, in any case: int8 (inputs with fixed ranges), int8_weight, "
-        "int8_dynamic, int4_weight, int8_dynamic_int4_weight, fp16 and bf16 (weights alone), fp8, fp8_static, "
-        "fp8_block, mxfp4, nvfp4, ternary, binary, xnor_net (binary weights and binary_scaled inputs), released "
-        "(those of the folder that the model was loaded from, with its scales), or compressed-tensors' names W2A16 to "
-        "W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
+        "int8_dynamic, int16 (int8 weights, int16 inputs with fixed ranges), int4_weight, int8_dynamic_int4_weight, "
+        "fp16 and bf16 (weights alone), fp8, fp8_static, fp8_block, mxfp4, nvfp4, ternary, binary, xnor_net (binary "
+        "weights and binary_scaled inputs), released (those of the folder that the model was loaded from, with its "
+        "scales), or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
+        "MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
         flag_type=str | None,
     )
     weights: Weights | None = option(
@@ -100,9 +101,10 @@ class QatConfig(OverridableConfig):
     )
     inputs: Inputs = option(
         "auto",
-        help="format of inputs; auto: the scheme's, or none (float) with weights alone. static: one range per layer; "
-        "token: one per token, with zero points in int8_token_asym; fp8_group: one per 128 features; mxfp4, mxfp8, "
-        "nvfp4: blocks as in weights; binary: signs; binary_scaled: signs times mean magnitudes, as in XNOR-Net",
+        help="format of inputs; auto: the scheme's, or none (float) with weights alone. static: one range per layer, "
+        "in int16_static symmetric: s = max|x| / 32767; token: one per token, with zero points in int8_token_asym; "
+        "fp8_group: one per 128 features; mxfp4, mxfp8, nvfp4: blocks as in weights; binary: signs; binary_scaled: "
+        "signs times mean magnitudes, as in XNOR-Net",
     )
     symmetric: bool = option(
         False,
@@ -118,7 +120,7 @@ class QatConfig(OverridableConfig):
         help="activation ranges from the moving average of each step's minimum and maximum (ema), from all steps "
         "(minmax, percentile, kl, mse), or learned (lsq, lsq_plus with a zero point, pact)",
         only_with={"is_static": (True,)},
-        each={kind: {"is_not_fp8_static": (True,)} for kind in ("kl", "mse", "lsq", "lsq_plus", "pact")},
+        each={kind: {"has_few_codes": (True,)} for kind in ("kl", "mse", "lsq", "lsq_plus", "pact")},
     )
     ema_constant: float = option(
         0.01,
@@ -215,7 +217,7 @@ class QatConfig(OverridableConfig):
         told = self.layer_scheme.mismatch
         self.require(not told, f"weights and inputs cannot be combined, because {told}", "choose other inputs, or none")
         if self.activation_bits is not None:
-            told = f"one bit stands for signs, other inputs have 2 to 8, got {self.activation_bits} for {self.inputs}"
+            told = "one bit stands for signs, and these inputs have 2 to 8 bits, got 1"
             is_binary = self.layer_scheme.has_binary_inputs
             self.require((self.activation_bits == 1) == is_binary, told, "set inputs=binary without activation_bits")
         hints = self.hints()
@@ -252,10 +254,7 @@ class QatConfig(OverridableConfig):
     @property
     def layer_scheme(self) -> LayerScheme:
         """The scheme of a layer without overrides. Groups have no size yet."""
-        preset = SCHEMES.get(str(self.scheme), LayerScheme(*WEIGHTS["int8"], *INPUTS["none"]))
-        of_weight = preset.of_weight if self.weights is None else WEIGHTS[self.weights]
-        of_input = INPUTS.get(self.inputs, preset.of_input)
-        found = LayerScheme(*of_weight, *of_input)
+        found = self._formats
         change: dict[str, Any] = {}
         if self.weight_bits is not None:
             change["weight_bits"] = self.weight_bits
@@ -264,7 +263,14 @@ class QatConfig(OverridableConfig):
             if found.input == "none" and found.weight in FEW:
                 change["input"] = "binary" if self.activation_bits == 1 else "static"
         symmetric = self.symmetric and change.get("input", found.input) == "static"
-        return dataclasses.replace(found, symmetric=symmetric, **change)
+        return dataclasses.replace(found, symmetric=symmetric or found.symmetric, **change)
+
+    @property
+    def _formats(self) -> LayerScheme:
+        """The scheme of a layer without `weight_bits`, `activation_bits` and `symmetric`."""
+        preset = SCHEMES.get(str(self.scheme), LayerScheme(*WEIGHTS["int8"], *INPUTS["none"]))
+        of_weight = preset.of_weight if self.weights is None else WEIGHTS[self.weights]
+        return LayerScheme(*of_weight, *INPUTS.get(self.inputs, preset.of_input))
 
     @property
     def preset_or_formats(self) -> str:
@@ -303,13 +309,14 @@ class QatConfig(OverridableConfig):
     @property
     def has_integer_inputs(self) -> bool:
         """True if inputs are integers of `activation_bits` bits, or can be."""
-        found = self.layer_scheme
-        return found.has_integer_inputs or (found.weight in FEW and found.input in ("none", "binary"))
+        found = self._formats
+        can_be = found.weight in FEW and found.input == "none"
+        return can_be or (found.has_byte_inputs)
 
     @property
-    def is_not_fp8_static(self) -> bool:
-        """True unless inputs have FP8 ranges, which only the largest value sets."""
-        return self.layer_scheme.input != "fp8_static"
+    def has_few_codes(self) -> bool:
+        """True unless inputs have FP8 or 16 bits and a range: too many codes to search for one, or to learn it."""
+        return self.layer_scheme.input != "fp8_static" and not self.layer_scheme.has_wide_inputs
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:

@@ -13,6 +13,8 @@ Input = Literal[
 ]  # fmt: skip
 WITH_RANGE = ("static", "fp8_static")
 """Inputs whose range is observed and saved."""
+WIDE = 16
+"""Bits of an input in ``int16_static``."""
 FP8_GROUP = 128
 """Features of an input that share a scale in ``fp8_group``."""
 _MX = ("mxfp4", "mxfp8")
@@ -57,9 +59,9 @@ class LayerScheme:
         return self.weight, self.weight_bits, self.group_size, self.affine
 
     @property
-    def of_input(self) -> tuple[Input, int, bool]:
+    def of_input(self) -> tuple[Input, int, bool, bool]:
         """The fields that concern only the input."""
-        return self.input, self.activation_bits, self.affine_input
+        return self.input, self.activation_bits, self.affine_input, self.symmetric
 
     @property
     def has_range(self) -> bool:
@@ -80,6 +82,16 @@ class LayerScheme:
     def has_integer_inputs(self) -> bool:
         """True if inputs are integers of `activation_bits` bits."""
         return self.input in ("static", "token")
+
+    @property
+    def has_byte_inputs(self) -> bool:
+        """True if inputs are integers of at most 8 bits."""
+        return self.has_integer_inputs and not self.has_wide_inputs
+
+    @property
+    def has_wide_inputs(self) -> bool:
+        """True if inputs are integers of 16 bits."""
+        return self.input == "static" and self.activation_bits == WIDE
 
     @property
     def has_binary_inputs(self) -> bool:
@@ -180,26 +192,29 @@ WEIGHTS: dict[str, tuple[Weight, int, int, bool]] = {
 """Format of weights → fields of `LayerScheme`."""
 
 Inputs = Literal[
-    "auto", "none", "int8_static", "int8_token", "int8_token_asym", "fp8_static", "fp8_token", "fp8_group", "mxfp4",
-    "mxfp8", "nvfp4", "binary", "binary_scaled",
+    "auto", "none", "int8_static", "int16_static", "int8_token", "int8_token_asym", "fp8_static", "fp8_token",
+    "fp8_group", "mxfp4", "mxfp8", "nvfp4", "binary", "binary_scaled",
 ]  # fmt: skip
-INPUTS: dict[str, tuple[Input, int, bool]] = {
-    "none": ("none", 0, False), "int8_static": ("static", 8, False), "int8_token": ("token", 8, False),
-    "int8_token_asym": ("token", 8, True), "fp8_static": ("fp8_static", 8, False), "fp8_token": ("fp8", 8, False),
-    "fp8_group": ("fp8_group", 8, False), "mxfp4": ("mxfp4", 4, False), "mxfp8": ("mxfp8", 8, False),
-    "nvfp4": ("nvfp4", 4, False), "binary": ("binary", 1, False), "binary_scaled": ("binary_scaled", 1, False),
+INPUTS: dict[str, tuple[Input, int, bool, bool]] = {
+    "none": ("none", 0, False, False), "int8_static": ("static", 8, False, False),
+    "int16_static": ("static", WIDE, False, True), "int8_token": ("token", 8, False, False),
+    "int8_token_asym": ("token", 8, True, False), "fp8_static": ("fp8_static", 8, False, False),
+    "fp8_token": ("fp8", 8, False, False), "fp8_group": ("fp8_group", 8, False, False),
+    "mxfp4": ("mxfp4", 4, False, False), "mxfp8": ("mxfp8", 8, False, False), "nvfp4": ("nvfp4", 4, False, False),
+    "binary": ("binary", 1, False, False), "binary_scaled": ("binary_scaled", 1, False, False),
 }  # fmt: skip
 """Format of inputs → fields of `LayerScheme`. ``auto`` stands for those of the preset."""
 
 Scheme = Literal[
-    "int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
+    "int8", "int8_weight", "int8_dynamic", "int16", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
     "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "xnor_net", "W2A16", "W3A16", "W4A16",
     "W5A16", "W6A16", "W7A16", "W8A16", "W4A16_ASYM", "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16",
     "MXFP4XFP8", "MXFP8A16", "MXFP8", "released",
 ]  # fmt: skip
 _PAIRS = {
     "int8": ("int8", "int8_static"), "int8_weight": ("int8", "none"), "int8_dynamic": ("int8", "int8_token"),
-    "int4_weight": ("int4_asym", "none"), "int8_dynamic_int4_weight": ("int4", "int8_token_asym"),
+    "int16": ("int8", "int16_static"), "int4_weight": ("int4_asym", "none"),
+    "int8_dynamic_int4_weight": ("int4", "int8_token_asym"),
     "fp16": ("fp16", "none"), "bf16": ("bf16", "none"),
     "fp8": ("fp8", "fp8_token"), "fp8_static": ("fp8", "fp8_static"), "fp8_block": ("fp8_block", "fp8_group"),
     "mxfp4": ("mxfp4", "mxfp4"), "nvfp4": ("nvfp4", "nvfp4"), "ternary": ("ternary", "none"),

@@ -41,7 +41,7 @@ from shared_core.quantization.ranges.kept_scales import (
     saved_grids,
 )
 from shared_core.quantization.ranges.saved_ranges import check_range, saved_scheme
-from shared_core.quantization.schemes import INPUTS, WEIGHTS, LayerScheme
+from shared_core.quantization.schemes import INPUTS, WEIGHTS, WIDE, LayerScheme
 
 _REMEDY = "give a folder of eff quantize, or one that a quantized model was released in"
 
@@ -159,22 +159,23 @@ def _options_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if scheme != common
         for option, value in _options_of_scheme(scheme).items()
     ]
-    symmetric = {"symmetric": True} if any(scheme.symmetric for scheme in schemes.values()) else {}
+    signed = any(scheme.symmetric and not scheme.has_wide_inputs for scheme in schemes.values())
+    symmetric = {"symmetric": True} if signed else {}
     return {**_options_of_scheme(common), **symmetric, "include": [*schemes], "overrides": overrides}
 
 
 _WEIGHTS = {(kind, affine): name for name, (kind, _, _, affine) in WEIGHTS.items()}
-_INPUTS = {(kind, affine): name for name, (kind, _, affine) in INPUTS.items()}
+_INPUTS = {(kind, affine, bits == WIDE): name for name, (kind, bits, affine, _) in INPUTS.items()}
 
 
 def _options_of_scheme(scheme: LayerScheme) -> dict[str, Any]:
     found: dict[str, Any] = {
         "weights": _WEIGHTS[scheme.weight, scheme.affine],
-        "inputs": _INPUTS[scheme.input, scheme.affine_input],
+        "inputs": _INPUTS[scheme.input, scheme.affine_input, scheme.has_wide_inputs],
     }
     if scheme.has_integers:
         found["weight_bits"] = scheme.weight_bits
-    if scheme.has_integer_inputs:
+    if scheme.has_byte_inputs:
         found["activation_bits"] = scheme.activation_bits
     if scheme.weight == "group":
         found["group_size"] = scheme.group_size

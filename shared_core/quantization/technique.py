@@ -174,7 +174,9 @@ class QuantizationAwareTraining(Technique):
         return [
             name
             for name, module in self.layers.items()
-            if isinstance(module, nn.modules.conv._ConvNd) and self.schemes[name].input == "static"
+            if isinstance(module, nn.modules.conv._ConvNd)
+            and self.schemes[name].input == "static"
+            and not self.schemes[name].has_wide_inputs
         ]
 
     def leave_unheld(self, context: Context) -> Touched:

@@ -144,6 +144,7 @@ VARIANTS = {
         "qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}, on_gradients=True
     ),
     "qat-xnor": Row("qat", {"scheme": "xnor_net", "skip": ["last"], "begin": 2}),
+    "qat-int16": Row("qat", {"scheme": "int16", "begin": 2, "freeze_observers": 6}),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
     "qat-fp8": Row("qat", {"scheme": "fp8_static", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),

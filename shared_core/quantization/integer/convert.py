@@ -236,9 +236,10 @@ def _fast(module: Any) -> tuple[nn.Module | None, str]:
 def _fast_static(module: IntLinear) -> tuple[nn.Module | None, str]:
     device = module.weight_codes.device
     why = _why_no_int8_linear(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+    why = _why_no_wide(module) or why
     if not why and _is_of_onednn(device):
         return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
-    if module.activation_bits != 8:
+    if not why and module.activation_bits != 8:
         why = f"torchao does not support {module.activation_bits}-bit inputs"
     why = why or _why_no_torchao()
     if why:
@@ -311,7 +312,11 @@ def _why_no_convolution(module: IntConv2d) -> str:
     if device.type != "cpu":
         return f"torch has no int8 convolution on {device.type}"
     no_kernel = _why_no_int8(device, module.weight_bits, "convolution") or _why_no_float64(module.weight_scale.dtype)
-    return no_kernel or OneDnnConv2d.why_not(module)
+    return _why_no_wide(module) or no_kernel or OneDnnConv2d.why_not(module)
+
+
+def _why_no_wide(module: IntegerLayer) -> str:
+    return "no kernel here multiplies int16 by int8" if module.activation_bits > 8 else ""
 
 
 def _told(kind: str, call: str = "torch._int_mm") -> str:

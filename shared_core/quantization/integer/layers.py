@@ -109,9 +109,9 @@ class PackedLayer(CodeModule):
 class IntegerLayer(CodeModule):
     """Base class of integer layers with weight codes, scales and a float bias. Quantizes its input.
 
-    ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer. It is computed in float64, where every
-    partial sum below 2^53 is exact, because torch has no integer convolutions on any device. The rest is computed
-    in float64 too and rounded once to the type of the input.
+    ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer, or a 64-bit one for int16 inputs. It is computed in
+    float64, where every partial sum below 2^53 is exact, because torch has no integer convolutions on any device. The
+    rest is computed in float64 too and rounded once to the type of the input.
 
     Buffers: ``weight_codes`` int8, ``weight_scale`` float32 (channels,), ``input_scale`` float32 (),
     ``input_zero_point`` int32 (), ``bias`` (channels,) or None. They stay as they are when the model is cast.
@@ -130,13 +130,12 @@ class IntegerLayer(CodeModule):
         self.qmin, self.qmax = scheme.input_range
         codes, scale = channel_codes(weight, scheme, learned)
         terms = weight[0].numel()
-        # float64 sums are exact, but an int8 runtime's 32-bit sums must be too: |code| · range · terms < 2^31.
-        if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**31:
-            raise CompatibilityError(
-                "convert",
-                f"sums of {terms} products per output can overflow 32 bits",
-                "skip it in qat",
-            )
+        # float64 sums are exact, but an int8 runtime's 32-bit sums must be too: |code| · range · terms < 2^31. One with
+        # int16 inputs sums in 64 bits, of which float64 holds 53.
+        bits = 53 if scheme.has_wide_inputs else 31
+        if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**bits:
+            rule = f"sums of {terms} products per output can overflow {bits + 1} bits"
+            raise CompatibilityError("convert", rule, "skip it in qat")
         ranges = torch.tensor([bounds], dtype=torch.float32, device=weight.device)
         codes_of_range = torch.tensor([scheme.input_range], dtype=torch.float64, device=weight.device)
         symmetric = torch.tensor([scheme.symmetric], device=weight.device)
@@ -153,9 +152,9 @@ class IntegerLayer(CodeModule):
         self.register_buffer("bias", bias)
 
     def quantize_input(self, x: Tensor) -> Tensor:
-        """Return the codes of `x` as int8."""
+        """Return the codes of `x` as int8, or as int16 if they have 16 bits."""
         centered = kernels.quantize(x, self.input_scale, self.input_zero_point, self.qmin, self.qmax)
-        return (centered + self.input_zero_point).to(torch.int8)
+        return (centered + self.input_zero_point).to(torch.int8 if self.activation_bits <= 8 else torch.int16)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
@@ -164,7 +163,7 @@ class IntegerLayer(CodeModule):
         # Rounding restores whole sums if a device's library used a transform (FFT, Winograd).
         total = self._accumulate(centered, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
-        # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
+        # float64 products of codes are whole numbers below 2^53, so sums are exact in any order.
         scale = self.input_scale.double() * self.weight_scale.double()
         y = total * kernels.along(scale, total.dim(), axis)
         if self.bias is not None:
@@ -316,7 +315,7 @@ class PackedRecurrent(PackedLayer):
     def why_not(stock: nn.LSTM | nn.GRU, scheme: LayerScheme) -> str:
         """Return why the kernel cannot run a layer; empty if it can."""
         kind, weight = type(stock).__name__, stock.weight_ih_l0
-        if (scheme.weight, *scheme.of_input) != ("channel", "token", 8, False):
+        if (scheme.weight, *scheme.of_input) != ("channel", "token", 8, False, False):
             return f"torch's int8 kernel for {kind} quantizes inputs to 8 bits at run time: use int8_dynamic"
         if weight.device.type != "cpu" or weight.dtype == torch.float64:
             return f"torch has no int8 kernel for {kind} in {weight.dtype} on {weight.device.type}"

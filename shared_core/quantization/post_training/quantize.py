@@ -234,7 +234,7 @@ def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
     # a moving average would depend on the order of batches and start from the first
     if isinstance(options, QatConfig) or "range" in options or not made.is_static:
         return made
-    return dataclasses.replace(made, range="mse" if made.is_not_fp8_static else "minmax")
+    return dataclasses.replace(made, range="mse" if made.has_few_codes else "minmax")
 
 
 def without_sensitive(model: nn.Module, config: QatConfig, example: Any = None) -> tuple[QatConfig, dict[str, str]]:

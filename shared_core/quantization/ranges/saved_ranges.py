@@ -30,7 +30,7 @@ from shared_core.quantization.layer_quantizer import SavedQuantizer
 from shared_core.quantization.ranges.kept_scales import one_per_channel
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
-from shared_core.quantization.schemes import HALF, Input, LayerScheme, Weight
+from shared_core.quantization.schemes import HALF, WIDE, Input, LayerScheme, Weight
 
 
 def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> nn.Module:
@@ -113,7 +113,8 @@ def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
     for name in ("weight_bits", "activation_bits", "group_size"):
         if name in fields:
             is_half = name == "weight_bits" and fields.get("weight") in HALF
-            high = {"high": 16 if is_half else 8} if "bits" in name else {}
+            is_wide = name == "activation_bits" and fields[name] == WIDE and fields.get("symmetric") is True
+            high = {"high": 16 if is_half or is_wide else 8} if "bits" in name else {}
             checked(fields[name], int, where, name, low=least.get(name, 0), **high)
     return LayerScheme(**fields)
 

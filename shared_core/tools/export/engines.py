@@ -96,6 +96,8 @@ def zero_points_are_zero(graph: Any) -> Iterator[Broken]:
             yield Broken(node, "has unsigned codes", _SYMMETRIC)
         elif zero is not None and (zero.dtype == np.uint8 or zero.any()):
             yield Broken(node, f"has {zero.dtype} codes with zero point {zero.ravel()[0]}", _SYMMETRIC)
+        elif zero is not None and zero.dtype == np.int16:
+            yield Broken(node, "has int16 codes", "use inputs of int8_static")
 
 
 def scales_are_constant_and_positive(graph: Any) -> Iterator[Broken]:

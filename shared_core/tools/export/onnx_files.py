@@ -76,24 +76,28 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
     The function raises a CompatibilityError if an output differs by more than 1e-4 of the largest output (of 1, if that
     is less). If inputs have a range per token and the file lacks their codes, the limit is 1e-2 of it (of 1e-3).
     """
+    from onnx import TensorProto
+
     # Codes in the file are compared one by one. For other tokens only outputs can be compared.
     layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
     schemes = [(layer, layer.quantizer.scheme) for layer in layers]
     seen = all(each[1].input in ("none", "static") or multiplies_token_codes(*each) for each in schemes)
     tolerance, least = (_TOLERANCE, 1.0) if seen else (_TOKEN_TOLERANCE, 1e-3)
-    from onnx import TensorProto
-
     model = file.graph
     # Codes come from QuantizeLinear, or from the Clip that narrows them.
-    makers = {name: node.op_type for node in model.graph.node for name in node.output}
-    fp8 = {tensor.name for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT8E4M3FN}
-    floats = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[2] in fp8}
+    # Those of int16 and FP8 are not compared: a step of int16 is far below the tolerance.
+    kinds = (TensorProto.INT16, TensorProto.FLOAT8E4M3FN)
+    others = {tensor.name for tensor in model.graph.initializer if tensor.data_type in kinds}
+    quantizers = {
+        name
+        for node in model.graph.node
+        for name in node.output
+        if node.op_type in ("QuantizeLinear", "Clip") and others.isdisjoint(node.input)
+    }
     wanted = dict.fromkeys(
         node.input[0]
         for node in model.graph.node
-        if node.op_type in ("DequantizeLinear", "MatMulInteger")
-        and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
-        and node.input[0] not in floats
+        if node.op_type in ("DequantizeLinear", "MatMulInteger") and node.input[0] in quantizers
     )
     num_outputs = len(model.graph.output)
     # Unoptimized: onnxruntime's fusions may change codes by one. This checks the file, not a kernel.
@@ -122,11 +126,11 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
     forced = _Forced()
     # The last bit of a float sum may put a value near a rounding tie on either side, and later layers would then
     # see another input. With the file's codes put in, everything else must agree to float precision.
-    quantizers = _force(reference, forced)
+    changed = _force(reference, forced)
     try:
         yield check
     finally:
-        for quantizer in quantizers:
+        for quantizer in changed:
             vars(quantizer).pop("input", None)
 
 
@@ -239,7 +243,7 @@ def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
         if quantizer is not None and multiplies_token_codes(module, quantizer.scheme):
             changed.append(quantizer)
             quantizer.input = partial(_forced_tokens, quantizer.scheme.activation_bits, forced)
-        elif qparams is not None and quantizer.scheme.has_integer_inputs:
+        elif qparams is not None and quantizer.scheme.has_byte_inputs:
             # The file's codes are unsigned; the lowest code moves the model's to them.
             scale, shift = qparams[0], int(qparams[1]) - quantizer.scheme.input_range[0]
             changed.append(quantizer)
@@ -496,21 +500,23 @@ def _is_code(value: Any) -> bool:
 
 
 def is_activation(value: Any) -> bool:
-    """Return True if a tensor is dequantized codes of an activation."""
+    """Return True if a tensor is dequantized codes of 8 bits of an activation."""
     # an embedding's codes come out of a Gather
     maker = value.producer().inputs[0].producer() if _is_code(value) else None
-    return maker is not None and maker.op_type in ("QuantizeLinear", "Clip") and not _is_fp8(maker)
+    return maker is not None and maker.op_type in ("QuantizeLinear", "Clip") and not _is_wide(maker)
 
 
-def _is_fp8(quantizer: Any) -> bool:
-    zero = quantizer.inputs[2].const_value if quantizer.op_type == "QuantizeLinear" else None
-    return zero is not None and zero.dtype.name.startswith("FLOAT8")
+def _is_wide(node: Any) -> bool:
+    """Return True if a quantizer or dequantizer has codes that no integer kernel takes: int16 or FP8."""
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    wide = ("INT16", "FLOAT8E4M3FN")
+    return zero is not None and zero.const_value is not None and zero.const_value.dtype.name in wide
 
 
 def convolves_integers(layer: Any) -> bool:
-    """Return True for a fake-quantizing convolution with integer inputs."""
+    """Return True for a fake-quantizing convolution with inputs of at most 8 bits."""
     scheme: LayerScheme = layer.quantizer.scheme
-    return isinstance(layer, nn.modules.conv._ConvNd) and scheme.has_integer_inputs
+    return isinstance(layer, nn.modules.conv._ConvNd) and scheme.has_byte_inputs
 
 
 def _is_integer_convolution(node: Any) -> bool:
@@ -626,7 +632,8 @@ def _needs_quantizer(value: Any) -> bool:
 
 def quantizer_of(value: Any) -> Any | None:
     """Return the quantizer that some layer has for a tensor: in 8 bits, of the widest range."""
-    found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
+    readers = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and not _is_wide(node)]
+    found = [node for node in readers if _dequantized(node) is not None]
     # Each layer that reads a tensor has a range for it. The widest one covers all values, with coarser
     # steps.
     return max(found, key=lambda node: float(node.inputs[1].const_value.numpy()), default=None)

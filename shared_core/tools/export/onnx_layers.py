@@ -21,22 +21,26 @@ from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
 from shared_core.quantization.fake_quant_layers import restore
 from shared_core.quantization.low_bit import E4M3_MAX, from_blocks
-from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
+from shared_core.quantization.schemes import FP8_GROUP, WIDE, LayerScheme
 from shared_core.tools.export.served import codes_of
 from shared_core.tools.export.source import Quantized, bias_codes, in_place, shared_grid, with_room_for
 
 
 @torch.library.custom_op("efftrain::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """Return codes in uint8, ``clamp(ne(x/s) + z, 0, 2^bits − 1)``; QuantizeLinear, and Clip below 8 bits."""
+    """Return codes in uint8, ``clamp(ne(x/s) + z, 0, 2^bits − 1)``; QuantizeLinear, and Clip below 8 bits.
+
+    Codes of 16 bits are int16, with zero point 0.
+    """
     # round() is to the nearest even, as in QuantizeLinear.
     codes = (x / scale).round() + zero_point.to(x.dtype)
-    return codes.clamp(0, 2**bits - 1).to(torch.uint8)
+    low = -(2 ** (bits - 1)) if bits == WIDE else 0
+    return codes.clamp(low, low + 2**bits - 1).to(zero_point.dtype)
 
 
 @quantize.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    return torch.empty_like(x, dtype=torch.uint8)
+    return torch.empty_like(x, dtype=zero_point.dtype)
 
 
 @torch.library.custom_op("efftrain::dequantize", mutates_args=())
@@ -117,7 +121,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
     def to_quantize(x: Any, scale: Any, zero_point: Any, bits: int) -> Any:
         codes = opset.QuantizeLinear(x, scale, zero_point)
         # uint8 saturates at 255; fewer bits need a Clip, which `is_activation` treats as part of the codes.
-        return codes if bits == 8 else opset.Clip(codes, byte(0), byte(2**bits - 1))
+        return codes if bits in (8, WIDE) else opset.Clip(codes, byte(0), byte(2**bits - 1))
 
     def to_quantize_fp8(x: Any, scale: Any) -> Any:
         zero = helper.make_tensor("zero", TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True)
@@ -363,6 +367,8 @@ def input_grid(scheme: LayerScheme, qparams: tuple[Tensor, Tensor]) -> dict[str,
     scale, zero_point = qparams
     if scheme.input == "fp8_static":
         return {"input_scale": scale}
+    if scheme.has_wide_inputs:
+        return {"input_scale": scale, "input_zero_point": zero_point.to(torch.int16)}
     # shifted to unsigned codes: 0 is then the smallest value after a ReLU, and the ReLU folds
     return {"input_scale": scale, "input_zero_point": (zero_point - scheme.input_range[0]).to(torch.uint8)}
 
@@ -391,16 +397,16 @@ def to_export(
     is_fp8 = scheme.weight.startswith("fp8")
     make_grid = _fp8_grid if is_fp8 else shared_grid
     grid = make_grid(name, module, module.weight, scheme, shared)
-    # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
-    # kernel.)
-    if scheme.has_integer_inputs and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
+    # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones and int16 inputs
+    # have no integer kernel.)
+    if scheme.has_byte_inputs and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
         rule = f"{name} sums too many products for 32 bits: {grid.codes[0].numel()} per output"
         raise CompatibilityError("export_onnx", rule, "skip it in qat")
     tensors: dict[str, Tensor | None] = {}
     if qparams is not None:
         input_scale, _ = qparams
         tensors |= input_grid(scheme, qparams)
-        if module.bias is not None and not grid.block and not is_fp8:
+        if module.bias is not None and not grid.block and scheme.has_byte_inputs:
             # Absolute, at the layer's output: far below the tolerance of the file's check.
             tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
             span = input_scale * (2**scheme.activation_bits - 1)

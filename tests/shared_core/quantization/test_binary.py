@@ -63,7 +63,7 @@ def reference(layer, x, scaled):
 def fake_quant(layer, inputs, weights="binary"):
     """The layer with formats, as training computes it."""
     weight, weight_bits, *_ = WEIGHTS[weights]
-    kind, bits, _ = INPUTS[inputs]
+    kind, bits, *_ = INPUTS[inputs]
     entry = {"weight": weight, "weight_bits": weight_bits, "input": kind, "activation_bits": bits}
     made = apply_ranges(layer, {"": entry})
     made.quantizer.baked = False
@@ -155,7 +155,7 @@ def test_flags_give_these_schemes(options, scheme):
     ({"weights": "int8", "inputs": "binary_scaled"}, "binary_scaled inputs are those of XNOR-Net"),
     ({"weights": "bf16", "inputs": "binary"}, "bf16 weights multiply only float inputs"),
     ({"scheme": "int8", "activation_bits": 1}, "one bit stands for signs"),
-    ({"weights": "binary", "inputs": "binary", "activation_bits": 4}, "one bit stands for signs"),
+    ({"weights": "binary", "inputs": "binary", "activation_bits": 4}, "activation_bits needs .* binary alone"),
     ({"weights": "int8", "inputs": "binary", "activation_bits": 1}, "activation_bits needs inputs of int8_static"),
     ({"scheme": "xnor_net", "range": "mse"}, "range needs inputs of int8_static"),
 ])  # fmt: skip

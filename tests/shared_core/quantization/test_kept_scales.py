@@ -91,7 +91,8 @@ def inputs(count=4):
 
 
 SOURCES = {
-    "int8": {"scheme": "int8"}, "int8-mse": {"scheme": "int8_weight", "weight_bits": 4, "range": "ema"},
+    "int8": {"scheme": "int8"}, "int16": {"scheme": "int16"},
+    "int8-mse": {"scheme": "int8_weight", "weight_bits": 4, "range": "ema"},
     "gptq": {"scheme": "W4A16", "overrides": {"head": {"weights": "int8"}}}, "int4_asym": {"scheme": "int4_weight"},
     "mxfp4": {"scheme": "mxfp4"}, "nvfp4": {"scheme": "NVFP4A16"}, "fp8": {"scheme": "fp8_static"},
     "fp8_block": {"scheme": "fp8_block"},

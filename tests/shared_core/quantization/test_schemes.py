@@ -19,7 +19,7 @@ from shared_core.quantization.post_training.quality import layer_bytes
 from shared_core.quantization.schemes import INPUTS, SCHEMES, WEIGHTS, Inputs, LayerScheme, Scheme, Weights
 from shared_core.quantization.selection import layer_schemes
 
-OWN = ["int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
+OWN = ["int8", "int8_weight", "int8_dynamic", "int16", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
        "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "xnor_net"]  # fmt: skip
 # formats that no preset has, or that it has for the other half alone
 PAIRS = [
