@@ -28,9 +28,9 @@ from shared_core.quantization.fake_quant_layers import (
     layer_entry,
     restore,
 )
+from shared_core.quantization.integer.binary import BINARY, BinaryLayer, binary_layer
 from shared_core.quantization.integer.layers import (
     INTEGER,
-    CodeModule,
     IntConv2d,
     IntegerLayer,
     IntEmbedding,
@@ -57,7 +57,8 @@ def convert(
 ) -> nn.Module:
     """Return a new model whose quantized layers hold int8 codes and sum integers. `model` is not changed.
 
-    This applies to weights per channel with observed input ranges. Layers of other schemes compute in float on
+    This applies to weights per channel with observed input ranges. Binary weights with binary inputs become bits,
+    multiplied by XNOR and popcount. Layers of other schemes compute in float on
     quantized values. Weight codes equal those of the fake-quantizing model,
     and so do activation codes, up to float rounding in earlier layers. The new model is in evaluation
     mode and cannot be trained.
@@ -99,7 +100,7 @@ def convert(
     integer: dict[nn.Module, nn.Module] = {}
     baked: set[int] = set()
     for name, module in find_layers(converted, entries, "convert").items():
-        made = _on_codes(f"convert: {name}", module, entries[name])
+        made = _on_codes(f"convert: {name}", module, entries[name], baked)
         if made is not None:
             integer[module] = made
             continue
@@ -136,9 +137,14 @@ def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeModule | None:
+def _on_codes(where: str, module: Any, entry: Mapping[str, Any], baked: set[int]) -> nn.Module | None:
     """Return the integer layer for a layer, which becomes stock; None if there is none."""
     scheme, kind = saved_scheme(entry, where), stock_kind(STOCK.get(type(module), type(module)))
+    if scheme.weight == "binary" and scheme.has_binary_inputs and kind in BINARY:
+        if type(module) in STOCK and not module.quantizer.baked:
+            bake_(module, baked)
+        restore(module)
+        return binary_layer(module, scheme)
     if scheme.weight != "channel":
         return None
     if scheme.input == "static" and kind in INTEGER:
@@ -147,7 +153,7 @@ def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeMo
         return INTEGER[kind](module, bounds, scheme, entry)
     if kind is nn.Embedding:
         restore(module)
-        return IntEmbedding(module, scheme, entry)  # type: ignore[arg-type]
+        return IntEmbedding(module, scheme, entry)
     return None
 
 
@@ -201,7 +207,7 @@ class TorchaoLinear(nn.Linear):
         return y[:rows].view(*input.shape[:-1], self.out_features)
 
 
-ON_INTEGERS = (IntegerLayer, TorchaoLinear, PackedLayer)
+ON_INTEGERS = (IntegerLayer, TorchaoLinear, PackedLayer, BinaryLayer)
 """The classes of layers that compute on integers, or on torchao's kernels."""
 
 
@@ -223,6 +229,8 @@ def _fast(module: Any) -> tuple[nn.Module | None, str]:
         return _fast_static(module)
     if isinstance(module, FakeQuantLinear):
         return _fast_weights(module)
+    if isinstance(module, BinaryLayer):
+        return None, module.use_int8()
     if isinstance(module, IntConv2d):
         why = _why_no_convolution(module)
         return (None, why) if why else (OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d")), "")
@@ -414,6 +422,8 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, TorchaoLinear):
             kind, kernel = "Linear", module.kernel
+        elif isinstance(module, BinaryLayer):
+            kind, kernel = type(module).__name__.removeprefix("Binary"), module.kernel
         elif isinstance(module, PackedLayer):
             kind, kernel = module.kind, module.kernel
         elif isinstance(module, IntegerLayer):

@@ -1,13 +1,16 @@
 """Binary inputs: signs and XNOR-Net's scales, against float64 references written from the papers."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from plain_loop import begun_session, plain_step
 from torch import nn
 
-from shared_core.errors import ConfigError
-from shared_core.quantization import QatConfig, apply_ranges
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.quantization import QatConfig, apply_ranges, conversion_report, convert
 from shared_core.quantization.schemes import INPUTS, WEIGHTS, LayerScheme
 
 # (layer, shape of its input)
@@ -210,3 +213,78 @@ def test_a_whole_net_trains_and_deploys_bit_for_bit(options):
     plain.load_state_dict(net.state_dict())
     with torch.no_grad():
         assert torch.equal(apply_ranges(plain, session.files.deployment()["qat"]["ranges"])(images), trained)
+
+
+LINEAR = {"linear": (lambda: nn.Linear(70, 9), (33, 70)), "tokens": (lambda: nn.Linear(70, 9, bias=False), (2, 3, 70))}
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("inputs", ["binary", "binary_scaled"])
+@pytest.mark.parametrize("name", CONVOLUTIONS | LINEAR)
+def test_conversion_computes_the_same_on_bits(name, inputs, backend):
+    torch.manual_seed(5)
+    make, shape = (CONVOLUTIONS | LINEAR)[name]
+    layer, x = make(), torch.randn(shape)
+    x.view(-1)[:3] = torch.tensor([0.0, -0.0, torch.inf if inputs == "binary" else 0.0])
+    with torch.no_grad():
+        # α is a power of two: without scales every sum is exact in float32 too
+        layer.weight.copy_(torch.where(layer.weight < 0, -0.5, 0.5))
+    fake = fake_quant(copy.deepcopy(layer), inputs)
+    integer = convert(fake, backend=backend)
+    report = conversion_report(integer)[""]
+    assert report["type"] == type(layer).__name__
+    int8 = backend == "auto" and (name in LINEAR or (isinstance(layer, nn.Conv2d) and name != "reflect"))
+    assert ("int8 x int8" if int8 else "XNOR and popcount") in report["kernel"]
+    with torch.no_grad():
+        expected, found = fake(x), integer(x)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        if inputs == "binary" and layer.bias is None:
+            assert torch.equal(found, expected)
+        torch.testing.assert_close(convert(fake, backend=backend).double()(x.double()).float(), expected)
+    assert torch.equal(integer.weight, layer.weight)
+    for copied in (copy.deepcopy(integer), pickle.loads(pickle.dumps(integer))):
+        assert torch.equal(copied(x), found)
+    other = convert(fake_quant(make(), inputs), backend=backend)
+    other.load_state_dict(integer.state_dict())
+    assert torch.equal(other(x), found)
+    x.view(-1)[0] = torch.nan
+    torch.testing.assert_close(integer(x), fake(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("scheme", ["xnor_net", "binary"])
+def test_a_converted_net_holds_a_bit_for_each_weight(scheme):
+    options = {"scheme": scheme, "inputs": "binary" if scheme == "binary" else "auto", "skip": ["first", "last"]}
+    net = xnor_net()
+    session, optimizer = begun_session({"qat": options}, net, 4, lr=0.05)
+    for step in range(4):
+        images, labels = patterns(32, step)
+        with session.forward():
+            plain_step(session, optimizer, nn.functional.cross_entropy(net(images), labels))
+    during = convert(net)
+    session.finish()
+    images, _ = patterns(16, 99)
+    after = convert(net)
+    fake = apply_ranges(copy.deepcopy(net), session.files.deployment()["qat"]["ranges"]).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(after(images), fake(images), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(after(images), during(images), rtol=1e-4, atol=1e-4)
+    for name in ("2", "5", "9"):
+        held = after.get_submodule(name).state_dict()
+        assert sorted(held) == ["bias", "weight_bits", "weight_scale"]
+        assert held["weight_bits"].nbytes * 8 == net.get_submodule(name).weight.numel()
+    kernels = {name: entry["kernel"] for name, entry in conversion_report(after).items()}
+    assert {name for name, kernel in kernels.items() if kernel == "float"} == {"0", "11"}
+    assert "XNOR" in kernels["2"]
+
+
+def test_weights_that_are_not_binary_are_refused():
+    entry = {"weight": "binary", "weight_bits": 1, "input": "binary", "activation_bits": 1}
+    with pytest.raises(CompatibilityError, match="binary weights must be −α and α in each channel"):
+        convert(nn.Sequential(nn.Linear(4, 3)), {"0": entry})
+
+
+def test_other_weights_with_binary_inputs_compute_on_their_values():
+    fake = fake_quant(nn.Sequential(nn.Linear(8, 3))[0], "binary", "ternary")
+    x = torch.randn(5, 8)
+    assert torch.equal(convert(fake)(x), fake.eval()(x))
+    assert conversion_report(convert(fake))[""]["kernel"] == "reference: quantized values, in float"
