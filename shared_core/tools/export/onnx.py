@@ -185,11 +185,12 @@ def export_onnx(
     """Write `model` to an ONNX file with the same outputs as in evaluation; return a report.
 
     Integer weights are int8 with a DequantizeLinear, also codes of fewer bits. Static inputs are QuantizeLinear and
-    DequantizeLinear in uint8, the model's signed codes shifted by 2^(b−1): the values are the same. Biases are int32,
-    so that a runtime can sum integers. Weights with a scale per group are dequantized block by block. Inputs with a
-    range per token go through MatMulInteger in Linear layers. A batch norm that is the only reader of a quantized layer
-    is folded into its scales, so codes do not change. Everything else stays in float, also a whole model without
-    quantized layers.
+    DequantizeLinear in uint8, the model's signed codes shifted by 2^(b−1): the values are the same. Those of 16 bits
+    are int16, and their layers multiply in float. Biases are int32, so that a runtime can sum integers. Weights with a
+    scale per group are dequantized block by block. Inputs with a range per token go through MatMulInteger in Linear
+    layers. Binary inputs are Less and Where, and FP8 weights and inputs float8e4m3fn; both multiply in float. A batch
+    norm that is the only reader of a quantized layer is folded into its scales, so codes do not change. Everything else
+    stays in float, also a whole model without quantized layers.
 
     onnxruntime runs a convolution on integers only if its output is quantized. For residual sums, concatenations
     and average pools training has no quantizer, but it observes the outputs of convolutions. From their ranges, or from
@@ -317,7 +318,9 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
 
 
 def _check_layer(name: str, module: Any, where: str) -> None:
-    check_exportable(name, module, where, EXPORTED | RECURRENT, EXPORTED.keys() - {nn.Embedding})
+    check_exportable(
+        name, module, where, EXPORTED | RECURRENT, fp8=EXPORTED.keys() - {nn.Embedding}, binary_inputs=True
+    )
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_length: bool) -> None:

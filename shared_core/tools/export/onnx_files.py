@@ -35,6 +35,8 @@ _TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so o
 _FEW = 2**12  # codes
 _LARGE = 2**10  # bytes
 _SAME_LAYER = 0.5  # share of equal codes that identifies a layer's codes
+_SAME_SIGNS = 0.95  # the same for signs, half of which are equal by chance
+_NEAR_ZERO = 1e-5  # of the largest value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,8 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
     model = file.graph
     # Codes come from QuantizeLinear, or from the Clip that narrows them.
     # Those of int16 and FP8 are not compared: a step of int16 is far below the tolerance.
-    kinds = (TensorProto.INT16, TensorProto.FLOAT8E4M3FN)
-    others = {tensor.name for tensor in model.graph.initializer if tensor.data_type in kinds}
+    wide = (TensorProto.INT16, TensorProto.FLOAT8E4M3FN)
+    others = {tensor.name for tensor in model.graph.initializer if tensor.data_type in wide}
     quantizers = {
         name
         for node in model.graph.node
@@ -99,14 +101,17 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
         for node in model.graph.node
         if node.op_type in ("DequantizeLinear", "MatMulInteger") and node.input[0] in quantizers
     )
+    kinds = dict.fromkeys(wanted, "UINT8")
+    if any(layer.quantizer.scheme.has_binary_inputs for layer in layers):
+        kinds |= {node.output[0]: "BOOL" for node in model.graph.node if node.op_type == "Less"}
     num_outputs = len(model.graph.output)
     # Unoptimized: onnxruntime's fusions may change codes by one. This checks the file, not a kernel.
-    session = probing(file, wanted, "UINT8")
+    session = probing(file, kinds)
 
     def check(inputs: Any) -> tuple[float, float]:
         found = session.run(None, feeds(session, inputs))
         outputs = found[:num_outputs]
-        forced.begin(found[num_outputs:])
+        forced.begin([codes.astype(np.uint8) for codes in found[num_outputs:]])
         expected = _outputs_of(reference, inputs)
         if len(expected) != len(outputs):
             raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
@@ -185,34 +190,36 @@ def feeds(session: Any, inputs: Any) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
 
 
-def probing(file: Opened, names: Iterable[str], kind: str) -> Any:
-    """Return an unoptimized onnxruntime session with tensors of the graph as additional outputs."""
+def probing(file: Opened, kinds: Mapping[str, str]) -> Any:
+    """Return an unoptimized onnxruntime session with tensors of the graph as additional outputs, by name and type."""
     import onnx
 
-    element = onnx.TensorProto.DataType.Value(kind)
+    element = onnx.TensorProto.DataType.Value
     # Additional outputs do not change what unoptimized nodes compute.
     further = onnx.ModelProto()
-    further.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
+    further.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, element(kind), None) for name, kind in kinds.items()
+    )
     return session_of(file, optimize=False, further=further.SerializeToString())
 
 
 class _Forced:
-    """Gives a model's quantizers the codes from a file, if they belong to the same layer."""
+    """Gives a model's quantizers the codes from a file, or the signs, if they belong to the same layer."""
 
     def __init__(self) -> None:
         self.begin([])
 
     def begin(self, codes: list[Any]) -> None:
-        """Use these codes from now on: uint8, of every quantized activation."""
+        """Use these codes from now on: uint8, of every quantized activation, and 1 where one is negative."""
         self.codes = codes
         self.total = self.moved = self.next = 0
 
-    def take(self, values: Tensor) -> Tensor:
+    def take(self, values: Tensor, same: float = _SAME_LAYER) -> Tensor:
         """Return the file's codes if some differ from the model's by at most one everywhere, else the model's."""
         mine = values.to(torch.uint8).contiguous().numpy()
-        # More than half of the codes equal, and none more than one apart: the same layer. Names don't help, since
+        # A large share of the codes equal, and none more than one apart: the same layer. Names don't help, since
         # the exporter invents its own.
-        best, fewest = mine, int((1 - _SAME_LAYER) * mine.size)
+        best, fewest = mine, int((1 - same) * mine.size)
         few = mine.ravel()[:_FEW]
         # Layers mostly come in the file's order, so try the next one's codes first.
         for place in (*range(self.next, len(self.codes)), *range(self.next)):
@@ -243,6 +250,9 @@ def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
         if quantizer is not None and multiplies_token_codes(module, quantizer.scheme):
             changed.append(quantizer)
             quantizer.input = partial(_forced_tokens, quantizer.scheme.activation_bits, forced)
+        elif quantizer is not None and quantizer.scheme.has_binary_inputs:
+            changed.append(quantizer)
+            quantizer.input = partial(_forced_signs, quantizer.input, forced)
         elif qparams is not None and quantizer.scheme.has_byte_inputs:
             # The file's codes are unsigned; the lowest code moves the model's to them.
             scale, shift = qparams[0], int(qparams[1]) - quantizer.scheme.input_range[0]
@@ -254,6 +264,14 @@ def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
 def _forced_input(quantize: Any, scale: Tensor, shift: int, forced: _Forced, module: nn.Module, x: Tensor) -> Tensor:
     mine = (quantize(module, x) / scale).round_().add_(shift)
     return forced.take(mine).sub_(shift).mul_(scale)
+
+
+def _forced_signs(quantize: Any, forced: _Forced, module: nn.Module, x: Tensor) -> Tensor:
+    mine = (x < 0).to(x.dtype)
+    # Only where the last bits of a sum decide. A zero has one sign.
+    near = (x.abs() <= _NEAR_ZERO * x.abs().amax()) & (x != 0)
+    is_negative = torch.where(near, forced.take(mine, _SAME_SIGNS), mine)
+    return quantize(module, x).abs() * (1 - 2 * is_negative)  # type: ignore[no-any-return]
 
 
 def _forced_tokens(bits: int, forced: _Forced, module: nn.Module, x: Tensor) -> Tensor:
@@ -405,7 +423,7 @@ def observed_codes(file: Path, names: tuple[str, ...], calibration: Iterable[Any
     codes = [(-128, 127) if symmetric else (0, 255)] * len(names)
     bank = EstimatorBank("mse", codes, symmetric=[symmetric] * len(names))
     batches = 0
-    session = probing(opened(file), names, "FLOAT")
+    session = probing(opened(file), dict.fromkeys(names, "FLOAT"))
     for batch in calibration:
         batches += 1
         try:

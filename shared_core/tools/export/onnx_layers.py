@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
-from shared_core.quantization.fake_quant_layers import restore
-from shared_core.quantization.low_bit import E4M3_MAX, from_blocks
+from shared_core.quantization.fake_quant_layers import restore, times_scale
+from shared_core.quantization.low_bit import E4M3_MAX, box_means, from_blocks, mean_magnitude
+from shared_core.quantization.rounding import has_output_scale
 from shared_core.quantization.schemes import FP8_GROUP, WIDE, LayerScheme
 from shared_core.tools.export.served import codes_of
 from shared_core.tools.export.source import Quantized, bias_codes, in_place, shared_grid, with_room_for
@@ -41,6 +42,17 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
 @quantize.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     return torch.empty_like(x, dtype=zero_point.dtype)
+
+
+@torch.library.custom_op("efftrain::signs", mutates_args=())
+def signs(x: Tensor) -> Tensor:
+    """Return −1 where `x` is negative, else 1; Less and Where."""
+    return torch.where(x < 0, -1.0, 1.0).to(x.dtype)
+
+
+@signs.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("efftrain::dequantize", mutates_args=())
@@ -127,6 +139,10 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         zero = helper.make_tensor("zero", TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True)
         return opset.QuantizeLinear(x, scale, opset.Constant(value=zero))
 
+    def to_signs(x: Any) -> Any:
+        is_negative = opset.Less(x, opset.Constant(value_float=0.0))
+        return opset.Where(is_negative, opset.Constant(value_float=-1.0), opset.Constant(value_float=1.0))
+
     def to_dequantize(codes: Any, scale: Any, zero_point: Any = None, axis: int = 0, block: int = 0) -> Any:
         inputs = (codes, scale) if zero_point is None else (codes, scale, zero_point)
         return opset.DequantizeLinear(*inputs, axis=axis, **({"block_size": block} if block else {}))
@@ -160,6 +176,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         aten.layer_norm.default: _to_layer_norm(opset),
         ops.quantize.default: to_quantize,
         ops.quantize_fp8.default: to_quantize_fp8,
+        ops.signs.default: to_signs,
         ops.dequantize.default: to_dequantize,
         ops.linear.default: to_linear,
         ops.integer_linear.default: to_integer_linear,
@@ -248,6 +265,10 @@ class Exported(nn.Module):
         elif self.scheme.input in ("fp8", "fp8_group"):
             axis = -1 - len(getattr(self, "kernel_size", ()))
             x = _of_tokens_in_fp8(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
+        elif self.scheme.has_binary_inputs:
+            axis = -1 - len(getattr(self, "kernel_size", ()))
+            scaled = self.scheme.input == "binary_scaled" and not has_output_scale(self)
+            x = signs(x) * mean_magnitude(x, axis) if scaled else signs(x)
         return x
 
     def quantized_weight(self: Any) -> Tensor:
@@ -328,6 +349,8 @@ class ExportLinear(Exported, nn.Linear):
 class _ExportConv(Exported):
     def forward(self: Any, input: Tensor) -> Tensor:
         x = self.quantized_input(input)
+        if self.scheme.input == "binary_scaled":
+            return times_scale(self, self._conv_forward(x, self.quantized_weight(), None), box_means(self, input))
         return self._conv_forward(x, self.quantized_weight(), self.quantized_bias())  # type: ignore[no-any-return]
 
 

@@ -181,7 +181,13 @@ _FP8 = (("fp8", "fp8_tensor", "fp8_block"), ("none", "fp8_static", "fp8", "fp8_g
 
 
 def check_exportable(
-    name: str, module: Any, where: str, kinds: Mapping[type[nn.Module], Any], fp8: Collection[type[nn.Module]] = ()
+    name: str,
+    module: Any,
+    where: str,
+    kinds: Mapping[type[nn.Module], Any],
+    *,
+    fp8: Collection[type[nn.Module]] = (),
+    binary_inputs: bool = False,
 ) -> None:
     """Raise an error for a fake-quantizing layer that no exported file can represent.
 
@@ -191,11 +197,13 @@ def check_exportable(
         where: Prefix of the error.
         kinds: Stock classes that can be exported with integers.
         fp8: Those that can be exported in FP8.
+        binary_inputs: True if signs of inputs can be exported.
     """
     scheme: LayerScheme = module.quantizer.scheme
     kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
     odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
-    integers = scheme.weight in _INTEGER_WEIGHTS and (scheme.has_integer_inputs or scheme.input == "none")
+    inputs = scheme.has_integer_inputs or scheme.input == "none" or (binary_inputs and scheme.has_binary_inputs)
+    integers = scheme.weight in _INTEGER_WEIGHTS and inputs
     is_fp8 = kind in fp8 and scheme.weight in _FP8[0] and scheme.input in _FP8[1]
     also = ", fp8 or fp8_static" if fp8 else ""
     schemes = f"train with scheme int8, int8_weight, int8_dynamic, int4_weight, ternary{also}"

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from plain_loop import begun_session, plain_step
+from quantization_export_runs import constants, kinds, run
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import QatConfig, apply_ranges, conversion_report, convert
 from shared_core.quantization.schemes import INPUTS, WEIGHTS, LayerScheme
+from shared_core.tools.export import export_onnx, onnx_layers
 
 # (layer, shape of its input)
 CONVOLUTIONS = {
@@ -288,3 +290,62 @@ def test_other_weights_with_binary_inputs_compute_on_their_values():
     x = torch.randn(5, 8)
     assert torch.equal(convert(fake)(x), fake.eval()(x))
     assert conversion_report(convert(fake))[""]["kernel"] == "reference: quantized values, in float"
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a transposed convolution, whose inputs are scaled token by token."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.up = nn.LSTM(12, 8, batch_first=True), nn.ConvTranspose1d(8, 4, 2, stride=2)
+
+    def forward(self, x):
+        return self.up(self.lstm(x)[0].transpose(1, 2))
+
+
+def trained(make, options):
+    net = make()
+    session, optimizer = begun_session({"qat": options}, net, 6, lr=0.05)
+    for step in range(6):
+        images, _ = patterns(32, step)
+        with session.forward():
+            plain_step(session, optimizer, net(example(net, images)).square().mean())
+    session.finish()
+    return apply_ranges(net.eval(), session.files.deployment()["qat"]["ranges"])
+
+
+def example(net, images):
+    return images.view(len(images), -1)[:, :60].reshape(-1, 5, 12) if isinstance(net, Recurrent) else images
+
+
+@pytest.mark.parametrize(("make", "options"), [
+    (xnor_net, {"scheme": "xnor_net", "skip": ["first", "last"]}),
+    (xnor_net, {"weights": "binary", "inputs": "binary"}),
+    (xnor_net, {"weights": "int8", "inputs": "binary", "skip": ["first"]}),
+    (Recurrent, {"scheme": "xnor_net"}),
+])  # fmt: skip
+def test_onnx_files_compute_the_same(make, options, tmp_path):
+    model = trained(make, options)
+    images = example(model, patterns(64, 99)[0]).clone(memory_format=torch.contiguous_format)
+    images.view(-1)[:5] = torch.tensor([0.0, -0.0, 0.0, 1.0, -1.0])
+    path = tmp_path / "model.onnx"
+    report = export_onnx(model, images, path)
+    assert report.largest_difference < 1e-5
+    assert {"Less", "Where"} <= {*kinds(path)}
+    codes = [value for name, value in constants(path).items() if name.endswith("_codes")]
+    assert all(value.dtype in (np.int8, np.uint8) for value in codes)
+    with torch.no_grad():
+        expected = model(images).numpy()
+    for optimize in (False, True):
+        np.testing.assert_allclose(run(path, images, optimize=optimize), expected, atol=1e-4)
+
+
+def test_a_file_whose_zeros_are_negative_is_found(tmp_path, monkeypatch):
+    model = fake_quant(nn.Linear(6, 3), "binary")
+    x = torch.randn(8, 6)
+    x[:, 0] = 0
+    opposite = lambda x: -torch.where(-x < 0, -1.0, 1.0)  # noqa: E731
+    monkeypatch.setattr(onnx_layers, "signs", opposite)
+    with pytest.raises(CompatibilityError, match="must equal the model's"):
+        export_onnx(nn.Sequential(model), x, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
