@@ -256,9 +256,8 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
 def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
     """Return `weight` rounded to −α and α, ``ŵ = α·sign(w)`` with ``sign(0) = +1`` and ``α = E|w|``.
 
-    The gradient treats α as a constant. It passes straight through where ``|w| <= 1`` and is zero
-    elsewhere, so keep weights in [−1, 1], as the source does by clipping after each step. A channel with a
-    NaN becomes NaN.
+    The gradient treats α as a constant. It passes straight through where ``|w| <= 1`` and is zero elsewhere, so weights
+    must stay in [−1, 1]: training clips them after each step, as the source does. A channel with a NaN becomes NaN.
 
     Args:
         weight: Any shape and floating type, with elements.

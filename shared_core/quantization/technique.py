@@ -310,9 +310,19 @@ class QuantizationAwareTraining(Technique):
         if not applied:
             return
         self.policy.after_step()
+        if self.bank.quantizing:
+            self._clip_binary_weights()
         if context.step == context.total_steps and self.bank.observing:
             self.bank.refresh()  # a checkpoint of the last planned step has the ranges of all steps
         self._set_switches(context.step)
+
+    @torch.no_grad()
+    def _clip_binary_weights(self) -> None:
+        """Clip trained binary weights to [-1, 1], outside of which they would get no gradient again."""
+        for name in [name for name, scheme in self.schemes.items() if scheme.weight == "binary"]:
+            for weight in weights_of(self.layers[name]).values():
+                if weight.requires_grad:
+                    weight.clamp_(-1, 1)
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:

@@ -349,3 +349,25 @@ def test_a_file_whose_zeros_are_negative_is_found(tmp_path, monkeypatch):
     with pytest.raises(CompatibilityError, match="must equal the model's"):
         export_onnx(nn.Sequential(model), x, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_steps_clip_binary_weights_once_rounding_is_on(frozen):
+    torch.manual_seed(6)
+    net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    with torch.no_grad():
+        net[0].weight[0] = torch.tensor([1.4, -1.2, 0.9, -0.95])
+    net[0].weight.requires_grad_(not frozen)
+    first = net[0].weight.detach().clone()
+    options = {"scheme": "binary", "begin": 1, "overrides": {"1": {"weights": "ternary"}}}
+    session, optimizer = begun_session({"qat": options}, net, 4, lr=0.5)
+    expected = first.double()
+    for step in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        net(x).sum().mul(3).backward()
+        expected = expected if frozen else expected - 0.5 * net[0].weight.grad.double()
+        expected = expected if frozen or not step else expected.clamp(-1, 1)
+        plain_step(session, optimizer)
+        torch.testing.assert_close(net[0].weight.detach().double(), expected, rtol=0, atol=1e-6)
+    assert frozen or (net[0].weight.abs() == 1).any()
+    assert net[1].weight.abs().max() > 1  # ternary weights pass all gradients
