@@ -15,7 +15,7 @@ from measure import RESULTS, measured_on, rows_of_program, table, write_sections
 
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
-    "activations", "checkpointing", "optimizer_memory", "ops", "training", "privacy",
+    "binary", "activations", "checkpointing", "optimizer_memory", "ops", "training", "privacy",
 )  # fmt: skip
 
 HEAD = """\

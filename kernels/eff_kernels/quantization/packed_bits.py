@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_PART = 1 << 15  # words of a part, which stay in cache with their counts
+_PART = 1 << 16  # words of a part, which stay in cache with their counts
 _WORDS = 3  # whose counts of up to 64 fit into 8 bits
 _COUNTS = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -33,7 +33,11 @@ def pack_signs(x: Tensor) -> Tensor:
 
 
 def unpack_signs(bits: Tensor, width: int) -> Tensor:
-    """Undo `pack_signs`: return int8 values, −1 and 1, with `width` along the last axis.
+    """Undo `pack_signs`: return the signs as int8, −1 and 1.
+
+    Args:
+        bits: From `pack_signs`, (..., bytes), on any device.
+        width: Number of signs along the last axis.
 
     Example:
         >>> unpack_signs(torch.tensor([[144, 128]], dtype=torch.uint8), 9).tolist()
@@ -44,34 +48,52 @@ def unpack_signs(bits: Tensor, width: int) -> Tensor:
     return 1 - 2 * found.to(torch.int8)
 
 
+def product_words(weight: Tensor) -> Tensor:
+    """Return a weight's packed signs in the layout of `xnor_product`: int64, (words, outputs).
+
+    Args:
+        weight: From `pack_signs`, (outputs, bytes), on a CPU.
+
+    Example:
+        >>> product_words(pack_signs(torch.ones(3, 200))).shape
+        torch.Size([4, 3])
+    """
+    return torch.from_numpy(np.ascontiguousarray(_words(weight).T).view(np.int64))
+
+
 def xnor_product(x: Tensor, weight: Tensor, width: int) -> Tensor:
     """Return the products of rows of signs as int32, (rows, outputs): ``width − 2·popcount(x xor w)``.
 
     Args:
         x: Packed signs, (rows, bytes), on a CPU.
-        weight: Packed signs, (outputs, bytes).
+        weight: From `product_words`.
         width: Number of signs in a row. Bits beyond it are 0 in both.
 
     Source: Rastegari et al. 2016, arXiv:1603.05279, section 3.2.
 
     Example:
         >>> rows = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
-        >>> xnor_product(pack_signs(rows), pack_signs(rows), 3).tolist()
+        >>> xnor_product(pack_signs(rows), product_words(pack_signs(rows)), 3).tolist()
         [[3, -1], [-1, 3]]
     """
-    rows, columns = _words(x), np.ascontiguousarray(_words(weight).T)
-    outputs = columns.shape[1]
-    found = np.empty((len(rows), outputs), np.int32)
-    step = max(1, _PART // max(1, outputs))
+    rows, columns = _words(x), weight.numpy().view(np.uint64)
+    turned = len(rows) > columns.shape[1]  # numpy is fast along the longer axis
+    if turned:
+        rows, columns = columns.T, np.ascontiguousarray(rows.T)
+    found = np.empty((len(rows), columns.shape[1]), np.int32)
+    step = max(1, _PART // max(1, columns.shape[1]))
     for begin in range(0, len(rows), step):
         found[begin : begin + step] = _differing(rows[begin : begin + step], columns)
-    return torch.from_numpy(width - 2 * found)
+    np.subtract(width, 2 * found, out=found)
+    return torch.from_numpy(found.T if turned else found)
 
 
 def _words(packed: Tensor) -> Any:
     """Return bytes as words of 64 bits, filled up with 0."""
-    values = packed.numpy()
-    return np.pad(values, ((0, 0), (0, -values.shape[1] % 8))).view(np.uint64)
+    values = np.ascontiguousarray(packed.numpy())
+    if missing := -values.shape[1] % 8:
+        values = np.concatenate([values, np.zeros((len(values), missing), np.uint8)], 1)
+    return values.view(np.uint64)
 
 
 def _differing(rows: Any, columns: Any) -> Any:

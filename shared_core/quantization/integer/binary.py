@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from eff_kernels.quantization.affine import along
 from eff_kernels.quantization.integer_linear import integer_linear, pack
 from eff_kernels.quantization.low_bit import signs
-from eff_kernels.quantization.packed_bits import pack_signs, unpack_signs, xnor_product
+from eff_kernels.quantization.packed_bits import pack_signs, product_words, unpack_signs, xnor_product
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
@@ -45,7 +45,8 @@ class BinaryLayer(CodeModule):
     kernel: str
     """The kernel, as `conversion_report` names it."""
     _call: ClassVar[str]
-    _codes: Any
+    _codes: Any  # of the int8 product
+    _words: Any  # of the product of bits, for each group
 
     @property
     def weight(self) -> Tensor:
@@ -74,16 +75,18 @@ class BinaryLayer(CodeModule):
         return "oneDNN computes in float32 at most" if self.weight_scale.dtype == torch.float64 else ""
 
     def _pack(self) -> None:
-        """Unpack the signs for oneDNN if it is used."""
-        self._codes = None
-        if self.kernel != XNOR and self.weight_bits.device.type == "cpu":
-            self._codes = self._for_onednn()
+        """Hold the signs in the layouts of the products."""
+        self._codes = self._words = None
+        if self.weight_bits.device.type == "cpu":
+            self._codes = None if self.kernel == XNOR else self._for_onednn()
+            groups = int(getattr(self, "groups", 1))
+            self._words = [product_words(part) for part in self.weight_bits.chunk(groups)]
 
     def _for_onednn(self) -> Any:
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_codes": None}  # a kernel's layout can be neither copied nor saved
+        return {**vars(self), "_codes": None, "_words": None}  # a kernel's layout can be neither copied nor saved
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -99,7 +102,7 @@ class BinaryLayer(CodeModule):
         """Return the layer's output in the type of `input`."""
         x = input.detach()
         exact = x if x.dtype == torch.float64 else x.float()
-        on_bits = x.device.type == "cpu" and x.numel() and not bool(x.amax().isnan())
+        on_bits = self._words is not None and x.device.type == "cpu" and x.numel() and not bool(x.amax().isnan())
         y = self._total(exact) if on_bits else self._in_float(exact)
         y = y.to(exact.dtype) * along(self.weight_scale.to(exact.dtype), y.dim(), self._channel_axis(y))
         if self.scaled:
@@ -137,7 +140,7 @@ class _BinaryLinear(BinaryLayer):
             ones = torch.ones(self.out_features)
             total = integer_linear(_codes_of(rows), 1.0, _ZERO, self._codes, ones, None)
         else:
-            total = xnor_product(pack_signs(rows), self.weight_bits, self.in_features)
+            total = xnor_product(pack_signs(rows), self._words[0], self.in_features)
         return total.view(*x.shape[:-1], self.out_features)
 
     def _in_float(self, x: Tensor) -> Tensor:
@@ -187,10 +190,10 @@ class _BinaryConv(BinaryLayer):
         channels = self.in_channels // groups
         # bytes of one window: those of each of its positions
         rows = windows.reshape(*windows.shape[: 2 + dims], -1)
-        weight = self.weight_bits.view(groups, self.out_channels // groups, -1)
         width = channels * math.prod(self.kernel_size)
         parts = [
-            xnor_product(rows[:, group].reshape(-1, rows.shape[-1]), weight[group], width) for group in range(groups)
+            xnor_product(rows[:, group].reshape(-1, rows.shape[-1]), words, width)
+            for group, words in enumerate(self._words)
         ]
         found = torch.stack(parts, 1).view(len(x), *rows.shape[2 : 2 + dims], self.out_channels).movedim(-1, 1)
         return found - self._padded(size) if is_zero and any(padding) else found
