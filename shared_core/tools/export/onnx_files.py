@@ -32,6 +32,7 @@ from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_s
 
 _TOLERANCE = 1e-4  # sums are added in another order: a deep random net differs by 2e-5
 _TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so one may differ
+_UNSEEN = ("token", "fp8", "fp8_group", "fp8_static")  # inputs whose codes are not compared
 _FEW = 2**12  # codes
 _LARGE = 2**10  # bytes
 _SAME_LAYER = 0.5  # share of equal codes that identifies a layer's codes
@@ -83,11 +84,11 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
     # Codes in the file are compared one by one. For other tokens only outputs can be compared.
     layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
     schemes = [(layer, layer.quantizer.scheme) for layer in layers]
-    seen = all(each[1].input in ("none", "static") or multiplies_token_codes(*each) for each in schemes)
-    tolerance, least = (_TOLERANCE, 1.0) if seen else (_TOKEN_TOLERANCE, 1e-3)
+    unseen = any(each[1].input in _UNSEEN and not multiplies_token_codes(*each) for each in schemes)
+    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (_TOLERANCE, 1.0)
     model = file.graph
-    # Codes come from QuantizeLinear, or from the Clip that narrows them.
-    # Those of int16 and FP8 are not compared: a step of int16 is far below the tolerance.
+    # Codes come from QuantizeLinear, or from the Clip that narrows them. Those of FP8 and int16 are not compared. A
+    # step of int16 is far below the tolerance.
     wide = (TensorProto.INT16, TensorProto.FLOAT8E4M3FN)
     others = {tensor.name for tensor in model.graph.initializer if tensor.data_type in wide}
     quantizers = {

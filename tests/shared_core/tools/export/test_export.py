@@ -107,7 +107,7 @@ FP8 = [
 @pytest.mark.parametrize(
     ("build", "options"),
     [(mlp, {"scheme": "fp8_block"}), *itertools.product((mlp, conv1d, conv2d), FP8), (transposed, FP8[0])],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or "-".join(value.values()),
 )
 def test_fp8_is_written_as_float8_and_gives_the_models_outputs(build, options, tmp_path):
     model = quantize(build(), options, [examples(build, 32)])
