@@ -15,7 +15,7 @@ from shared_core.modules.matching import StackedExperts, expert_weights, is_tran
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
-RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _Conv = nn.modules.conv._ConvNd
 
 

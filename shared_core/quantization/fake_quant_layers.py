@@ -145,6 +145,10 @@ class FakeQuantGRUCell(_FakeQuantCell, nn.GRUCell):
     """`torch.nn.GRUCell` with fake-quantized weights and input. Its state stays in float."""
 
 
+class FakeQuantRNNCell(_FakeQuantCell, nn.RNNCell):
+    """`torch.nn.RNNCell` with fake-quantized weights and input. Its state stays in float."""
+
+
 class _FakeQuantExperts(_FakeQuant):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -169,12 +173,13 @@ FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FakeQuantLinear,
     **{
         kind: importable(f"FakeQuant{kind.__name__}", (base, kind), __name__)
-        for base, kinds in ((_FakeQuant, LAYERS[1:]), (_FakeQuantRecurrent, (nn.LSTM, nn.GRU)))
+        for base, kinds in ((_FakeQuant, LAYERS[1:]), (_FakeQuantRecurrent, (nn.LSTM, nn.GRU, nn.RNN)))
         for kind in kinds
     },
     nn.Embedding: FakeQuantEmbedding,
     nn.LSTMCell: FakeQuantLSTMCell,
     nn.GRUCell: FakeQuantGRUCell,
+    nn.RNNCell: FakeQuantRNNCell,
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
 
@@ -445,8 +450,22 @@ class LinearGRUCell(_LinearCell):
         return mixed
 
 
+class LinearRNNCell(_LinearCell):
+    """`torch.nn.RNNCell` on two linear layers."""
+
+    def __init__(self, cell: Any) -> None:
+        super().__init__(cell)
+        self.activation = {"tanh": torch.tanh, "relu": torch.relu}[cell.nonlinearity]
+
+    def forward(self: Any, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """Return the new hidden state."""
+        hidden = hx if hx is not None else input.new_zeros(*input.shape[:-1], self.hidden_size)
+        new: Tensor = self.activation(self.ih(input) + self.hh(hidden))
+        return new
+
+
 def cells_as_linear(model: nn.Module) -> nn.Module:
-    """Replace fake-quantizing LSTM and GRU cells by two linear layers, ``ih`` and ``hh``, in place; return the model.
+    """Replace fake-quantizing recurrent cells by two linear layers, ``ih`` and ``hh``, in place; return the model.
 
     Weight codes and input quantization stay the same, and the state stays in float.
 
@@ -457,7 +476,7 @@ def cells_as_linear(model: nn.Module) -> nn.Module:
         ['ih', 'hh']
     """
     kinds: dict[type[nn.Module], type[_LinearCell]] = {
-        FakeQuantLSTMCell: LinearLSTMCell, FakeQuantGRUCell: LinearGRUCell
+        FakeQuantLSTMCell: LinearLSTMCell, FakeQuantGRUCell: LinearGRUCell, FakeQuantRNNCell: LinearRNNCell
     }  # fmt: skip
     found = [module for module in model.modules() if type(module) in kinds]
     return replaced(model, {module: kinds[type(module)](module) for module in found})

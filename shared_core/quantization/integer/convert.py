@@ -234,7 +234,10 @@ def _fast(module: Any) -> tuple[nn.Module | None, str]:
     if isinstance(module, IntConv2d):
         why = _why_no_convolution(module)
         return (None, why) if why else (OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d")), "")
-    if stock_kind(STOCK.get(type(module), nn.Module)) in (nn.LSTM, nn.GRU):
+    kind = stock_kind(STOCK.get(type(module), nn.Module))
+    if kind is nn.RNN:
+        return None, "torch has no int8 kernel for RNN"
+    if kind in (nn.LSTM, nn.GRU):
         scheme = saved_scheme(layer_entry(module) or {}, WHERE)
         why = PackedRecurrent.why_not(module, scheme)
         return (None, why) if why else (PackedRecurrent(module, scheme), "")

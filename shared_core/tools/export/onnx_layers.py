@@ -471,7 +471,7 @@ def _fp8_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, share
 
 
 # The gates in a row of weights, as torch stacks them, in ONNX's order: input, output, forget, cell; update, reset, new.
-_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
+_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}
 
 
 class _ExportRecurrent(Exported):
@@ -489,7 +489,7 @@ class _ExportRecurrent(Exported):
             given = hx if is_lstm else (hx,)
             states = tuple(state.unsqueeze(1) for state in given) if alone else given
         values = [self.value_of(name) for name in self._flat_weights_names]
-        run: Any = torch._VF.lstm if is_lstm else torch._VF.gru  # type: ignore[attr-defined]
+        run: Any = getattr(torch._VF, self.mode.lower())  # type: ignore[attr-defined]
         options = (self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first)
         y, *left = run(x, states if is_lstm else states[0], values, *options)
         if alone:
@@ -513,7 +513,11 @@ class ExportGRU(_ExportRecurrent, nn.GRU):  # type: ignore[misc]
     """`torch.nn.GRU` of codes."""
 
 
-RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU: ExportGRU}
+class ExportRNN(_ExportRecurrent, nn.RNN):  # type: ignore[misc]
+    """`torch.nn.RNN` of codes."""
+
+
+RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU: ExportGRU, nn.RNN: ExportRNN}
 
 
 @torch.no_grad()
@@ -546,10 +550,15 @@ def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:
     return {
         aten.lstm.input: _to_recurrent(opset, "LSTM", torchlib.aten_lstm),
         aten.gru.input: _to_recurrent(opset, "GRU", torchlib.aten_gru),
+        # torchlib has neither
+        aten.rnn_tanh.input: _to_recurrent(opset, "RNN", None, "Tanh"),
+        aten.rnn_relu.input: _to_recurrent(opset, "RNN", None, "Relu"),
     }
 
 
-def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Callable[..., Any]:
+def _to_recurrent(
+    opset: Any, kind: str, of_floats: Callable[..., Any] | None, activation: str = ""
+) -> Callable[..., Any]:
     def to_recurrent(
         input: Any,
         hx: Any,
@@ -561,9 +570,8 @@ def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Calla
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        if not any(map(_dequantized, params)):
-            options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-            return of_floats(input, hx, params, *options)
+        if of_floats is not None and not any(map(_dequantized, params)):
+            return of_floats(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
         states = hx if kind == "LSTM" else (hx,)
         size, directions = states[0].shape[2], 2 if bidirectional else 1
         rows = opset.Constant(
@@ -592,11 +600,13 @@ def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Calla
             biases = [gates(value) for value in (*own[2:4], *own[6:8])] if has_biases else []
             pairs = [joined(biases[place : place + 2], axis=1) for place in range(0, len(biases), 2)]
             begin, end = (opset.Constant(value_ints=[n * directions]) for n in (layer, layer + 1))
+            options: dict[str, Any] = {"linear_before_reset": 1} if kind == "GRU" else {}
+            options |= {"activations": [activation] * directions} if activation else {}
             y, *last = getattr(opset, kind)(
                 x, *map(joined, parts), joined(pairs) if pairs else None, None,
                 *(opset.Slice(state, begin, end, first) for state in states),
                 hidden_size=size, direction="bidirectional" if bidirectional else "forward",
-                **({"linear_before_reset": 1} if kind == "GRU" else {}),
+                **options,
             )  # fmt: skip
             ends.append(last)
             # (steps, directions, batch, size) → (steps, batch, directions · size)

@@ -41,17 +41,18 @@ class Mixed(nn.Module):
         self.up = nn.ConvTranspose1d(32, 64, 2, stride=2, groups=2)
         self.lstm = nn.LSTM(64, 32, batch_first=True)
         self.gru = nn.GRU(32, 32, batch_first=True)
-        self.lstm_cell, self.gru_cell = nn.LSTMCell(32, 32), nn.GRUCell(32, 32)
+        self.rnn = nn.RNN(32, 32, batch_first=True, nonlinearity="relu")
+        self.lstm_cell, self.gru_cell, self.rnn_cell = nn.LSTMCell(32, 32), nn.GRUCell(32, 32), nn.RNNCell(32, 32)
         self.head = nn.Linear(32, 5)
 
     def forward(self, tokens):
         x = self.norm(self.embed(tokens)).transpose(1, 2)
         x = self.up(torch.relu(self.conv(x))).transpose(1, 2)
-        x = self.gru(self.lstm(x)[0])[0][:, -1]
-        return self.head(self.gru_cell(x, self.lstm_cell(x)[0]))
+        x = self.rnn(self.gru(self.lstm(x)[0])[0])[0][:, -1]
+        return self.head(self.gru_cell(x, self.rnn_cell(x, self.lstm_cell(x)[0])))
 
 
-LAYERS = ("embed", "conv", "up", "lstm", "gru", "lstm_cell", "gru_cell", "head")
+LAYERS = ("embed", "conv", "up", "lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell", "head")
 
 
 def make_net():

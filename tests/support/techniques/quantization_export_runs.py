@@ -31,9 +31,11 @@ class Cells(nn.Module):
     def __init__(self):
         super().__init__()
         self.long, self.gated = nn.LSTMCell(24, 16), nn.GRUCell(16, 16)
+        self.plain = nn.RNNCell(16, 16, nonlinearity="relu")
 
     def forward(self, x):
         hidden, _ = self.long(x, self.long(x))
+        hidden = self.plain(hidden, self.plain(hidden))
         return self.gated(hidden, self.gated(hidden))
 
 

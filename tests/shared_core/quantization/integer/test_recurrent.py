@@ -118,6 +118,7 @@ def test_the_engine_of_other_models_stays():
         ({"scheme": "int8_dynamic", "activation_bits": 6}, nn.GRU(12, 16)),
         ("int8_dynamic", nn.LSTM(12, 16, proj_size=8)),
         ("int8_dynamic", nn.GRU(12, 16).double()),
+        ("int8_dynamic", nn.RNN(12, 16)),
     ],
 )
 def test_what_the_kernel_cannot_do_stays_on_the_reference_with_a_reason(scheme, layer):

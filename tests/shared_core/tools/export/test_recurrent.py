@@ -1,4 +1,4 @@
-"""LSTM and GRU layers in ONNX files: the codes of training, recounted, and their outputs in onnxruntime."""
+"""LSTM, GRU and plain recurrent layers in ONNX files: the codes of training, recounted, and their outputs in onnxruntime."""
 
 import numpy as np
 import onnx
@@ -29,6 +29,13 @@ class Net(nn.Module):
         return {"y": y, **{f"state_{n}": s for n, s in enumerate(state if isinstance(state, tuple) else (state,))}}
 
 
+class Rectified(nn.RNN):
+    """An RNN of a user, with ReLU."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, nonlinearity="relu", **options)
+
+
 def net(kind, shape):
     torch.manual_seed(0)
     return Net(kind, **SHAPES[shape]).eval()
@@ -36,7 +43,7 @@ def net(kind, shape):
 
 @pytest.mark.parametrize("scheme", ["int8_weight", "int4_weight", "int8", "int8_dynamic"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, Rectified])
 def test_all_weights_are_codes_in_the_file_and_give_the_models_outputs(kind, shape, scheme, tmp_path):
     model, x = net(kind, shape), torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1))
     small = quantize(model, scheme, [x])
