@@ -16,6 +16,8 @@ from shared_core.modules.matching import StackedExperts, expert_weights, is_tran
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+PACKED = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+"""Layers of torch that hold several weights, or one under another name. They multiply by these themselves."""
 _Conv = nn.modules.conv._ConvNd
 
 
@@ -99,12 +101,17 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a layer's weights by name. Recurrent layers and stacked experts have several."""
-    found = {
-        name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
-    }
-    if isinstance(module, RECURRENT):
-        return found
+    """Return a layer's weights by name. Attention, recurrent layers and stacked experts have several.
+
+    Those of the output projection of attention belong to that layer.
+
+    Example:
+        >>> list(weights_of(nn.GRUCell(3, 4))), list(weights_of(nn.MultiheadAttention(4, 2)))
+        (['weight_ih', 'weight_hh'], ['in_proj_weight'])
+    """
+    if isinstance(module, PACKED):
+        own = module._parameters.items()
+        return {name: value for name, value in own if value is not None and value.ndim == 2 and "weight" in name}
     if stacks := expert_weights(module):
         return stacks
     weight = module._parameters.get("weight")

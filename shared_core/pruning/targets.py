@@ -30,7 +30,7 @@ from shared_core.modules.matching import (
     weight_of,
 )
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
-from shared_core.modules.weight_views import CONVOLUTIONS, input_axis, output_axis
+from shared_core.modules.weight_views import CONVOLUTIONS, PACKED, input_axis, output_axis, weights_of
 from shared_core.pruning.config import PruneConfig
 
 _FEW = 0.1
@@ -87,7 +87,6 @@ def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]
 
 
 _TYPES: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
-_PACKED: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 _NEVER_CALLED = (
     "attention reads this weight without calling the layer, so its inputs are not seen. Use criterion magnitude or "
     "taylor, without cost flops or energy"
@@ -162,7 +161,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
           matrices, but not by units.
         - Weights with sparsity 0 in `config.overrides` are left out.
     """
-    types: tuple[type[nn.Module], ...] = (*prunable_types(model), *_PACKED, StackedExperts)
+    types: tuple[type[nn.Module], ...] = (*prunable_types(model), *PACKED, StackedExperts)
     chosen = chosen_modules(config, model, types, where="prune")
     places = {found.module: found.name for found in chosen}
     stacked = {id(found.module._parameters[found.parameter]) for found in chosen if found.parameter}
@@ -313,7 +312,7 @@ def _reason(
         return _NEVER_CALLED
     if config.criterion == "sparsegpt" and not has_rows(module):
         return f"{type(module).__name__} {_NO_ROWS}"
-    if isinstance(module, _PACKED):
+    if isinstance(module, PACKED):
         if parameter.numel() < config.min_size:
             return "left out by min_size"
         if config.prunes_units:
@@ -327,7 +326,7 @@ def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """Return True if a tensor that a chosen module holds under this name is prunable."""
     if isinstance(module, StackedExperts):
         return name in expert_weights(module)
-    return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"
+    return name in weights_of(module) if isinstance(module, PACKED) else name == "weight"
 
 
 def refuse_sharded(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:

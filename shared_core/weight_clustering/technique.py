@@ -6,7 +6,7 @@ Also selects the weights to share, their bits, and why others are not shared.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,17 @@ from shared_core.engine.checks.model_guards import is_element_wise
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, MatchError, by_reason, require
-from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
+from shared_core.modules.matching import (
+    UNHELD,
+    Matched,
+    StackedExperts,
+    chosen_modules,
+    match_modules,
+    plain_name,
+    weight_of,
+)
 from shared_core.modules.own_forward import why_computed
+from shared_core.modules.weight_views import PACKED, weights_of
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.printing import amount, counted, size_text
 from shared_core.pruning.masks import WEIGHTS, clear_moments_, refuse_sparse
@@ -50,18 +59,20 @@ class SharedTargets:
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the current parameters of the modules: a wrapper may have replaced them."""
-        weights = {name: module._parameters["weight"] for name, module in self.modules.items()}
-        return {name: weight for name, weight in weights.items() if weight is not None}
+        return {name: weight_of(name, module) for name, module in self.modules.items()}
 
 
 def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
-    """Return the weights to share, of linear, convolutional and embedding layers, each tensor once.
+    """Return the weights to share, of linear, convolutional, embedding and packed layers and stacks of experts, once.
+
+    Each tensor has its own values: a recurrent layer has as many sets of them as weights, all experts of a stack share
+    one.
 
     A tied tensor is shared only if all its modules are chosen, and a frozen one only if `config.include` names its
     module. Never shared are computed weights, other dtypes than float16, bfloat16, float32 and float64, and embeddings
     with sparse gradients or ``max_norm``.
     """
-    types = (*prunable_types(model), nn.Embedding)
+    types = (*prunable_types(model), nn.Embedding, *PACKED, StackedExperts)
     chosen = chosen_modules(config, model, types, where="cluster")
     widths = [
         ({found.module for found in match_modules(model, types, where="cluster: bits_of", include=[pattern])}, bits)
@@ -77,9 +88,9 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
                 holders.setdefault(parameter, []).append((whole, module))
 
     targets = SharedTargets({}, {}, {})
-    for found in chosen:
-        name = f"{found.name}.weight".removeprefix(".")
-        weight = found.module._parameters.get("weight")
+    for found, own in [(found, own) for found in chosen for own in _weights_in(found)]:
+        name = f"{found.name}.{own}".removeprefix(".")
+        weight = found.module._parameters.get(own)
         if weight is None:
             targets.left_out[name] = "computed, by weight norm or another parametrization"
         # Only under its first name, because a tied weight appears once per module.
@@ -87,6 +98,8 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             continue  # handled under its first name
         elif outside := next((held for held, module in holders[weight] if module not in is_chosen), None):
             targets.left_out[name] = f"shared with {outside}, which is not chosen"
+        elif weight.numel() < config.min_size:
+            targets.left_out[name] = "left out by min_size"
         elif weight.dtype not in SHARED_DTYPES:
             targets.left_out[name] = f"not a float of 16 to 64 bits ({weight.dtype})"
         elif getattr(found.module, "sparse", False) or getattr(found.module, "max_norm", None) is not None:
@@ -103,6 +116,11 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     told = f"must find at least one weight to share, but all were left out ({reasons})"
     require(targets.modules, "cluster", told, "", MatchError)
     return targets
+
+
+def _weights_in(found: Matched) -> Iterable[str]:
+    """Return the names of the weights of a matched layer, or of one whose weight is computed from others."""
+    return (found.parameter,) if found.parameter else weights_of(found.module) or ("weight",)
 
 
 NOTE = "The weights stay floats with few distinct values. `eff compress` writes the small file without loss."

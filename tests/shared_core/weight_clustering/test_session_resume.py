@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from share_runs import make_net, make_session, train
+from torch import nn
 
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
@@ -74,3 +75,44 @@ def test_a_cluster_without_members_is_refused():
     codes[codes == 3] = 4
     with pytest.raises(CheckpointError, match=r"clusters of 0\.weight must have members"):
         make_session(make_net(), state={"session": state, "optimizer": opt.state_dict()})
+
+
+class Packed(nn.Module):
+    """Layers of torch that hold several weights."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.recurrent, self.cell = nn.LSTM(6, 16, bidirectional=True, batch_first=True), nn.RNNCell(32, 16)
+        self.attention = nn.MultiheadAttention(16, 2, kdim=6, vdim=6, batch_first=True)
+        self.itself = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        x = x.view(-1, 2, 6)
+        y = self.cell(self.recurrent(x)[0][:, -1]).unsqueeze(1)
+        y = self.attention(y, x, x)[0]
+        return self.itself(y, y, y)[0][:, 0, :4]
+
+
+def test_each_weight_of_a_packed_layer_has_its_own_values_and_resumes():
+    def run(model, steps, state=None):
+        session, opt = make_session(model, "adamw", state=state, min_size=1)
+        train(session, opt, model, steps)
+        return session, opt
+
+    whole, first, second = Packed(), Packed(), Packed(1)
+    session, _ = run(whole, range(20))
+    session.finish()
+    assert session.coverage["cluster"].share == 1
+    shared = {entry["name"]: entry["values"] for entry in session.receipt().values["techniques"]["cluster"]["tensors"]}
+    assert {f"recurrent.weight_{part}_l0{end}" for part in ("ih", "hh") for end in ("", "_reverse")} < shared.keys()
+    assert {"cell.weight_hh", "attention.q_proj_weight", "itself.in_proj_weight"} < shared.keys()
+    for name, values in shared.items():
+        assert len(whole.get_parameter(name).unique()) == values == 8, name
+
+    one, opt = run(first, range(15))
+    state = copy.deepcopy({"session": one.state_dict(), "optimizer": opt.state_dict()})
+    second.load_state_dict(first.state_dict())
+    resumed, _ = run(second, range(15, 20), state)
+    resumed.finish()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in whole.state_dict().items())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mixtures import mixture, stacks
 from share_runs import make_net, make_session
 from torch import nn
 
@@ -78,3 +79,19 @@ def test_lbfgs_is_refused():
 def test_options_from_text():
     config = ClusterConfig.from_dict({"bits": "5", "bits_of": "conv*=8, last=6", "begin": "0.9"})
     assert (config.bits, config.widths()) == (5, {"conv*": 8, "last": 6})
+
+
+def test_min_size_chooses_weights_of_a_packed_layer():
+    found = targets(nn.ModuleDict({"gru": nn.GRU(4, 8), "rest": nn.Linear(16, 16)}))
+    assert list(found.modules) == ["gru.weight_hh_l0", "rest.weight"]
+    assert found.left_out == {"gru.weight_ih_l0": "left out by min_size"}
+
+
+def test_stacked_experts_share_the_values_of_a_stack():
+    net = mixture("mixtral")
+    session = Session({"cluster": {"bits": 3, "begin": 0, "min_size": 1, "include": ["*.experts"]}})
+    session.attach(net)
+    session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=2)
+    stacked = stacks(net)
+    assert list(session.techniques["cluster"]._targets.modules) == [*stacked]
+    assert {len(weight.unique()) for weight in stacked.values()} == {8}
