@@ -29,10 +29,11 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shared_core.modules.attention import is_stock_attention
 from shared_core.modules.matching import change_class, conv1d_kind, own_class
 from shared_core.modules.weight_views import CONVOLUTIONS, RECURRENT
 
-_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding, *RECURRENT)
+_BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding, *RECURRENT, nn.MultiheadAttention)
 _NARROW = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _Build = Callable[[], nn.Module]
@@ -49,7 +50,7 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
         >>> class Orthogonal(nn.Linear):
         ...     def reset_parameters(self):
         ...         nn.init.orthogonal_(self.weight)
-        >>> stock_kind(Orthogonal), stock_kind(nn.modules.linear.NonDynamicallyQuantizableLinear)
+        >>> stock_kind(Orthogonal), stock_kind(nn.LazyLinear)
         (<class 'torch.nn.modules.linear.Linear'>, None)
     """
     if kind in _TAKEN:
@@ -57,8 +58,11 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
     for base in (*_BASES, conv1d_kind(kind)):
         if base is None or not issubclass(kind, base):
             continue
-        # torch's own subclasses are called by other code of torch, or not at all
-        is_own = kind is base or not kind.__module__.startswith("torch.")
+        if base is nn.MultiheadAttention:
+            return base if is_stock_attention(kind) else None
+        # torch's other subclasses are called by other code of torch, or not at all. Attention's projection is a linear
+        # layer, which `fast_paths_off` has called.
+        is_own = kind in (base, NonDynamicallyQuantizableLinear) or not kind.__module__.startswith("torch.")
         methods = [name for name in ("forward", "_conv_forward", "__call__") if hasattr(base, name)]
         keeps_all = all(getattr(kind, name) is getattr(base, name) for name in methods)
         return base if is_own and (keeps_all or computes_like(kind, base)) else None
@@ -68,8 +72,6 @@ def stock_kind(kind: Any) -> type[nn.Module] | None:
 def why_not_stock(module: nn.Module) -> str:
     """Return why a layer whose class `stock_kind` does not take for a stock layer is left out."""
     kind = own_class(module)
-    if issubclass(kind, NonDynamicallyQuantizableLinear):
-        return "torch's MultiheadAttention multiplies by its weight without calling it"
     if parametrize.is_parametrized(module):
         return "its weight is computed by a parametrization"
     return f"{kind.__name__} has a forward of its own, which is not that of a stock layer"

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shared_core.modules.attention import OpenAttention, is_stock_attention, opened
 from shared_core.modules.calls import buffers_restored, modes_restored
 from shared_core.modules.like_stock import stock_kind
-from shared_core.modules.matching import own_class
+from shared_core.modules.matching import change_class, own_class
 from shared_core.modules.weight_views import CONVOLUTIONS
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
@@ -108,14 +110,23 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 Undo = list[tuple[nn.Module, str, Any]]
+_OPENED = "its class"
 
 
 def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Undo:
-    """Switch off the fused evaluation of `nn.TransformerEncoder`, which reads weights and bypasses swapped layers."""
+    """Switch off code of torch that reads weights and bypasses swapped layers.
+
+    That is the fused evaluation of `nn.TransformerEncoder`, and `nn.MultiheadAttention`, which never calls its output
+    projection: it becomes an `OpenAttention`.
+    """
     undo: Undo = []
     for parent in model.modules():
         if not any(isinstance(child, layers) for child in parent.modules()):
             continue
+        kind: Any = own_class(parent)
+        if is_stock_attention(kind) and not issubclass(kind, OpenAttention):
+            undo.append((parent, _OPENED, kind))
+            change_class(parent, kind, opened(kind))
         name = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}.get(
             type(parent)
         )
@@ -126,7 +137,20 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
     return undo
 
 
+def close_attention(model: nn.Module) -> None:
+    """Give opened attention whose output projection is torch's again its own class."""
+    for module in model.modules():
+        kind: Any = own_class(module)
+        stock = kind.__bases__[-1]
+        is_open = issubclass(kind, OpenAttention) and kind is opened(stock)
+        if is_open and own_class(module.out_proj) is NonDynamicallyQuantizableLinear:  # type: ignore[arg-type]
+            change_class(module, kind, stock)
+
+
 def fast_paths_on(undo: Undo) -> None:
     """Undo `fast_paths_off`."""
-    for parent, name, value in undo:
-        setattr(parent, name, value)
+    for parent, name, value in reversed(undo):
+        if name != _OPENED:
+            setattr(parent, name, value)
+        elif own_class(parent) is opened(value):
+            change_class(parent, opened(value), value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
-from shared_core.modules.matching import StackedExperts, expert_weights, is_transformers_conv1d, output_axis_of_experts
+from shared_core.modules.matching import (
+    StackedExperts,
+    expert_weights,
+    is_transformers_conv1d,
+    output_axis_of_experts,
+    plain_name,
+)
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
@@ -116,6 +122,23 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
         return stacks
     weight = module._parameters.get("weight")
     return {} if weight is None else {"weight": weight}
+
+
+def left_alone(model: nn.Module, reasons: Mapping[type[nn.Module], str], apart: Collection[int] = ()) -> dict[str, str]:
+    """Return name → reason for the layers with weights that a technique does not change, by its reasons per class.
+
+    `apart` has the ids of modules that do not count.
+
+    Example:
+        >>> left_alone(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2)), {nn.RNNBase: "no kernel"})
+        {'1': 'no kernel'}
+    """
+    found = {}
+    for name, module in model.named_modules():
+        why = next((reason for kind, reason in reasons.items() if isinstance(module, kind)), None)
+        if why is not None and id(module) not in apart and weights_of(module):
+            found[plain_name(name)] = why
+    return found
 
 
 def _has_outputs_first(module: nn.Module) -> bool:

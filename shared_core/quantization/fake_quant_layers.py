@@ -18,6 +18,7 @@ from shared_core.checkpoint_formats.released import Grid as ReleasedGrid
 from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
 from shared_core.engine.checks.claims import Claim, Fits, Grid, Where
 from shared_core.errors import CompatibilityError
+from shared_core.modules.attention import OpenAttention, each_once, project
 from shared_core.modules.like_stock import stock_kind, take_look_alikes
 from shared_core.modules.matching import (
     StackedExperts,
@@ -149,6 +150,26 @@ class FakeQuantRNNCell(_FakeQuantCell, nn.RNNCell):
     """`torch.nn.RNNCell` with fake-quantized weights and input. Its state stays in float."""
 
 
+class FakeQuantAttention(_FakeQuant, OpenAttention):
+    """`torch.nn.MultiheadAttention` with fake-quantized projection weights, query, key and value.
+
+    The three inputs have one range. The output projection is a layer of its own.
+    """
+
+    forward = OpenAttention.forward  # type: ignore[assignment]
+
+    def project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the projected query, key and value."""
+        inputs = each_once(functools.partial(self.quantizer.input, self), query, key, value)
+        weights, context = self.quantizer.weights(self, weights_of(self), in_autocast=True)
+
+        def product(x: Tensor, name: str, rows: slice, bias: Tensor | None) -> Tensor:
+            return F.linear(x, weights[name][rows], bias)
+
+        with context:
+            return project(self, inputs, product)
+
+
 class _FakeQuantExperts(_FakeQuant):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +201,7 @@ FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTMCell: FakeQuantLSTMCell,
     nn.GRUCell: FakeQuantGRUCell,
     nn.RNNCell: FakeQuantRNNCell,
+    nn.MultiheadAttention: FakeQuantAttention,
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
 

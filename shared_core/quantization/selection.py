@@ -25,7 +25,7 @@ from shared_core.modules.matching import (
     plain_name,
     read_past_forward,
 )
-from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
+from shared_core.modules.weight_views import PACKED, as_rows, weights_of
 from shared_core.printing import listed
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
@@ -243,7 +243,7 @@ def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
             f"group_size must divide the {sorted(widths)} weights per channel of {name}, got {config.group_size}",
             "skip the layer, or override its group_size",
         )
-    if isinstance(layer, RECURRENT):
+    if isinstance(layer, PACKED):
         # Rows that no group divides (a few inputs beside the hidden size) form one group, the others keep usual groups.
         return next((size for size in wanted if any(width % size == 0 for width in widths)), min(widths))
     size = math.gcd(*widths)  # no usual size divides: one group per channel, unless there are several widths

@@ -205,6 +205,7 @@ class QuantizationAwareTraining(Technique):
         for name, module in out.items():
             restore(module)
             del self.layers[name], self.schemes[name]
+        self._undo += fast_paths_off(context.model, tuple(STOCK))
         self.left_out |= dict.fromkeys(out, UNHELD)
         self._weight_keys = {key: name for key, name in self._weight_keys.items() if name not in out}
         self.policy.leave_out(out)

@@ -18,7 +18,7 @@ from shared_core.distributed.job import Job, check_alone
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.hardware import cpu_capabilities
 from shared_core.modules.calls import call_model
-from shared_core.modules.weight_views import RECURRENT
+from shared_core.modules.weight_views import PACKED
 from shared_core.quantization import (
     BitPlan,
     QatConfig,
@@ -238,8 +238,8 @@ class QuantizationStudy:
 
         For the Hessian, also the standard errors of the costs, and the traces.
 
-        Measured on the first `SENSITIVITY_BATCHES` batches. Recurrent layers are left out, because one cost cannot
-        describe several weights.
+        Measured on the first `SENSITIVITY_BATCHES` batches. Attention and recurrent layers are left out, because one
+        cost cannot describe several weights.
         """
         options = self.options
         asked = (options.sensitivity, options.largest_loss, options.average_bits)
@@ -279,7 +279,7 @@ class QuantizationStudy:
             return costs, measured(spread), traces
 
     def _of_one_weight(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not isinstance(self.network.get_submodule(name), RECURRENT)]
+        return [name for name in names if not isinstance(self.network.get_submodule(name), PACKED)]
 
     def _traces(self, names: list[str]) -> dict[str, TraceEstimate]:
         """Return the trace of each layer's block of the Hessian, on the first batches."""
@@ -295,7 +295,7 @@ class QuantizationStudy:
     ) -> tuple[QatConfig, BitPlan, dict[str, str]]:
         """Return (config with the bits of each layer, the plan of least cost, layers with 8 bits by rules of thumb)."""
         sizes = {entry["name"]: entry["weights"] for entry in report.layers}
-        # recurrent layers have no cost, and keep the bits of their scheme
+        # attention and recurrent layers have no cost, and keep the bits of their scheme
         fixed = {entry["name"]: entry["weight_bits"] for entry in report.layers if entry["name"] not in costs}
         found = keep_high(self.network, self.data[0]) if self.options.keep_sensitive and self.data else {}
         keep = {name: why for name, why in found.items() if name in costs}

@@ -112,7 +112,7 @@ def convert(
     converted = replaced(converted, integer)
     if fast:
         converted = to_torchao(converted)
-    fast_paths_off(converted, ON_INTEGERS)
+    fast_paths_off(converted, (*ON_INTEGERS, *STOCK))
     return converted.eval()
 
 

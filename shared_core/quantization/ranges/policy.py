@@ -18,7 +18,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.modules.matching import StackedExperts
-from shared_core.modules.weight_views import RECURRENT, weights_of
+from shared_core.modules.weight_views import PACKED, weights_of
 from shared_core.numerics.deferred_checks import checked_together
 from shared_core.quantization.batch_norm import LEARNED
 from shared_core.quantization.config import QatConfig
@@ -369,15 +369,16 @@ class NoDecay:
         self._taken = []
 
 
-OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, *RECURRENT, StackedExperts)
+OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, *PACKED, StackedExperts)
 """Layers whose weight scales are computed from the weight, neither learned nor searched."""
 
 
 class _LearnedRanges(ObservedRanges):
     """Scales are parameters that layers learn with their weights (LSQ, LSQ+, PACT), started from an observed range.
 
-    Embeddings, recurrent layers and stacked experts keep scales computed from their weights: a step sees few rows of an
-    embedding, and the others have several weights. So do layers that share a weight, which is baked once for all.
+    Embeddings, attention, recurrent layers and stacked experts keep scales computed from their weights: a step sees few
+    rows of an embedding, and the others have several weights. So do layers that share a weight, which is baked once for
+    all.
     """
 
     quantizer_class = LearnedQuantizer

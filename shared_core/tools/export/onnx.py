@@ -50,10 +50,10 @@ from shared_core.tools.export.onnx_files import (
 )
 from shared_core.tools.export.onnx_layers import (
     EXPORTED,
-    RECURRENT,
+    PACKED,
     recurrent_translations,
     to_export,
-    to_export_recurrent,
+    to_export_packed,
     translations,
 )
 from shared_core.tools.export.onnx_tensorrt import write_for_tensorrt
@@ -318,9 +318,7 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
 
 
 def _check_layer(name: str, module: Any, where: str) -> None:
-    check_exportable(
-        name, module, where, EXPORTED | RECURRENT, fp8=EXPORTED.keys() - {nn.Embedding}, binary_inputs=True
-    )
+    check_exportable(name, module, where, EXPORTED | PACKED, fp8=EXPORTED.keys() - {nn.Embedding}, binary_inputs=True)
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_length: bool) -> None:
@@ -341,8 +339,8 @@ def _exportable(
     exported, layers, schemes, qparams, fused = baked_copy(reference, names, inputs)
     shared: dict[int, Any] = {}
     for name, layer in layers.items():
-        if type(layer) in RECURRENT:
-            to_export_recurrent(name, layer, schemes[name], qparams[name], shared)
+        if type(layer) in PACKED:
+            to_export_packed(name, layer, schemes[name], qparams[name], shared)
         else:
             to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
     # The output of a layer was observed without the batch norm that it got here.

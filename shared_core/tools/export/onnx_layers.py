@@ -17,6 +17,7 @@ from eff_kernels.quantization.group import group_codes, group_qparams
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
+from shared_core.modules.attention import OpenAttention, each_once, project
 from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
 from shared_core.quantization.fake_quant_layers import restore, times_scale
@@ -245,6 +246,7 @@ def _to_layer_norm(opset: Any) -> Callable[..., Any]:
 
 
 _BIAS_TOLERANCE = 1e-6
+_ALL = slice(None)
 
 
 class Exported(nn.Module):
@@ -284,6 +286,15 @@ class Exported(nn.Module):
         if hasattr(self, "bias_codes"):
             bias = dequantize(self.bias_codes, self.bias_scale, self.bias_zero_point, 0, 0)
         return bias
+
+    def value_of(self: Any, name: str, rows: slice = _ALL) -> Tensor:
+        """Return some rows of a weight from their codes, or a bias."""
+        if not hasattr(self, f"{name}_codes"):
+            return getattr(self, name)  # type: ignore[no-any-return]
+        tensors = (getattr(self, f"{name}_{part}") for part in ("codes", "scale", "zero_point"))
+        # codes are sliced, not values, so that a product reads dequantized codes
+        found: Tensor = dequantize(*(x if rows == _ALL else x[rows] for x in tensors), *self.grids[name])
+        return found
 
 
 def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
@@ -496,14 +507,6 @@ class _ExportRecurrent(Exported):
             y, left = y.squeeze(axis), [state.squeeze(1) for state in left]
         return y, tuple(left) if is_lstm else left[0]
 
-    def value_of(self: Any, name: str) -> Tensor:
-        """Return a weight from its codes, or a bias."""
-        if not hasattr(self, f"{name}_codes"):
-            return getattr(self, name)  # type: ignore[no-any-return]
-        tensors = (getattr(self, f"{name}_{part}") for part in ("codes", "scale", "zero_point"))
-        found: Tensor = dequantize(*tensors, *self.grids[name])
-        return found
-
 
 class ExportLSTM(_ExportRecurrent, nn.LSTM):  # type: ignore[misc]
     """`torch.nn.LSTM` of codes."""
@@ -517,14 +520,33 @@ class ExportRNN(_ExportRecurrent, nn.RNN):  # type: ignore[misc]
     """`torch.nn.RNN` of codes."""
 
 
-RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU: ExportGRU, nn.RNN: ExportRNN}
+class ExportAttention(Exported, OpenAttention):
+    """`torch.nn.MultiheadAttention` of codes; one Gemm on a matrix for each product."""
+
+    def project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the projected query, key and value."""
+
+        def product(x: Tensor, name: str, rows: slice, bias: Tensor | None) -> Tensor:
+            # onnxruntime has no integer Gemm that adds a float bias
+            added = bias if self.scheme.input == "static" else None
+            inside = bias if added is None else None
+            y: Tensor = linear(x.reshape(-1, x.shape[-1]), self.value_of(name, rows), inside)
+            y = y if added is None else y + added
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+
+        return project(self, each_once(self.quantized_input, query, key, value), product)
+
+
+PACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LSTM: ExportLSTM, nn.GRU: ExportGRU, nn.RNN: ExportRNN, nn.MultiheadAttention: ExportAttention
+}  # fmt: skip
 
 
 @torch.no_grad()
-def to_export_recurrent(
+def to_export_packed(
     name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
-    """Turn a stock recurrent layer whose weights have quantized values into one that holds the codes."""
+    """Turn a stock layer with several weights, which have quantized values, into one that holds the codes."""
     tensors: dict[str, Tensor] = {}
     grids: dict[str, tuple[int, int]] = {}
     for key, weight in weights_of(module).items():
@@ -535,7 +557,7 @@ def to_export_recurrent(
     if qparams is not None:
         tensors |= input_grid(scheme, qparams)
     module.scheme, module.grids = scheme, grids
-    hold_codes_(module, tensors, RECURRENT)
+    hold_codes_(module, tensors, PACKED)
 
 
 def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
-from shared_core.modules.weight_views import TRANSPOSED, as_rows, from_rows, weights_of
+from shared_core.modules.weight_views import PACKED, TRANSPOSED, as_rows, from_rows, weights_of
 from shared_core.quantization.batch_norm import fuse_batch_norm
 from shared_core.quantization.fake_quant_layers import (
     FAKE_QUANT,
@@ -375,7 +375,7 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
 def in_place(name: str, module: Any, codes: Tensor, scale: Tensor, block: int, values: Tensor) -> Quantized:
     """Return the codes of rows in the shape of the layer's weight, with the axis of their scales."""
     if block:
-        if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
+        if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, *PACKED)):
             return Quantized(codes, scale.view(len(codes), -1), 1, block)
         rule = f"{name} must have a scale per channel to be exported as a convolution, got groups"
         raise CompatibilityError("export_onnx", rule, "skip it in qat, or override its scheme with int8_weight")

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain recurrent layers in ONNX files: the codes of training, recounted, and their outputs in onnxruntime."""
+"""Recurrent layers in ONNX files: the codes of training, recounted, and their outputs in onnxruntime."""
 
 import numpy as np
 import onnx
