@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from eff_kernels._triton.launch import is_plain
@@ -33,6 +33,7 @@ from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
 from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
+from shared_core.modules.attention import OpenAttention, project
 from shared_core.modules.like_stock import stock_kind, taking_look_alikes, why_not_stock
 from shared_core.modules.matching import (
     StackedExperts,
@@ -44,6 +45,8 @@ from shared_core.modules.matching import (
     own_class,
     read_past_forward,
 )
+from shared_core.modules.own_forward import fast_paths_off
+from shared_core.modules.weight_views import left_alone, weights_of
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 _LAYERS: weakref.WeakValueDictionary[int, LayerFp8] = weakref.WeakValueDictionary()
@@ -420,23 +423,45 @@ class _Transposed(Fp8Layer):
         return self.weight.t()
 
 
+class Fp8Attention(OpenAttention, Fp8Layer):  # type: ignore[misc]
+    """`torch.nn.MultiheadAttention` whose projections multiply FP8 values, with one history of magnitudes.
+
+    The output projection is a layer of its own.
+    """
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the projected query, key and value."""
+
+        def product(x: Tensor, name: str, rows: slice, bias: Tensor | None) -> Tensor:
+            return self.fp8.linear(x, getattr(self, name)[rows], bias, self.training)
+
+        return project(self, (query, key, value), product)
+
+
 @functools.cache
 def _fp8_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the FP8 version of a class such as transformers' Conv1D, without importing it."""
     if kind is nn.Linear:
         return Fp8Linear
     about: dict[str, Any] = {"__doc__": f"{kind.__name__} that multiplies FP8 values.", "__module__": __name__}
-    return type(f"Fp8{kind.__name__}", (Fp8Linear if issubclass(kind, nn.Linear) else _Transposed, kind), about)
+    bases = {nn.Linear: Fp8Linear, nn.MultiheadAttention: Fp8Attention}
+    base = next((ours for stock, ours in bases.items() if issubclass(kind, stock)), _Transposed)
+    return type(f"Fp8{kind.__name__}", (base, kind), about)
+
+
+def matrices_of(module: Any) -> list[Tensor]:
+    """Return the weights of one of these layers, or an expert's matrix. Separate projections of attention are three."""
+    return [*weights_of(module).values()] if isinstance(module, nn.MultiheadAttention) else [module.weight]
 
 
 def weight_of(module: Any) -> Tensor:
-    """Return the weight of one of these layers, or of an expert's matrix."""
-    return cast(Tensor, module.weight)
+    """Return the first weight of one of these layers, or an expert's matrix."""
+    return matrices_of(module)[0]
 
 
-def features_of(module: nn.Module) -> tuple[int, int]:
+def features_of(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     """Return ``in_features`` and ``out_features``. The weight of transformers' Conv1D is (in, out)."""
-    first, second = weight_of(module).shape
+    first, second = weight.shape
     return (first, second) if is_transformers_conv1d(module) else (second, first)
 
 
@@ -526,7 +551,8 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
     """Make the linear layers of a model multiply in FP8, in place, and return it; for loops without a session.
 
     Args:
-        model: Any model with `nn.Linear` layers or transformers' `Conv1D`, GPT-2's linear layer.
+        model: Any model with `nn.Linear` layers, `nn.MultiheadAttention`, or transformers' `Conv1D`, GPT-2's linear
+            layer.
         config: The options. `delayed`, `int16` and `hfp8` are not supported, because they need the optimizer steps that
             a session counts.
 
@@ -550,6 +576,7 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
         )
     for index, module in enumerate(select_layers(model, config).narrow.values()):
         convert_layer(module, config, index=index)
+    fast_paths_off(model, (Fp8Layer, Fp8Experts))
     return model
 
 
@@ -581,6 +608,14 @@ def convert_layer(
     return layer
 
 
+_UNABLE: dict[type[nn.Module], str] = {
+    nn.modules.conv._ConvNd: "torch has no FP8 convolution",
+    nn.RNNBase: "torch has no FP8 kernel for recurrent layers",
+    nn.RNNCellBase: "torch has no FP8 kernel for recurrent layers",
+}
+"""Class → why its layers stay in high precision."""
+
+
 def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
     """Return which layers to swap, and why a matched layer stays in high precision.
 
@@ -590,12 +625,12 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
     """
     if any(isinstance(module, Fp8Layer | Fp8Experts) or is_torchao_linear(module) for module in model.modules()):
         raise CompatibilityError("fp8", "the model already has FP8 layers", "detach or finish the earlier run first")
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *conv1d_of(model))
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="fp8")
     helpers = {} if config.include else frozen_helpers(model)
     able = [module for module in model.modules() if isinstance(module, kinds) and id(module) not in helpers]
     ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
-    found, every = Selection(), config.recipe == "s2fp8"
+    found, every = Selection(left_out=left_alone(model, _UNABLE)), config.recipe == "s2fp8"
     for match in matched:
         name, module, stack = match.names[-1], match.module, match.parameter
         named = not {*match.names}.isdisjoint(config.include) or any(
@@ -635,13 +670,16 @@ def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | Non
         return why_not_stock(module)
     if config.backend == "torchao" and own_class(module) is not nn.Linear:
         return "torchao supports only nn.Linear; leave backend out"
+    if not matrices_of(module):
+        return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
     if not weight_of(module).is_floating_point():
         return f"its weight is {weight_of(module).dtype}, not floating point"
     return None
 
 
 def _why_odd_size(module: nn.Module) -> str | None:
-    for side, size in zip(("in_features", "out_features"), features_of(module), strict=True):
-        if size % 16:
-            return f"{side} must be a multiple of 16 for FP8 tensor cores, got {size}"
+    for weight in matrices_of(module):
+        for side, size in zip(("in_features", "out_features"), features_of(module, weight), strict=True):
+            if size % 16:
+                return f"{side} must be a multiple of 16 for FP8 tensor cores, got {size}"
     return None

@@ -25,6 +25,7 @@ from shared_core.fp8.layers import (
     LayerFp8,
     convert_layer,
     follow_device,
+    matrices_of,
     restore,
     restore_from_torchao,
     select_layers,
@@ -37,9 +38,9 @@ from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.printing import counted, listed
 
 
-def _parameter(module: Any) -> Any:
-    """Return the parameter that holds a layer's weight, or the matrix of an expert."""
-    return module.module.get_parameter(module.stack) if isinstance(module, ExpertMatrix) else weight_of(module)
+def _parameters(module: Any) -> list[Any]:
+    """Return the parameters that hold a layer's weights, or the matrix of an expert."""
+    return [module.module.get_parameter(module.stack)] if isinstance(module, ExpertMatrix) else matrices_of(module)
 
 
 class Fp8(Technique):
@@ -82,7 +83,7 @@ class Fp8(Technique):
 
     def leave_unheld(self, context: Context) -> Touched:
         """Restore the layers whose weight no optimizer holds."""
-        out = {name: UNHELD for name, module in self.layers.items() if _parameter(module) in context.unheld}
+        out = {name: UNHELD for name, module in self.layers.items() if context.unheld.keys() >= {*_parameters(module)}}
         if len(out) == len(self.layers):
             raise MatchError("fp8", "no optimizer holds the weight of any FP8 layer")
         if out:
@@ -136,8 +137,12 @@ class Fp8(Technique):
             if isinstance(one, ExpertMatrix):
                 sizes[stacks[name]] = sizes.get(stacks[name], 0) + one.weight.numel()
             else:
-                sizes[name] = sum(value.numel() for value in one.parameters())
+                sizes[name] = sum(value.numel() for value in one.parameters(recurse=False))
         return Touched(sizes, dict(self.left_out), "layers")
+
+    def _matrices(self) -> list[Tensor]:
+        """Return the weights, without gradients; of sharded ones the local part."""
+        return [local_part(weight.detach()) for module in self.layers.values() for weight in matrices_of(module)]
 
     def _stacks(self) -> dict[str, str]:
         """Return matrix of an expert → name of the parameter that stacks it."""
@@ -163,10 +168,12 @@ class Fp8(Technique):
         if self._bank is not None:
             self._bank.move_(device)
         for name, layer in self.states.items():
-            layer.keep_codes_of(weight_of(self.layers[name]))
+            matrices = matrices_of(self.layers[name])
+            if len(matrices) == 1:  # of several, each product would replace the codes of the one before
+                layer.keep_codes_of(matrices[0])
         self._observe(True)
         if self.config.recipe == "hfp8":
-            round_weights_([local_part(weight_of(module).detach()) for module in self.layers.values()])
+            round_weights_(self._matrices())
         self._emulated_because = self._why_emulated(device)
         if self._emulated_because is not None:
             context.services.say(
@@ -222,7 +229,7 @@ class Fp8(Technique):
             # the run's generator is on the CPU, as part of the saved state, and seeds that of the device
             seed = int(torch.randint(2**62, (), generator=context.generator))
             generator = torch.Generator(weight_of(next(iter(self.layers.values()))).device).manual_seed(seed)
-            round_update_([local_part(weight_of(module).detach()) for module in self.layers.values()], generator)
+            round_update_(self._matrices(), generator)
 
     @contextlib.contextmanager
     def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
@@ -343,7 +350,7 @@ class Fp8(Technique):
         ]
 
     def _layer_report(self, index: int, name: str, module: nn.Module) -> dict[str, Any]:
-        entry: dict[str, Any] = {"name": name, "weights": weight_of(module).numel()}
+        entry: dict[str, Any] = {"name": name, "weights": sum(weight.numel() for weight in matrices_of(module))}
         if self.config.recipe == "hfp8":
             entry["sixteen_bit"] = name in self.sixteen_bit
         state = self.states.get(name)
