@@ -37,7 +37,7 @@ from shared_core.modules.matching import (
     plain_name,
     read_past_forward,
 )
-from shared_core.modules.weight_views import as_rows, from_rows, output_axis
+from shared_core.modules.weight_views import as_rows, from_rows, left_alone, output_axis
 from shared_core.numerics.rounding import sqnr
 from shared_core.printing import listed
 from shared_core.quantization.batch_norm import LEARNED
@@ -185,6 +185,13 @@ _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_ONLY = "only linear layers get adapters; train it whole with --lora_train"
+_UNABLE: dict[type[nn.Module], str] = dict.fromkeys(
+    (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.modules.conv._ConvNd), _ONLY
+)
+"""Class → why its layers get no adapters."""
+
+
 def select_layers(
     model: nn.Module, config: LoraConfig
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, str]]:
@@ -215,7 +222,7 @@ def select_layers(
     readers = read_past_forward(model)
     frozen = {} if config.include else helpers | _frozen(matched, inside)
     layers: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
+    left_out = left_alone(model, _UNABLE, inside)
     # In this order: reasons that the user decides on come before those of the model.
     for found in matched:
         module = found.module

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.distributed.sharded_tensors import fill_
 from shared_core.errors import TrainingError
+from shared_core.modules.own_forward import close_attention
 
 LINEAR, CHANNEL, SPATIAL = "linear", "channel", "spatial"
 
@@ -268,6 +269,7 @@ def merge(model: nn.Module) -> list[str]:
     layers = factorized(model)
     for layer in layers.values():
         replace_(model, layer, layer.merged())
+    close_attention(model)
     return list(layers)
 
 

@@ -27,7 +27,8 @@ from shared_core.low_rank.layers import (
     schemes,
 )
 from shared_core.modules.like_stock import stock_kind, why_not_stock
-from shared_core.modules.matching import chosen_modules, frozen_helpers, own_class
+from shared_core.modules.matching import StackedExperts, chosen_modules, frozen_helpers, own_class
+from shared_core.modules.weight_views import TRANSPOSED, left_alone
 
 Point = tuple[int, float]
 """(parameters, value)."""
@@ -106,6 +107,17 @@ class Candidate:
         return min((self.numel - 1) // self.side, self.full)
 
 
+_ONLY = "only linear layers and Conv2d are factorized"
+_UNABLE: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "torch reads query, key and value projections as one weight; prune or quantize it instead",
+    nn.RNNBase: "recurrent kernels take whole weights, so factors would save nothing; prune or quantize it instead",
+    nn.RNNCellBase: "recurrent kernels take whole weights, so factors would save nothing; prune or quantize it instead",
+    StackedExperts: "one parameter holds all experts; prune or quantize it instead",
+    **dict.fromkeys((nn.Conv1d, nn.Conv3d, *TRANSPOSED), _ONLY),
+}
+"""Class → why its layers stay whole."""
+
+
 def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the layers that can be factorized, by name, and why other candidates are left unchanged."""
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
@@ -115,7 +127,8 @@ def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dic
     for module in model.modules():
         for parameter in module._parameters.values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    chosen, left_out = {}, {}
+    chosen: dict[str, Any] = {}
+    left_out = left_alone(model, _UNABLE)
     for each in found:
         layer: Any = each.module
         reason = inside.get(id(layer)) or _reason(layer, holders)

@@ -88,7 +88,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
                 holders.setdefault(parameter, []).append((whole, module))
 
     targets = SharedTargets({}, {}, {})
-    for found, own in [(found, own) for found in chosen for own in _weights_in(found)]:
+    for found, own in [(one, own) for one in chosen for own in _weights_in(one)]:
         name = f"{found.name}.{own}".removeprefix(".")
         weight = found.module._parameters.get(own)
         if weight is None:

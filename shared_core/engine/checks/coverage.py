@@ -41,7 +41,6 @@ _NORM = re.compile(r"Norm(\dd|s)?$")
 _NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^|_)(log|quer(y|ies))$", re.IGNORECASE)
 _TOLD = 6
 _FROZEN = "frozen weights"
-_PACKED = {nn.MultiheadAttention.__name__: "torch multiplies by its packed weight itself"}
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ def reach(
         asked = "" if skipped.isdisjoint(places) else "skip names it"
         asked = asked or _too_small(config, weight)
         asked = asked or ("" if set(touched.asked).isdisjoint(places) else "the options name it")
-        reasons += [asked, *(out.get(place, "") for place in apart), _PACKED.get(weight.kind, "")]
+        reasons += [asked, *(out.get(place, "") for place in apart)]
         reason = next(filter(None, reasons), "")
         label = weight.kind + (f" ({reason})" if reason else "")
         tensors, numel = left.get(label, (0, 0))

@@ -228,14 +228,14 @@ class Awkward(nn.Module):
 def test_what_cannot_be_factorized_is_named_and_a_shared_module_stays_one():
     net = Awkward()
     report = factorize(net, {"rank": 4, **ALL}, allow_partial=True)
-    assert [layer["name"] for layer in report.layers] == ["plain"]
+    assert [layer["name"] for layer in report.layers] == ["plain", "attention.out_proj"]
     assert isinstance(net.plain, LowRankLayer)
     assert net.again is net.plain
     assert {name: reason.split(",")[0] for name, reason in report.left_out.items()} == {
         "normed": "its weight is computed by a parametrization",
         "tied": "its weight is tied to another layer's",
         "grouped": "it has 2 groups",
-        "attention.out_proj": "torch's MultiheadAttention multiplies by its weight without calling it",
+        "attention": "torch reads query",
         "hooked": "it has its own hooks",
         "adapted.base_layer": "it is part of a layer with adapters",
     }
@@ -259,6 +259,12 @@ def test_the_fused_path_of_torchs_encoder_sees_the_factors():
     with torch.no_grad():
         fused = net(x)
     torch.testing.assert_close(fused, net.train()(x), atol=1e-6, rtol=0)
+    attention, seen = net.layers[0].self_attn, []
+    attention.out_proj.second.register_forward_hook(lambda *_: seen.append(1))
+    net(x)
+    assert seen == [1]
+    merge(net)
+    assert type(attention) is nn.MultiheadAttention
 
 
 def test_saved_weights_load_in_a_fresh_model(tmp_path):

@@ -166,11 +166,10 @@ def test_stacked_experts_are_within_reach(tmp_path):
         assert session.receipt()["coverage"][next(iter(recipe))]["share"] > 0.98
 
 
-@pytest.mark.parametrize("key", ["prune", "cluster", "low_rank"])
+@pytest.mark.parametrize("key", ["prune", "low_rank"])
 def test_a_mixture_of_experts_stops(key):
     options = {
         "prune": {"sparsity": 0.5, "criterion": "wanda"},
-        "cluster": {"bits": 2, "min_size": 0},
         "low_rank": {"rank": 2, "min_size": 0, "force": True},
     }[key]
     net = mixtral()
@@ -191,7 +190,7 @@ def test_the_user_may_mean_it():
     # what was skipped was asked for, but for it most is within reach
     assert notes(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 32)), {"prune": {"sparsity": 0.5, "skip": ["last"]}})
     with pytest.raises(MatchError, match="MixtralExperts"):
-        notes(mixtral(), {"cluster": {"bits": 2, "min_size": 0, "skip": ["lm_head"]}})
+        notes(mixtral(), {"low_rank": {"rank": 2, "min_size": 0, "force": True, "skip": ["lm_head"]}})
     for pattern in ("*.mlp.*", "*.experts.*_proj"):  # the experts by their own names
         assert notes(mixtral(), {"prune": {"sparsity": 0.5, "skip": [pattern]}})
 
@@ -228,14 +227,14 @@ def test_factors_stand_for_the_layer_that_they_are_made_of():
 
 def test_a_child_within_reach_does_not_stand_for_its_parent():
     net = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
-    session = began(net, {"cluster": {"bits": 2, "min_size": 0}, "allow_partial": True})
-    assert session.coverage["cluster"].within == 2 * 64
+    session = began(net, {"low_rank": {"rank": 2, "min_size": 0, "skip": []}, "allow_partial": True})
+    assert session.coverage["low_rank"].within == 2 * 64
 
 
 def test_explain_tells_it_and_that_the_run_would_stop():
-    recipe = {"cluster": {"bits": 2, "min_size": 0}}
+    recipe = {"low_rank": {"rank": 2, "min_size": 0, "force": True}}
     told = explain(Recipe.from_dict(recipe), mixtral(), total_steps=10)
-    assert told.coverage["cluster"].share < 0.5
+    assert told.coverage["low_rank"].share < 0.5
     assert "at least 50% is required" in told.conflicts[0]
     told = explain(Recipe.from_dict({**recipe, "allow_partial": True}), mixtral(), total_steps=10)
     assert not told.conflicts
