@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import cut, is_sharded, whole
@@ -278,6 +279,8 @@ def _is_classifier(output: nn.Module) -> bool:
 def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], config: LoraConfig) -> str | None:
     if stock_kind(own_class(module)) not in kinds:
         return why_not_stock(module)
+    if own_class(module) is NonDynamicallyQuantizableLinear and config.save == "adapters":
+        return "torch's attention would not call adapters that PEFT loads; use save merged to adapt it"
     if not name:
         return "it is the model itself, which cannot be replaced; wrap it in a module"
     weight = module._parameters.get("weight")

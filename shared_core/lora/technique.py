@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.checkpoint_formats.adapter import is_adapter_folder
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
@@ -152,9 +151,6 @@ class Lora(Technique):
             raise CompatibilityError("lora", rule, remedy)
         for name, layer in layers.items():
             kind = class_of_user(layer)
-            if kind is NonDynamicallyQuantizableLinear:
-                rule = f"PEFT would load adapters of {name}, but torch's attention would not call them"
-                raise CompatibilityError("lora", rule, f"write --lora_save merged, or --lora_skip '{name}'")
             if not issubclass(kind, nn.Linear) and conv1d_kind(kind) is None:
                 rule = f"PEFT cannot load adapters of {name}, because {kind.__name__} does not derive from nn.Linear"
                 raise CompatibilityError("lora", rule, f"write --lora_save merged, or --lora_skip {kind.__name__}")

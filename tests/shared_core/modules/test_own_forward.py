@@ -441,11 +441,15 @@ def test_adapters_that_peft_cannot_load_are_refused():
         Session({"lora": {"rank": 2}}).attach(Mine(Channels))
 
 
-def test_adapters_that_torchs_attention_would_not_call_are_refused_as_files():
+def test_adapters_that_torchs_attention_would_not_call_are_not_written_as_files():
     net = nn.ModuleDict({"look": nn.MultiheadAttention(64, 2), "head": nn.Linear(64, 64), "out": nn.Linear(64, 4)})
-    with pytest.raises(CompatibilityError, match=r"load adapters of look.out_proj, but .*--lora_skip 'look.out_proj'"):
-        Session({"lora": {"rank": 2, "save": "adapters"}}).attach(net)
-    Session({"lora": {"rank": 2, "save": "adapters", "skip": ["look.out_proj"]}, "allow_partial": True}).attach(net)
+    for save, why in (("adapters", "torch's attention would not call adapters that PEFT loads"), ("merged", None)):
+        session = Session({"lora": {"rank": 2, "save": save}, "allow_partial": True})
+        session.attach(net)
+        left = session.techniques["lora"].left_out
+        assert (left.get("look.out_proj") or "").startswith(why or "")
+        assert ("look.out_proj" in left) == (why is not None)
+        session.detach()
 
 
 @pytest.mark.parametrize("recipe", [
