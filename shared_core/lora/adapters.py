@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -24,6 +25,7 @@ from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
+from shared_core.modules.attention import OpenAttention, project
 from shared_core.modules.like_stock import stock_kind, why_not_stock
 from shared_core.modules.matching import (
     FROZEN,
@@ -38,7 +40,7 @@ from shared_core.modules.matching import (
     plain_name,
     read_past_forward,
 )
-from shared_core.modules.weight_views import as_rows, from_rows, left_alone, output_axis
+from shared_core.modules.weight_views import as_rows, from_rows, left_alone, output_axis, weights_of
 from shared_core.numerics.rounding import sqnr
 from shared_core.printing import listed
 from shared_core.quantization.batch_norm import LEARNED
@@ -59,6 +61,8 @@ class _Factors(nn.Module):
 class AdaptedStack:
     """One parameter that stacks the matrices of experts, and its adapters; stands for a layer of `lora`.
 
+    A weight of attention counts as one expert.
+
     The module keeps its place and its parameters; adapters are a child of it. Its state dicts hold the sums alone. peft
     computes the same with `target_parameters`, in wrappers that change the keys, hold adapters in the stack's 16 bits
     and parametrize the stack in each forward, which qat's layers do not allow (peft 0.21).
@@ -68,9 +72,10 @@ class AdaptedStack:
 
     def __init__(self, module: nn.Module, name: str, config: LoraConfig, generator: torch.Generator) -> None:
         self.module, self.name, self.eff_config = module, name, config
-        self.outputs_first = output_axis(module) == 1
         weight = self.weight
-        experts, *sizes = weight.shape
+        self.is_one = weight.ndim == 2
+        self.outputs_first = self.is_one or output_axis(module) == 1
+        experts, *sizes = (1, *weight.shape) if self.is_one else weight.shape
         outputs, inputs = sizes if self.outputs_first else sizes[::-1]
         # in 16 bit the updates of small learning rates would be lost
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -82,7 +87,8 @@ class AdaptedStack:
         if kind not in _ADAPTED.values():
             if kind not in _ADAPTED:
                 about = {"__doc__": f"{kind.__name__} with adapters.", "__module__": __name__}
-                _ADAPTED[kind] = type(f"Adapted{kind.__name__}", (_AdaptedExperts, kind), about)
+                base = _AdaptedAttention if issubclass(kind, nn.MultiheadAttention) else _AdaptedExperts
+                _ADAPTED[kind] = type(f"Adapted{kind.__name__}", (base, kind), about)
             change_class(module, kind, _ADAPTED[kind])
             vars(module)["adapted_stacks"] = []
             vars(module)["lora_hooks"] = [
@@ -119,7 +125,7 @@ class AdaptedStack:
     def product(self, dtype: torch.dtype) -> Tensor:
         """Return ``alpha/rank·BA`` of each expert as the stack is laid out, summed in a type."""
         made = torch.bmm(self.factors.B.to(dtype) * self.eff_config.scale, self.factors.A.to(dtype))
-        return made if self.outputs_first else made.mT
+        return made[0] if self.is_one else made if self.outputs_first else made.mT
 
     def restore(self, weight: Tensor | None) -> None:
         """Take the adapters off, with another weight if there is one; the last stack gives the module its class."""
@@ -161,6 +167,19 @@ class _AdaptedExperts(nn.Module):
                     vars(self)[name] = value
 
 
+class _AdaptedAttention(OpenAttention):
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the query, key and value projected by the sums."""
+        weights: dict[str, Tensor] = dict(weights_of(self))
+        for stack in vars(self)["adapted_stacks"]:
+            weights[stack.name] = stack.weight + stack.product(stack.weight.dtype)
+
+        def product(x: Tensor, name: str, rows: slice, bias: Tensor | None) -> Tensor:
+            return F.linear(x, weights[name][rows], bias)
+
+        return project(self, (query, key, value), product)
+
+
 def stacks_of(module: nn.Module) -> list[str]:
     """Return the names of the parameters that stack experts and can be adapted."""
     return [name for name, weight in expert_weights(module).items() if weight.is_floating_point()]
@@ -186,10 +205,9 @@ _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-_ONLY = "only linear layers get adapters; train it whole with --lora_train"
-_UNABLE: dict[type[nn.Module], str] = dict.fromkeys(
-    (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.modules.conv._ConvNd), _ONLY
-)
+_ONLY = "only linear layers, attention and experts get adapters; train it whole with --lora_train"
+_NO_FILE = "torch's attention would not call adapters that PEFT loads; use save merged to adapt it"
+_UNABLE: dict[type[nn.Module], str] = dict.fromkeys((nn.RNNBase, nn.RNNCellBase, nn.modules.conv._ConvNd), _ONLY)
 """Class → why its layers get no adapters."""
 
 
@@ -205,7 +223,7 @@ def select_layers(
     if not any(isinstance(module, (*kinds, StackedExperts)) for module in model.modules()):
         rule = f"only linear layers can be adapted, but {type(model).__name__} has none ({convolutions} convolutions)"
         raise MatchError("lora", rule, "train it without lora, for example with --low_rank_rank 8")
-    matched = chosen_modules(config, model, (*kinds, StackedExperts), where="lora")
+    matched = chosen_modules(config, model, (*kinds, StackedExperts, nn.MultiheadAttention), where="lora")
     helpers = frozen_helpers(model)
     every: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     linear = [(name, module) for name, module in every if id(module) not in helpers]
@@ -225,10 +243,9 @@ def select_layers(
     layers: dict[str, Any] = {}
     left_out = left_alone(model, _UNABLE, inside)
     # In this order: reasons that the user decides on come before those of the model.
-    for found in matched:
+    for found, stack in [(one, own) for one in matched for own in _parameters_of(one)]:
         module = found.module
-        name = found.names[-1]
-        stack = found.parameter
+        name = f"{found.name}.{stack}".removeprefix(".") if stack else found.name
         reason = _why_no_stack(module, stack, config) if stack else _why_not(name, module, kinds, config)
         if id(module) in inside:
             reason = "it is trained in full"
@@ -280,7 +297,7 @@ def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], c
     if stock_kind(own_class(module)) not in kinds:
         return why_not_stock(module)
     if own_class(module) is NonDynamicallyQuantizableLinear and config.save == "adapters":
-        return "torch's attention would not call adapters that PEFT loads; use save merged to adapt it"
+        return _NO_FILE
     if not name:
         return "it is the model itself, which cannot be replaced; wrap it in a module"
     weight = module._parameters.get("weight")
@@ -291,7 +308,21 @@ def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], c
     return None
 
 
+def _parameters_of(found: Matched) -> tuple[str, ...]:
+    """Return the parameters that get adapters of their own, or an empty name for a layer that does."""
+    packed = weights_of(found.module) if isinstance(found.module, nn.MultiheadAttention) else {}
+    return (found.parameter,) if found.parameter else (*packed,) or ("",)
+
+
 def _why_no_stack(module: nn.Module, name: str, config: LoraConfig) -> str | None:
+    if isinstance(module, nn.MultiheadAttention):
+        if stock_kind(own_class(module)) is None:
+            return why_not_stock(module)
+        if config.save == "adapters":
+            return _NO_FILE
+        if not module.get_parameter(name).is_floating_point():
+            return "its weight is not floating point"
+        return "dropout cannot act on the inputs of its adapters" if config.dropout else None
     if name not in stacks_of(module):
         return "its experts are not floating point"
     return "dropout cannot act on the inputs of an expert's adapters" if config.dropout else None
@@ -317,7 +348,8 @@ def inject(
     model: nn.Module, layers: dict[str, nn.Module], config: LoraConfig, generator: torch.Generator
 ) -> dict[str, Any]:
     """Put adapters on `layers`, and on stacked experts after them; return peft's layers and stacks by plain name."""
-    stacks = {name: module for name, module in layers.items() if isinstance(module, StackedExperts)}
+    packed = (StackedExperts, nn.MultiheadAttention)
+    stacks = {name: module for name, module in layers.items() if isinstance(module, packed)}
     linear: Any = {name: module for name, module in layers.items() if name not in stacks}
     adapted = _inject(model, linear, config, generator) if linear else {}
     return adapted | {

@@ -118,7 +118,8 @@ class Lora(Technique):
         ]
         counts = sum(parameter.numel() for parameter in parameters)
         self.layers = inject(model, layers, self.config, context.generator)
-        self._undo = fast_paths_off(model, tuple({type(layer) for layer in self.layers.values()}))
+        holders = (one.module if isinstance(one, AdaptedStack) else one for one in self.layers.values())
+        self._undo = fast_paths_off(model, tuple({type(holder) for holder in holders}))
         trained = {id(parameter) for module in trained_whole.values() for parameter in module.parameters()}
         # Trained whole, but only what the user had not frozen.
         trained &= {id(parameter) for parameter, required in parameters.items() if required}
@@ -138,7 +139,7 @@ class Lora(Technique):
         self._tell_base(context)
         if stacks and self.config.base != "none":
             context.note(
-                f"lora: base {self.config.base} applies to linear layers only; stacked experts keep their format under "
+                f"lora: base {self.config.base} applies to linear layers only; these keep their format under "
                 f"their adapters: {', '.join(stacks[:3])}" + (f" and {len(stacks) - 3} more" if len(stacks) > 3 else "")
             )
         return self._touched()
@@ -281,7 +282,7 @@ class Lora(Technique):
         for name, layer in self.layers.items():
             if isinstance(layer, AdaptedStack) and is_sharded(layer.weight):
                 # its adapters would be gathered apart
-                rule = f"{name} is a sharded stack of experts, which is not supported"
+                rule = f"{name} is sharded, which is not supported"
                 raise CompatibilityError("lora", rule, "skip it, or train in DDP")
             if hasattr(layer, "set_reshard_after_forward"):
                 # nothing of it would be gathered after the merging

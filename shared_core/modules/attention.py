@@ -165,11 +165,17 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout:
 
 
 def is_stock_attention(kind: type) -> bool:
-    """Return True if a class computes `nn.MultiheadAttention`, opened or not."""
-    return issubclass(kind, nn.MultiheadAttention) and kind.forward in (
-        nn.MultiheadAttention.forward,
-        OpenAttention.forward,
-    )
+    """Return True if a class computes `nn.MultiheadAttention`, opened or not, with its own weights."""
+    if not issubclass(kind, nn.MultiheadAttention):
+        return False
+    is_own = getattr(kind, "project", OpenAttention.project) is OpenAttention.project
+    return is_own and kind.forward in (nn.MultiheadAttention.forward, OpenAttention.forward)
+
+
+def calls_projection(module: nn.Module) -> bool:
+    """Return False for attention with a forward of its own, which may multiply by `out_proj` without calling it."""
+    is_known = is_stock_attention(type(module)) or isinstance(module, OpenAttention)
+    return is_known or not isinstance(module, nn.MultiheadAttention)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shared_core.errors import ConfigError, MatchError, nearest
-from shared_core.modules.attention import is_stock_attention
+from shared_core.modules.attention import calls_projection
 
 STACKED_DIMS = 3
 """Axis 0 for experts, then outputs and inputs in the order of `output_axis_of_experts`."""
@@ -464,7 +464,7 @@ def read_past_forward(model: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
     for parent in model.modules():
         kind: Any = type(parent)
-        if isinstance(parent, nn.MultiheadAttention) and not is_stock_attention(own_class(parent)):
+        if not calls_projection(parent):
             found[id(parent.out_proj)] = f"{kind.__name__} {PAST_FORWARD}"
         if kind.__module__.startswith(("shared_core.", "peft.")):
             continue

@@ -113,7 +113,7 @@ TABLE = {
     ),
     "lora": (
         {"rank": 2, "base": "none", "save": "merged"}, moved_by_a_low_rank,
-        CONVOLUTIONS | RECURRENT | ATTENTION | {"embedding"},
+        CONVOLUTIONS | RECURRENT | {"embedding"},
     ),
     "fp8": ({"recipe": "s2fp8"}, multiplied, CONVOLUTIONS | RECURRENT | {"embedding"}),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Adapters on transformers' Conv1D and on stacked experts: as on linear layers, and as peft adds them."""
+"""Adapters on transformers' Conv1D, stacked experts and attention: as on linear layers, and as peft adds them."""
 
 import copy
 import json
@@ -203,3 +203,79 @@ def test_what_is_left_is_told(capsys):
         attached(mixture("mixtral"), include=tuple(STACKS), dropout=0.1)
     attached(mixture("mixtral"), base="nf4")
     assert "base nf4 applies to linear layers only" in capsys.readouterr().out
+
+
+class Attentive(nn.Module):
+    """Attention to itself, to a memory, and with separate weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0), 1)
+        self.memory = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.separate = nn.MultiheadAttention(16, 2, kdim=8, vdim=8, batch_first=True)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.memory(x, (m := self.encode(x)), m)[0]
+        return self.out(self.separate(y, x[..., :8], x[..., :8])[0])
+
+
+PACKED = [
+    "encode.layers.0.self_attn.in_proj_weight", "memory.in_proj_weight",
+    *(f"separate.{letter}_proj_weight" for letter in "qkv"),
+]  # fmt: skip
+
+
+def test_attention_computes_as_with_merged_weights_in_training_and_evaluation():
+    net, merged = Attentive(), Attentive()
+    session, lora = attached(net)
+    projections = {"encode.layers.0.self_attn.out_proj", "memory.out_proj", "separate.out_proj"}
+    assert {*PACKED} | projections < lora.layers.keys()
+    for layer in lora.layers.values():
+        nn.init.normal_(adapters(layer)[1])
+    weight, (a, b) = merged.memory.in_proj_weight.detach(), adapters(lora.layers["memory.in_proj_weight"])
+    state = net.state_dict()
+    torch.testing.assert_close(state["memory.in_proj_weight"], weight + 32 / 2 * b[0] @ a[0])
+    assert [*state] == [*merged.state_dict()]
+    merged.load_state_dict(state)
+    x = torch.randn(3, 5, 16)
+    for mode in (True, False):  # torch's fused evaluation would read the frozen weights
+        torch.testing.assert_close(net.train(mode)(x), merged.train(mode)(x), rtol=1e-3, atol=1e-4)
+    net(x).square().mean().backward()
+    assert all(bool(one.grad.any()) for name in PACKED for one in adapters(lora.layers[name]))
+    session.detach()
+    assert type(net.memory) is nn.MultiheadAttention
+    assert [name for name, _ in net.named_parameters()] == [name for name, _ in merged.named_parameters()]
+
+
+@pytest.mark.parametrize("recipe", [{}, {"qat": {"scheme": "int8_weight"}}], ids=["alone", "qat"])
+def test_attention_trains_adapters_alone_and_resumes_exactly(recipe):
+    def run(net, steps, state=None):
+        session = Session({"lora": EXPERT_LORA, "allow_partial": True} | recipe)
+        session.attach(net)
+        optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=0.02)
+        if state is not None:
+            net.load_state_dict(state["net"])
+            optimizer.load_state_dict(state["optimizer"])
+            session.load_state_dict(state["session"])
+        session.begin([optimizer], total_steps=6)
+        for step in range(session.step, steps):
+            x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(step))
+            plain_step(session, optimizer, net(x).square().mean())
+        return session, optimizer
+
+    whole, first, second, start = Attentive(), Attentive(), Attentive(), Attentive()
+    session, _ = run(whole, 6)
+    session.finish()
+    for name in PACKED:
+        change = whole.get_parameter(name) - start.get_parameter(name)
+        assert torch.linalg.matrix_rank(change.detach(), rtol=1e-3) == 2, name
+    assert torch.equal(whole.memory.in_proj_bias, start.memory.in_proj_bias)
+    if recipe:  # qat leaves what has adapters of its own, by name
+        assert "AdaptedMultiheadAttention has a forward" in session.techniques["qat"].left_out["memory"]
+    one, optimizer = run(first, 4)
+    state = {"net": first.state_dict(), "optimizer": optimizer.state_dict(), "session": one.state_dict()}
+    resumed, _ = run(second, 6, copy.deepcopy(state))
+    resumed.finish()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in whole.state_dict().items())
