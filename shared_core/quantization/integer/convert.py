@@ -237,6 +237,8 @@ def _fast(module: Any) -> tuple[nn.Module | None, str]:
     kind = stock_kind(STOCK.get(type(module), nn.Module))
     if kind is nn.RNN:
         return None, "torch has no int8 kernel for RNN"
+    if kind is nn.MultiheadAttention:
+        return None, "its projections have no integer kernel here; ONNX files multiply them in integers"
     if kind in (nn.LSTM, nn.GRU):
         scheme = saved_scheme(layer_entry(module) or {}, WHERE)
         why = PackedRecurrent.why_not(module, scheme)

@@ -17,7 +17,7 @@ from eff_kernels.quantization.group import group_codes, group_qparams
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
-from shared_core.modules.attention import OpenAttention, each_once, project
+from shared_core.modules.attention import OpenAttention, project
 from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
 from shared_core.quantization.fake_quant_layers import restore, times_scale
@@ -530,11 +530,12 @@ class ExportAttention(Exported, OpenAttention):
             # onnxruntime has no integer Gemm that adds a float bias
             added = bias if self.scheme.input == "static" else None
             inside = bias if added is None else None
-            y: Tensor = linear(x.reshape(-1, x.shape[-1]), self.value_of(name, rows), inside)
+            matrix = self.quantized_input(x.reshape(-1, x.shape[-1]))
+            y: Tensor = linear(matrix, self.value_of(name, rows), inside)
             y = y if added is None else y + added
             return y.reshape(*x.shape[:-1], y.shape[-1])
 
-        return project(self, each_once(self.quantized_input, query, key, value), product)
+        return project(self, (query, key, value), product)
 
 
 PACKED: dict[type[nn.Module], type[nn.Module]] = {

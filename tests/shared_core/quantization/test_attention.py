@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core import Session
 from shared_core.errors import CompatibilityError
-from shared_core.quantization import apply_ranges, convert, quantize
+from shared_core.quantization import apply_ranges, conversion_report, convert, quantize
 from shared_core.quantization.ranges.saved_ranges import layer_entry
 from shared_core.tools.export import export_onnx
 
@@ -152,6 +152,8 @@ def test_files_and_integers_compute_what_was_trained(scheme, tmp_path):
     session.finish()
     with torch.no_grad():
         integers = convert(net)(x, m)
+    told = conversion_report(convert(net, backend="auto"))["memory"]
+    assert (told["type"], "ONNX files multiply them in integers" in told["why"]) == ("MultiheadAttention", True)
     ranges = {name: layer_entry(net.get_submodule(name)) for name in (*ATTENTION, "head", "memory.out_proj")}
     assert all(ranges.values())
     assert {"min", "max"} <= ranges["memory"].keys() or scheme != "int8"
@@ -174,6 +176,17 @@ def test_files_and_integers_compute_what_was_trained(scheme, tmp_path):
         None, dict(zip((one.name for one in session.get_inputs()), (x.numpy(), m.numpy()), strict=True))
     )
     assert np.abs(found - expected.numpy()).max() < 2e-2
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+def test_files_keep_the_rules_of_engines(target, tmp_path):
+    net, x = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), batch(0)[0]
+    nn.init.normal_(net.self_attn.in_proj_bias)
+    small = quantize(net, {"scheme": "int8", "symmetric": target == "tensorrt"}, [x])
+    data = [x] if target == "tensorrt" else None  # it reads shortcuts as codes
+    report = export_onnx(small, x, tmp_path / "net.onnx", target=target, calibration=data)
+    assert {"self_attn", "self_attn.out_proj"} < {*report.quantized}
+    assert report.largest_difference < 1e-5
 
 
 class Doubled(nn.MultiheadAttention):
