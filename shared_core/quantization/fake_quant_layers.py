@@ -262,7 +262,7 @@ def with_stock_classes(model: nn.Module) -> nn.Module:
         kind = type(module)
         made = FAKE_QUANT if kind in STOCK else FOLDED if kind in STOCK_OF_FOLDED else {}
         own = STOCK.get(kind) or STOCK_OF_FOLDED.get(kind, kind)
-        base = stock_kind(own)
+        base = None if kind not in STOCK and issubclass(kind, OpenAttention) else stock_kind(own)  # that stays open
         if base in FAKE_QUANT and base is not own:
             constants: list[str] = base.__constants__  # type: ignore[attr-defined]
             sizes = {name: getattr(module, name) for name in constants if name not in vars(module)}

@@ -11,6 +11,7 @@ from torch import nn
 
 from shared_core import Session
 from shared_core.errors import CompatibilityError
+from shared_core.modules.attention import OpenAttention
 from shared_core.quantization import apply_ranges, conversion_report, convert, quantize
 from shared_core.quantization.ranges.saved_ranges import layer_entry
 from shared_core.tools.export import export_onnx
@@ -176,6 +177,26 @@ def test_files_and_integers_compute_what_was_trained(scheme, tmp_path):
         None, dict(zip((one.name for one in session.get_inputs()), (x.numpy(), m.numpy()), strict=True))
     )
     assert np.abs(found - expected.numpy()).max() < 2e-2
+
+
+def test_a_projection_quantized_alone_is_called_everywhere(tmp_path):
+    net = Net()
+    options = {"scheme": "int8_weight", "keep": True, "skip": ["*attn", "separate", "memory"]}
+    session, _ = train(net, options, 8)
+    session.finish()
+    net.eval()
+    x, m = batch(9)
+    with torch.no_grad():
+        expected = net(x, m)
+        torch.testing.assert_close(convert(net)(x, m), expected, atol=1e-5, rtol=0)
+    assert {type(one) for one in net.modules() if isinstance(one, nn.MultiheadAttention)} == {OpenAttention}
+    report = export_onnx(net, (x, m), tmp_path / "net.onnx")
+    assert "memory.out_proj" in report.quantized
+    assert report.largest_difference < 1e-5
+    session = onnxruntime.InferenceSession(report.path)
+    names = [one.name for one in session.get_inputs()]
+    (found,) = session.run(None, {names[0]: x.numpy(), names[1]: m.numpy()})
+    assert np.abs(found - expected.numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
