@@ -415,9 +415,10 @@ def _program(report: Any) -> Iterator[str]:
 
 def _served(report: Any) -> Iterator[str]:
     yield f"Format: {report.format}."
-    if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+    in_blocks = ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized")
+    if report.format in in_blocks and "fp8" not in report.format:
         yield "vLLM runs it on GPUs only."
-    if report.format in ("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"):
+    if report.format in in_blocks:
         yield "All other weights are bfloat16."
     if report.kv_cache:
         yield f"{counted(len(report.kv_cache), 'attention layer')} with cache scales: vLLM keeps their cache in FP8."

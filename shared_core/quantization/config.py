@@ -85,14 +85,14 @@ class QatConfig(OverridableConfig):
         "fp16 and bf16 (weights alone), fp8, fp8_static, fp8_block, mxfp4, nvfp4, ternary, binary, xnor_net (binary "
         "weights and binary_scaled inputs), released (those of the folder that the model was loaded from, with its "
         "scales), or compressed-tensors' names W2A16 to W8A16, W4A16_ASYM, W8A8, W4A8, W4AFP8, FP8_DYNAMIC, NVFP4A16, "
-        "MXFP4A16, MXFP4XFP8, MXFP8A16, MXFP8",
+        "MXFP4A16, MXFP4XFP8, MXFP6A16, MXFP6A8, MXFP8A16, MXFP8",
         flag_type=str | None,
     )
     weights: Weights | None = option(
         None,
         help="format of weights, instead of the scheme's. int8: per channel; int4, int4_asym: in groups, without or "
         "with zero points; fp16, bf16: 16 bits; fp8: per channel; fp8_tensor: one scale; fp8_block: blocks of "
-        "128 x 128; mxfp4, mxfp8, nvfp4: blocks of 32, 32 or 16",
+        "128 x 128; mxfp4, mxfp6, mxfp8: blocks of 32; nvfp4: of 16",
     )
     init: str | None = option(
         None,

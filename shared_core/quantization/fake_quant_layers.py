@@ -48,7 +48,7 @@ from shared_core.quantization.layer_graph import LAYERS
 from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
 from shared_core.quantization.low_bit import HALF, beyond_half, to_blocks
 from shared_core.quantization.ranges.kept_scales import KeptScale
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.schemes import MX, LayerScheme
 
 
 class _FakeQuant(PlainState):
@@ -409,7 +409,7 @@ def grid_of(
             zeros=None if kept.zero_point is None else kept.zero_point.flatten(),
             holds=Where.SAVED,
         )
-    is_mx = kind in ("mxfp4", "mxfp8")
+    is_mx = kind in MX
     # With a learned scale the smallest code is -(qmax + 1). Without a scale the step follows from the largest weight.
     largest = scheme.weight_qmax + is_folded if kind == "channel" else None
     if element is not None and kind != "nvfp4":

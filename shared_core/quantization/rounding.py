@@ -106,6 +106,7 @@ _QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tenso
     "fp8_tensor": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn),
     "fp8_block": _fp8_block,
     "mxfp4": lambda rows, scheme, noise: mx_fake_quantize(rows, "fp4_e2m1"),
+    "mxfp6": lambda rows, scheme, noise: mx_fake_quantize(rows, "fp6_e2m3"),
     "mxfp8": lambda rows, scheme, noise: mx_fake_quantize(rows, "fp8_e4m3"),
     "nvfp4": lambda rows, scheme, noise: nvfp4_fake_quantize(rows),
     "ternary": lambda rows, scheme, noise: ternarize(rows, 0),

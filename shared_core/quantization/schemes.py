@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal
 
 Weight = Literal[
-    "channel", "group", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary", "binary"
+    "channel", "group", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp6", "mxfp8", "nvfp4", "ternary",
+    "binary",
 ]  # fmt: skip
 Input = Literal[
     "none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "mxfp8", "nvfp4", "binary", "binary_scaled"
@@ -17,7 +18,9 @@ WIDE = 16
 """Bits of an input in ``int16_static``."""
 FP8_GROUP = 128
 """Features of an input that share a scale in ``fp8_group``."""
-_MX = ("mxfp4", "mxfp8")
+Element = Literal["fp4_e2m1", "fp6_e2m3", "fp8_e4m3"]
+MX: dict[str, Element] = {"mxfp4": "fp4_e2m1", "mxfp6": "fp6_e2m3", "mxfp8": "fp8_e4m3"}
+"""Formats whose blocks of 32 share a power of two → their elements."""
 FEW = ("ternary", "binary")
 """Weights of two or three values."""
 HALF = ("fp16", "bf16")
@@ -106,14 +109,14 @@ class LayerScheme:
     @property
     def block(self) -> int:
         """Weights per scale in a block format, 0 in others."""
-        return 16 if self.weight == "nvfp4" else 32 if self.weight in _MX else 0
+        return 16 if self.weight == "nvfp4" else 32 if self.weight in MX else 0
 
     @property
-    def element(self) -> Literal["fp4_e2m1", "fp8_e4m3"] | None:
+    def element(self) -> Element | None:
         """The float format of a code; None for integers."""
-        if self.weight in ("mxfp4", "nvfp4"):
+        if self.weight == "nvfp4":
             return "fp4_e2m1"
-        return "fp8_e4m3" if self.weight == "mxfp8" or self.weight.startswith("fp8") else None
+        return "fp8_e4m3" if self.weight.startswith("fp8") else MX.get(self.weight)
 
     @property
     def weight_range(self) -> tuple[int, int]:
@@ -160,7 +163,7 @@ class LayerScheme:
             'mxfp8 inputs have a power of two per 32 features, which nvfp4 weights lack'
         """
         kind = f"int{self.weight_bits}" if self.has_integers else self.weight
-        if self.input in _MX and self.weight not in _MX:
+        if self.input in MX and self.weight not in MX:
             return f"{self.input} inputs have a power of two per 32 features, which {kind} weights lack"
         if self.is_half and self.input != "none":
             return f"{self.weight} weights multiply only float inputs"
@@ -168,7 +171,7 @@ class LayerScheme:
             return f"binary_scaled inputs are those of XNOR-Net, for binary or ternary weights, got {kind}"
         if self.input == "nvfp4" and self.weight != "nvfp4":
             return f"nvfp4 inputs have an fp8 scale per 16 features, which {kind} weights lack"
-        if self.has_integer_inputs and (self.weight.startswith("fp8") or self.weight == "mxfp8"):
+        if self.has_integer_inputs and self.element in ("fp6_e2m3", "fp8_e4m3"):
             return f"integer inputs need weights with integer codes, which {self.weight} lacks"
         if self.input.startswith("fp8") and self.has_integers:
             largest = 2**self.weight_bits - 1 if self.affine else self.weight_qmax
@@ -179,14 +182,15 @@ class LayerScheme:
 
 
 Weights = Literal[
-    "int8", "int4", "int4_asym", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "ternary",
-    "binary",
+    "int8", "int4", "int4_asym", "fp16", "bf16", "fp8", "fp8_tensor", "fp8_block", "mxfp4", "mxfp6", "mxfp8", "nvfp4",
+    "ternary", "binary",
 ]  # fmt: skip
 WEIGHTS: dict[str, tuple[Weight, int, int, bool]] = {
     "int8": ("channel", 8, 0, False), "int4": ("group", 4, 0, False), "int4_asym": ("group", 4, 0, True),
     "fp16": ("fp16", 16, 0, False), "bf16": ("bf16", 16, 0, False),
     "fp8": ("fp8", 8, 0, False), "fp8_tensor": ("fp8_tensor", 8, 0, False), "fp8_block": ("fp8_block", 8, 128, False),
-    "mxfp4": ("mxfp4", 4, 0, False), "mxfp8": ("mxfp8", 8, 0, False), "nvfp4": ("nvfp4", 4, 0, False),
+    "mxfp4": ("mxfp4", 4, 0, False), "mxfp6": ("mxfp6", 6, 0, False),
+    "mxfp8": ("mxfp8", 8, 0, False), "nvfp4": ("nvfp4", 4, 0, False),
     "ternary": ("ternary", 2, 0, False), "binary": ("binary", 1, 0, False),
 }  # fmt: skip
 """Format of weights → fields of `LayerScheme`."""
@@ -209,7 +213,7 @@ Scheme = Literal[
     "int8", "int8_weight", "int8_dynamic", "int16", "int4_weight", "int8_dynamic_int4_weight", "fp16", "bf16", "fp8",
     "fp8_static", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary", "xnor_net", "W2A16", "W3A16", "W4A16",
     "W5A16", "W6A16", "W7A16", "W8A16", "W4A16_ASYM", "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16",
-    "MXFP4XFP8", "MXFP8A16", "MXFP8", "released",
+    "MXFP4XFP8", "MXFP6A16", "MXFP6A8", "MXFP8A16", "MXFP8", "released",
 ]  # fmt: skip
 _PAIRS = {
     "int8": ("int8", "int8_static"), "int8_weight": ("int8", "none"), "int8_dynamic": ("int8", "int8_token"),
@@ -222,7 +226,7 @@ _PAIRS = {
     "W4A16_ASYM": ("int4_asym", "none"), "W8A8": ("int8", "int8_token"), "W4A8": ("int4", "int8_token"),
     "W4AFP8": ("int4", "fp8_token"), "FP8_DYNAMIC": ("fp8", "fp8_token"), "NVFP4A16": ("nvfp4", "none"),
     "MXFP4A16": ("mxfp4", "none"), "MXFP4XFP8": ("mxfp4", "fp8_group"), "MXFP8A16": ("mxfp8", "none"),
-    "MXFP8": ("mxfp8", "mxfp8"),
+    "MXFP8": ("mxfp8", "mxfp8"), "MXFP6A16": ("mxfp6", "none"), "MXFP6A8": ("mxfp6", "mxfp8"),
 }  # fmt: skip
 SCHEMES: dict[str, LayerScheme] = {
     name: LayerScheme(*WEIGHTS[weights], *INPUTS[inputs]) for name, (weights, inputs) in _PAIRS.items()

@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +125,7 @@ class Grid(Claim):
     """Largest code; None if codes are not multiples of a step."""
     scale: Tensor | None = None
     """Scale per group, or one; None if the largest weight of a group has the largest code."""
-    codes: Literal["fp4_e2m1", "fp8_e4m3"] | None = None
+    codes: str | None = None
     """Small float format of codes; None for integers."""
     any_step: bool = False
     """True if the largest weight may have any code, as with a learned scale that is not in `scale`."""

@@ -24,17 +24,11 @@ from shared_core.files.atomic import atomic_folder
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import StackedExperts
 from shared_core.modules.weight_views import as_rows, weights_of
-from shared_core.numerics.block_formats import (
-    Element,
-    mx_encode,
-    mx_round_to,
-    nvfp4_binary_scale,
-    nvfp4_encode,
-)
+from shared_core.numerics.block_formats import mx_encode, mx_round_to, nvfp4_binary_scale, nvfp4_encode
 from shared_core.numerics.rounding import decode, round_to
 from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
-from shared_core.quantization.schemes import FP8_GROUP, LayerScheme
+from shared_core.quantization.schemes import FP8_GROUP, MX, LayerScheme
 from shared_core.tools.export.served import (
     FUSED,
     ServedModel,
@@ -232,7 +226,7 @@ def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
 _SERVED = {
     "channel": ("none", "token", "static"), "group": ("none", "token", "fp8"), "fp8": ("none", "fp8", "fp8_static"),
     "fp8_tensor": ("fp8_static",), "fp8_block": ("fp8_group",), "mxfp4": ("none", "mxfp4", "mxfp8", "fp8_group"),
-    "mxfp8": ("none", "mxfp8"), "nvfp4": ("none", "nvfp4"),
+    "mxfp6": ("none", "mxfp8"), "mxfp8": ("none", "mxfp8"), "nvfp4": ("none", "nvfp4"),
 }  # fmt: skip
 """Weights → inputs that the format describes together and engines multiply."""
 
@@ -355,7 +349,7 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
     layer.quantization_scheme = _format_scheme(scheme, input_scale is not None)
     initialize_module_for_quantization(layer, force_zero_point=False)
     if scheme.block == 32:  # one power of two per block, which the largest code determines
-        element: Element = "fp4_e2m1" if scheme.weight == "mxfp4" else "fp8_e4m3"
+        element = MX[scheme.weight]
         scale = torch.exp2(mx_encode(rows, element).scale.float() - 127)
         # A kept scale may have 240 as its largest code. As 480 at half of it, e4m3 would saturate.
         off = F.pad(mx_round_to(rows, element) != rows, (0, -rows.shape[1] % 32)).view(*scale.shape, 32).any(-1)
@@ -431,7 +425,7 @@ def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
     if scheme.block:
-        weights = PRESET_SCHEMES[scheme.weight.upper()]["weights"]
+        weights = PRESET_SCHEMES[f"{scheme.weight.upper()}A16"]["weights"]
     else:
         strategy = {"group": "group", "fp8_block": "block"}.get(scheme.weight, "channel")
         # engines have kernels for 4 and 8 bits, per channel with quantized inputs only 8; fewer bits use the same codes

@@ -12,7 +12,7 @@ from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale
 from shared_core.numerics.rounding import decode
 from shared_core.quantization import QatConfig
 from shared_core.quantization.rounding import quantize_input, quantize_weight
-from shared_core.quantization.schemes import INPUTS, SCHEMES, WEIGHTS, LayerScheme
+from shared_core.quantization.schemes import INPUTS, MX, SCHEMES, WEIGHTS, LayerScheme
 from shared_core.quantization.selection import layer_schemes
 from shared_core.tools.export.compressed_tensors import _format_scheme
 
@@ -40,7 +40,8 @@ def test_a_preset_has_the_arguments_of_compressed_tensors(name):
 
 
 def test_every_name_that_we_share_with_compressed_tensors_is_checked():
-    assert {"W4A16", "W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4XFP8", "MXFP8"} <= {*NAMES}
+    names = "W4A16 W8A8 W4A8 W4AFP8 FP8_DYNAMIC FP8_BLOCK NVFP4 MXFP4XFP8 MXFP6A8 MXFP8"
+    assert {*names.split()} <= {*NAMES}
     # these two mean something else in lower case here: the preset FP8 is a pair, INT8 is W8A8
     assert PRESET_SCHEMES["INT8"] == PRESET_SCHEMES["W8A8"]
     mine = _format_scheme(LayerScheme(*WEIGHTS["fp8_tensor"], *INPUTS["fp8_static"]), rounds_inputs=True)
@@ -52,7 +53,7 @@ def test_every_name_that_we_share_with_compressed_tensors_is_checked():
 def scales_of(rows, scheme):
     """Our scales in the shape of the format, and its zero points; MX and NVFP4 as their own encoders give them."""
     if scheme.block == 32:
-        scale = mx_encode(rows, "fp4_e2m1" if scheme.weight == "mxfp4" else "fp8_e4m3").scale
+        scale = mx_encode(rows, MX[scheme.weight]).scale
         return torch.exp2(scale.float() - 127), None, None
     if scheme.weight == "nvfp4":
         tensor = nvfp4_binary_scale(rows.abs().amax())

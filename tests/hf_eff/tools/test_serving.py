@@ -54,6 +54,8 @@ RELEASED = [
     ({"scheme": "W4AFP8", "group_size": 32}, "int-quantized", {"weight", "weight_scale"}, ("float", 8, "token")),
     ({"scheme": "MXFP4A16"}, *FORMATS["mxfp4"], None),
     ({"weights": "mxfp4", "inputs": "mxfp8"}, *FORMATS["mxfp4"], ("float", 8, "group")),
+    ({"scheme": "MXFP6A16"}, "mxfp6-pack-quantized", FORMATS["mxfp4"][1], None),
+    ({"scheme": "MXFP6A8"}, "mxfp6-pack-quantized", FORMATS["mxfp4"][1], ("float", 8, "group")),
     ({"scheme": "MXFP8A16"}, "mxfp8-quantized", {"weight", "weight_scale"}, None),
     ({"scheme": "MXFP8"}, "mxfp8-quantized", {"weight", "weight_scale"}, ("float", 8, "group")),
     ({"scheme": "NVFP4A16"}, *FORMATS["nvfp4"], None),

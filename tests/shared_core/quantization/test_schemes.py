@@ -4,6 +4,7 @@ import copy
 import math
 from typing import get_args
 
+import ml_dtypes
 import pytest
 import torch
 from observed_data import range_of
@@ -24,7 +25,8 @@ OWN = ["int8", "int8_weight", "int8_dynamic", "int16", "int4_weight", "int8_dyna
 # formats that no preset has, or that it has for the other half alone
 PAIRS = [
     {"scheme": "int8", "symmetric": True},
-    {"weights": "mxfp4", "inputs": "mxfp8"}, {"weights": "fp8_tensor", "inputs": "fp8_static"},
+    {"weights": "mxfp4", "inputs": "mxfp8"}, {"weights": "mxfp6", "inputs": "none"},
+    {"weights": "fp8_tensor", "inputs": "fp8_static"},
     {"weights": "nvfp4", "inputs": "fp8_token"}, {"weights": "int8", "inputs": "fp8_group", "weight_bits": 4},
     {"weights": "ternary", "inputs": "binary"}, {"weights": "int8", "inputs": "binary"},
 ]  # fmt: skip
@@ -131,6 +133,8 @@ def reference(rows, scheme):
     if kind in ("fp8", "fp8_tensor"):
         peaks = rows.abs().amax(1, keepdim=True)
         return e4m3(rows, (peaks if kind == "fp8" else peaks.max()) / 448)
+    if kind == "mxfp6":
+        return mx(rows, 2, lambda x: torch.from_numpy(x.numpy().astype(ml_dtypes.float6_e2m3fn).astype("float64")))
     if kind in ("mxfp4", "mxfp8"):
         return mx(rows, 2, e2m1) if kind == "mxfp4" else mx(rows, 8, lambda x: e4m3(x.clamp(-448, 448), 1.0))
     if kind == "nvfp4":
