@@ -53,6 +53,8 @@ def operands():
         ops[1].step_noise: (w, 3, torch.tensor(5), 1),
         ops[1].quantize: (x, torch.tensor(0.1), torch.tensor(3), 8),
         ops[1].dequantize: (codes, torch.tensor(0.1), torch.tensor(3), 0, 0),
+        ops[1].quantize_fp8: (x, torch.tensor(0.1)),
+        ops[1].signs: (x,),
         ops[1].linear: (x, w, torch.zeros(32)),
         ops[1].quantize_rows: (x, x.abs().amax(1, keepdim=True) / 127),
         ops[1].integer_linear: (codes, weight, 3),
