@@ -234,9 +234,9 @@ class TaskLoss:
 
     def _means(self) -> str:
         batches, processes = self._window.micro_batches, self._window.processes
-        told = f"{batches} micro-batches" if batches > 1 else ""
-        told += " and " if told and processes > 1 else ""
-        return told + (f"{processes} processes" if processes > 1 else "")
+        text = f"{batches} micro-batches" if batches > 1 else ""
+        text += " and " if text and processes > 1 else ""
+        return text + (f"{processes} processes" if processes > 1 else "")
 
     def share(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor | float | None:
         """Return the factor for the mean of such a call, None if it is right already."""

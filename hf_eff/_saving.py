@@ -145,10 +145,10 @@ class Saving:
             if step_of(folder) is not None:
                 earlier.unlink()  # from a run whose checkpoint this one replaces
             else:
-                told = (
+                text = (
                     "from an earlier save, which may be loaded instead of the adapters; delete it unless it is the base"
                 )
-                self.session.note(f"{folder} also holds {earlier.name} {told}")
+                self.session.note(f"{folder} also holds {earlier.name} {text}")
 
     def _save_state(self, folder: Path, step: int) -> None:
         # After the weights and before the trainer's own state, so a checkpoint that looks complete is complete.

@@ -180,8 +180,8 @@ class FolderEvaluator:
                 kind = ""
         if kind not in _TASKS[self.task]:
             rule = f"--task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in {self._folder}"
-            told = f"{rule} (num_labels {outputs}, problem_type {self._config.problem_type})"
-            raise CheckpointError("eff soup", told, "choose another task, or give --eval")
+            message = f"{rule} (num_labels {outputs}, problem_type {self._config.problem_type})"
+            raise CheckpointError("eff soup", message, "choose another task, or give --eval")
         return kind, is_image
 
     def _load(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:

@@ -105,8 +105,8 @@ class LightningFrontEnd:
             from lightning_eff.fabric_loop import setup as set_up
 
             steps = asked_steps()
-            told = f"the number of optimizer steps must be given for a Fabric loop, as --{STEPS_FLAG} N"
-            require(steps, "eff run", told, "or call efftrain.lightning.setup in the script")
+            rule = f"the number of optimizer steps must be given for a Fabric loop, as --{STEPS_FLAG} N"
+            require(steps, "eff run", rule, "or call efftrain.lightning.setup in the script")
             self._has_loop = True
             return set_up(fabric, model, optimizers[0], recipe=self._recipe, total_steps=steps or 0, **options)
 

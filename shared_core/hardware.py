@@ -58,9 +58,9 @@ def cpu_capabilities() -> Mapping[str, Any]:
         found: Mapping[str, Any] = asked()
         return found
     lines = _CPU_INFO.read_text(encoding="utf-8").splitlines() if _CPU_INFO.is_file() else []
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    words = f"{told.get('flags', '')} {told.get('Features', '')}".split()
-    return {_RENAMED.get(word, word): True for word in words} | {"cpu_name": told.get("model name", "unknown")}
+    report = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    words = f"{report.get('flags', '')} {report.get('Features', '')}".split()
+    return {_RENAMED.get(word, word): True for word in words} | {"cpu_name": report.get("model name", "unknown")}
 
 
 def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]:

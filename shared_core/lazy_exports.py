@@ -26,8 +26,8 @@ def export_lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callab
             if name in exported:
                 raise  # of a module of ours
             # with both, Python's traceback tells the nearest name
-            told = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(told, name=name, obj=sys.modules[package]) from error
+            rule = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(rule, name=name, obj=sys.modules[package]) from error
 
     return load_or_name_extra, names, exported
 

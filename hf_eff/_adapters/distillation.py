@@ -366,8 +366,8 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
 def _check_path(name: str, *files: str) -> None:
     path = Path(name).expanduser()
     is_whole = not path.exists() or any((path / file).is_file() for file in files)
-    told = f"teacher must be a folder with {' or '.join(files)}, but {name!r} has none"
-    require(is_whole, "distill", told, "pass the folder that save_model or save_pretrained wrote", CheckpointError)
+    rule = f"teacher must be a folder with {' or '.join(files)}, but {name!r} has none"
+    require(is_whole, "distill", rule, "pass the folder that save_model or save_pretrained wrote", CheckpointError)
     check_named(name, "distill", "teacher")
     if not path.exists() and not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
         _check_hub(name)
@@ -380,8 +380,8 @@ def _check_hub(name: str) -> None:
     except HfHubHTTPError:
         pass  # it answers: transformers reports why it rejects the model
     except Exception as error:  # of the client's HTTP library, which depends on the version
-        told = f"teacher must be an existing folder or a Hub name, got {name!r}: there is no such folder, and the Hub "
-        raise CheckpointError("distill", f"{told}cannot be reached ({_first_line(error)})", "check the path") from error
+        rule = f"teacher must be an existing folder or a Hub name, got {name!r}: there is no such folder, and the Hub "
+        raise CheckpointError("distill", f"{rule}cannot be reached ({_first_line(error)})", "check the path") from error
 
 
 _TRUST = "trust_remote_code"  # the name in transformers' error

@@ -308,8 +308,8 @@ def mark_largest_(masks: list[Tensor], scores: list[Tensor], num_pruned: int) ->
     kept[len(flat) - 1 - order] = False
     for mask, part in zip(masks, torch.split(kept, [mask.numel() for mask in masks]), strict=True):
         mask.copy_(part.view(mask.shape))
-    told = [[int(mask.count_nonzero()), int(score.isnan().any())] for mask, score in zip(masks, scores, strict=True)]
-    return torch.tensor(told)
+    lines = [[int(mask.count_nonzero()), int(score.isnan().any())] for mask, score in zip(masks, scores, strict=True)]
+    return torch.tensor(lines)
 
 
 @mark_largest_.register_fake

@@ -435,8 +435,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _changed(name: str, rule: str, remedy: str = "") -> TrainingError:
-    told = f"{name}: {rule}, because recomputed values would differ"
-    return TrainingError("checkpointing", told, f"{remedy}leave the block out")
+    message = f"{name}: {rule}, because recomputed values would differ"
+    return TrainingError("checkpointing", message, f"{remedy}leave the block out")
 
 
 def _differs(name: str, found: str) -> TrainingError:

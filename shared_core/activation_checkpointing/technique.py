@@ -206,16 +206,16 @@ class ActivationCheckpointing(Technique):
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
         """Return a report as plain sentences, the result first. The report may come from a file."""
-        told = []
+        lines = []
         if "recomputations" in report:
             blocks = counted(report["blocks"], "block")
             times = counted(round(report["recomputations_per_step"]), "recomputation")
             saved = report["saved_bytes"]
             kept = f", which freed {size_text(saved)} of activations" if saved else ""
-            told.append(f"Recomputed {blocks} in the backward pass, {times} a step{kept}.")
+            lines.append(f"Recomputed {blocks} in the backward pass, {times} a step{kept}.")
         if report.get("planned"):
             peak, whole = report["predicted_peak_bytes"], report["peak_bytes_without"]
-            told.append(f"The plan needs at most {size_text(peak)} of activations, without it {size_text(whole)}.")
+            lines.append(f"The plan needs at most {size_text(peak)} of activations, without it {size_text(whole)}.")
         if missed := report.get("never_recomputed"):
-            told.append(f"Never recomputed: {listed(missed, 3)}.")
-        return told or ["Nothing was recomputed yet."]
+            lines.append(f"Never recomputed: {listed(missed, 3)}.")
+        return lines or ["Nothing was recomputed yet."]

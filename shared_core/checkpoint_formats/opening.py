@@ -226,13 +226,13 @@ class _PartFiles:
         names = [name for name in (*ingredient.specs, *ingredient.ties) if name.startswith(self._prefix)]
         # Without an index, all tensors are in one file.
         index = self._index or {name.removeprefix(self._prefix): self._found for name in names}
-        told = {self._prefix + key: self._below + file for key, file in index.items()}
+        report = {self._prefix + key: self._below + file for key, file in index.items()}
         # Check both ways: names without a tensor, and tensors without a name.
-        if odd := sorted(told.keys() ^ set(names)):
+        if odd := sorted(report.keys() ^ set(names)):
             rule = f"index and shards must have the same tensors, but only one of them has {odd[0]!r}"
             raise CheckpointError(self._place / self._found, rule)
-        ingredient.shards |= told
-        ingredient.prefixes |= dict.fromkeys(told.values(), self._prefix)
+        ingredient.shards |= report
+        ingredient.prefixes |= dict.fromkeys(report.values(), self._prefix)
         if self._index is not None:
             ingredient.indexes.append(self._below + self._found)
 

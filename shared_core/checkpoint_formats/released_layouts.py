@@ -350,8 +350,8 @@ def _kind(name: str, args: Any) -> tuple[str, dict[str, Any]]:
         ):
             kind = None
     if kind is None:
-        told = f"{args.type} of {bits} bits per {strategy}{'' if args.symmetric else ' with zero points'}"
-        rule = f"{name} must be quantized in a format that can be trained, got {told}"
+        text = f"{args.type} of {bits} bits per {strategy}{'' if args.symmetric else ' with zero points'}"
+        rule = f"{name} must be quantized in a format that can be trained, got {text}"
         raise CheckpointError("released", rule, "use a release in W4A16, W8A8, FP8, MXFP4 or NVFP4")
     if args.actorder not in (None, "weight", "static"):
         rule = f"{name} must have groups of neighboring weights, got actorder {args.actorder}"

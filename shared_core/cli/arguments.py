@@ -100,12 +100,12 @@ class CommandOptions(Options):
         real = out.resolve()
         read = [getattr(self, name, None) for name in ("model", "file", "weights", "base")]
         paths = [Path(one) for one in (*read, *getattr(self, "paths", ())) if one is not None]
-        told = f"--force must not replace what the command reads, got {out}"
-        self.require(not any(one.exists() and one.resolve().is_relative_to(real) for one in paths), told)
+        rule = f"--force must not replace what the command reads, got {out}"
+        self.require(not any(one.exists() and one.resolve().is_relative_to(real) for one in paths), rule)
         self.require(not Path.cwd().is_relative_to(real), f"--force must not replace the working folder, got {out}")
         is_ours = not out.is_dir() or any(any(out.glob(name)) for name in _WRITTEN)
-        told = f"--force replaces only folders that eff wrote, but {out} has no {' or '.join(_WRITTEN)}"
-        self.require(is_ours, told, "remove it yourself")
+        rule = f"--force replaces only folders that eff wrote, but {out} has no {' or '.join(_WRITTEN)}"
+        self.require(is_ours, rule, "remove it yourself")
         with replacing(out):
             yield
 

@@ -135,9 +135,9 @@ def _tokenizer(name: str) -> Any:
     from shared_core.distillation.teacher_cache import tokenizer_fingerprint
 
     found = Path(name) if Path(name).is_dir() else function(name, f"{_WHERE}: --tokenizer")()
-    told = f"--tokenizer must have a vocabulary, but {name} has none"
+    rule = f"--tokenizer must have a vocabulary, but {name} has none"
     remedy = "give a folder with tokenizer.json, or a function that returns the tokenizer"
-    require(tokenizer_fingerprint(found) is not None, _WHERE, told, remedy)
+    require(tokenizer_fingerprint(found) is not None, _WHERE, rule, remedy)
     return found
 
 

@@ -90,9 +90,9 @@ def compress(asked: CompressOptions) -> None:
     size = done.original_bytes + sum(len(content) for content in files.values())
     if size > FREE_BYTES + FREE_RATIO * done.file_bytes:
         echo(f"The ratio is above what eff decompress accepts by default. Give it --max-bytes {size}.", err=True)
-    told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
-    keep_report(out, told)
-    print_report(told, _lines(done, seconds, asked.every_layer), as_json=asked.as_json)
+    report = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
+    keep_report(out, report)
+    print_report(report, _lines(done, seconds, asked.every_layer), as_json=asked.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,9 @@ def decompress(asked: DecompressOptions) -> None:
         for name, content in beside.items():
             (folder / name).write_bytes(content)
     num_bytes = sum(entry.num_bytes for entry in compressed.index.tensors)
-    told = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
+    report = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
     shown = f"Decompressed {counted(len(tensors), 'tensor')} ({size_text(num_bytes)}) in {duration(seconds)}."
-    print_report(told, [shown, f"Wrote {asked.out}."], as_json=asked.as_json)
+    print_report(report, [shown, f"Wrote {asked.out}."], as_json=asked.as_json)
 
 
 def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:

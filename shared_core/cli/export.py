@@ -126,8 +126,8 @@ def export(asked: ExportOptions) -> None:
     dynamic_length = asked.dynamic_length
     if kind == "onnx" and Path(model).is_dir():
         reads_tokens = "input_ids" in example
-        told = f"--dynamic-length needs a model that reads tokens, got {model}"
-        asked.require(reads_tokens or not dynamic_length, told)
+        rule = f"--dynamic-length needs a model that reads tokens, got {model}"
+        asked.require(reads_tokens or not dynamic_length, rule)
         dynamic_length = dynamic_length or (reads_tokens and asked.length is None)
     batches = None if asked.calibration is None else list(user_batches(asked.calibration, "eff export: --calibration"))
     if asked.kv_cache is not None:
@@ -191,16 +191,16 @@ def _check_out(asked: ExportOptions) -> None:
         try:
             released_config(asked.base or asked.model)
         except CheckpointError as error:
-            told = f"--base must be the quantized release that {asked.model} was trained from: {error.rule}"
-            raise CheckpointError(asked.key, told, "" if asked.base else "add --base FOLDER") from error
+            rule = f"--base must be the quantized release that {asked.model} was trained from: {error.rule}"
+            raise CheckpointError(asked.key, rule, "" if asked.base else "add --base FOLDER") from error
     if not suffix:
         check_new(out, asked.key)
         return
     asked.require(not out.is_dir(), f"--out must be a file, got the folder {out}", "name a file in it")
     asked.require(out.parent.is_dir(), f"--out must be in an existing folder, got {out}", "create it first")
-    told = f"--out must be a new file, or a {suffix} file to overwrite, got {out}, which exists"
+    rule = f"--out must be a new file, or a {suffix} file to overwrite, got {out}, which exists"
     # a file of another kind may be the weights to export
-    asked.require(out.suffix == suffix or is_free(out), told, "choose another name")
+    asked.require(out.suffix == suffix or is_free(out), rule, "choose another name")
     check_writable(out, "eff export: --out")
 
 
@@ -214,8 +214,8 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     from shared_core.quantization import apply_ranges
 
     length, is_folder = asked.length, Path(asked.model).is_dir()
-    told = f"--length needs a folder, got {asked.model}"
-    asked.require(is_folder or length is None, told, "its function returns the inputs")
+    rule = f"--length needs a folder, got {asked.model}"
+    asked.require(is_folder or length is None, rule, "its function returns the inputs")
     _check_final(Path(asked.model) if is_folder else asked.weights)
     has_ranges = asked.weights is not None and _has_ranges(asked.weights)
     network: Any
@@ -235,10 +235,10 @@ def model_and_inputs(asked: ExportOptions, default_length: int | None, *, traced
     if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
         apply_ranges(network, ranges)
     inputs = _inputs(network, default_length if length is None else length)
-    told = f"got {type(network).__name__}, which reads {', '.join(inputs)}"
+    rule = f"got {type(network).__name__}, which reads {', '.join(inputs)}"
     reads_tokens = {"input_ids", "decoder_input_ids"} & inputs.keys()
-    told = f"--length needs a model that reads tokens, {told}"
-    asked.require(reads_tokens or length is None, told, "leave it out")
+    rule = f"--length needs a model that reads tokens, {rule}"
+    asked.require(reads_tokens or length is None, rule, "leave it out")
     return network, inputs
 
 
@@ -248,8 +248,8 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     inputs = made_up_inputs(network, "eff export", length or 8)
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
-    told = "--length must be given, because a program for ExecuTorch reads inputs of one size"
-    require(length is not None, "eff export", told, "add --length 128, the number of tokens per input")
+    rule = "--length must be given, because a program for ExecuTorch reads inputs of one size"
+    require(length is not None, "eff export", rule, "add --length 128, the number of tokens per input")
     require((length or 0) >= 2, "eff export", f"--length must be at least 2, got {length}", "add --length 128")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
@@ -265,9 +265,9 @@ def _check_final(path: Path | None) -> None:
     if path is None or not (path / STATE_FILE).is_file() or (path / DEPLOYMENT_FILE).exists():
         return
     state = load_state(path)
-    told = f"{path} is a checkpoint of step {state.get('step')}, from before qat rounded the weights"
+    rule = f"{path} is a checkpoint of step {state.get('step')}, from before qat rounded the weights"
     remedy = "give the folder that trainer.save_model() wrote after training; to finish the run, resume it"
-    require("qat" not in state.get("recipe", {}), "eff export", told, remedy, CheckpointError)
+    require("qat" not in state.get("recipe", {}), "eff export", rule, remedy, CheckpointError)
 
 
 def _has_ranges(weights: Path) -> bool:

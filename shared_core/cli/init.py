@@ -57,8 +57,8 @@ def init(asked: InitOptions) -> None:
     from shared_core.hardware import default_device
 
     out = asked.out
-    told = f"--out must be a new file, got {out}, which exists"
-    asked.require(asked.force or not out.exists(), told, "choose another name, or add --force")
+    rule = f"--out must be a new file, got {out}, which exists"
+    asked.require(asked.force or not out.exists(), rule, "choose another name, or add --force")
     asked.require(out.parent.is_dir(), f"--out must be in an existing folder, got {out}")
     asked = _answered(asked)
     goal, trainer = asked.goal or "smaller", asked.trainer or "hf"
@@ -112,8 +112,8 @@ def _kind(model: str) -> tuple[Kind, str | None]:
 
 
 def _check_named(model: str) -> None:
-    told = f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
-    require(":" in model or Path(model).is_dir(), "eff init", told)
+    rule = f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
+    require(":" in model or Path(model).is_dir(), "eff init", rule)
     check_model(model, "eff init", "--model")
 
 
@@ -122,8 +122,8 @@ def _check(recipe: Recipe, name: str, trainer: str) -> None:
     from shared_core.tools.explain import explain
 
     conflicts = explain(recipe, build(name, where="eff init")[0], trainer=trainer).conflicts
-    told = f"this goal does not fit the model: {'; '.join(conflicts)}"
-    require(not conflicts, "eff init", told, error=CompatibilityError)
+    rule = f"this goal does not fit the model: {'; '.join(conflicts)}"
+    require(not conflicts, "eff init", rule, error=CompatibilityError)
 
 
 Kind = Literal["transformer", "cnn", "other"]

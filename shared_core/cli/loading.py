@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def user_batches(name: str, where: str) -> Iterable[Any]:
     """Return the batches that the user's function returns or yields."""
     batches = function(name, where)()
-    told = f"{where} must return batches, got {type(batches).__name__}"
-    require(isinstance(batches, Iterable), told, "", "return a list of them, or yield them")
+    rule = f"{where} must return batches, got {type(batches).__name__}"
+    require(isinstance(batches, Iterable), rule, "", "return a list of them, or yield them")
     return batches  # type: ignore[no-any-return]
 
 
@@ -34,23 +34,23 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
     try:
         return float(found)
     except (TypeError, ValueError) as error:
-        told = f"--eval must return a number, got {type(found).__name__} {found!r:.40}"
-        raise ConfigError(where, told, "return one, such as the accuracy") from error
+        rule = f"--eval must return a number, got {type(found).__name__} {found!r:.40}"
+        raise ConfigError(where, rule, "return one, such as the accuracy") from error
 
 
 def check_path(path: Path | str, where: str, asked: str) -> None:
     """Raise `CheckpointError` if nothing lies at a path."""
     is_there = Path(path).expanduser().exists()
-    told = f"{asked} must be an existing file or folder, got {str(path)!r}"
-    require(is_there, where, told, "check the path", CheckpointError)
+    rule = f"{asked} must be an existing file or folder, got {str(path)!r}"
+    require(is_there, where, rule, "check the path", CheckpointError)
 
 
 def check_model(name: str, where: str, asked: str = "MODEL") -> None:
     """Raise an error if a name is neither a folder nor ``module:function`` of a module that exists."""
     if Path(name).is_dir():
         return
-    told = f"{asked} must be module:function, file.py:function, or an existing model folder, got {name!r}"
-    require(":" in name, where, told, "check the path, or write my_module.py:build for build of that file")
+    rule = f"{asked} must be module:function, file.py:function, or an existing model folder, got {name!r}"
+    require(":" in name, where, rule, "check the path, or write my_module.py:build for build of that file")
     check_function(name, f"{where}: {asked}")
 
 
@@ -80,8 +80,8 @@ def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module,
 
     built = function(name, f"{where}: {asked}")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    told = f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}"
-    require(isinstance(model, nn.Module), where, told)
+    rule = f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}"
+    require(isinstance(model, nn.Module), where, rule)
     return model, inputs
 
 
@@ -126,8 +126,8 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
         got = f"{other} has shape {tuple(own[other].shape)}, the model's has {tuple(shapes[other])}"
     else:
         got = f"missing {missing[:5]} and unexpected {unexpected[:5]}" if missing or unexpected else ""
-    told = f"{source} does not hold the weights of this model: {got}"
-    require(not got, where, told, "build the model that was trained", CheckpointError)
+    rule = f"{source} does not hold the weights of this model: {got}"
+    require(not got, where, rule, "build the model that was trained", CheckpointError)
     check_values(model, own, f"{where}: {source}")
     model.load_state_dict(own, strict=False)
     return prefix
@@ -146,9 +146,9 @@ def tell_unfinished(path: Path) -> None:
     for state in sessions_at(place, with_tensors=False):
         keys = dict.fromkeys(key for key, at, _ in state.get("ahead", ()) if at is not None or not is_baked)
         if keys:
-            told = f"{path} was saved at step {state['step']}, before {listed(keys)} finished."
+            text = f"{path} was saved at step {state['step']}, before {listed(keys)} finished."
             remedy = "Use the model that training saves at its end, or resume the run to finish it."
-            echo(f"note: {told} {remedy}", err=True)
+            echo(f"note: {text} {remedy}", err=True)
 
 
 def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
@@ -165,9 +165,9 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
         require(is_one, where, f"{path} is not a Lightning checkpoint: it has no state_dict", error=CheckpointError)
         return dict(content["state_dict"])
     opened = open_ingredient(path)
-    told = f"{path} must be a whole model, got a PEFT adapter"
+    rule = f"{path} must be a whole model, got a PEFT adapter"
     remedy = "save PeftModel.from_pretrained(model, FOLDER).merge_and_unload(), or train with --lora_save merged"
-    require(opened.kind != ADAPTER, where, told, remedy, CheckpointError)
+    require(opened.kind != ADAPTER, where, rule, remedy, CheckpointError)
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
@@ -180,8 +180,8 @@ _LEFT_BEHIND = frozenset({
 
 def check_new(folder: Path, where: str) -> None:
     """Raise an error if the output folder is not empty or not writable."""
-    told = f"--out must be a new or empty folder, got {folder}"
-    require(is_free(folder), where, told, "choose another, or add --force", CheckpointError)
+    rule = f"--out must be a new or empty folder, got {folder}"
+    require(is_free(folder), where, rule, "choose another, or add --force", CheckpointError)
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
@@ -276,8 +276,8 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, getattr(vision, "num_channels", 3), height, width)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
-    told = f"cannot generate inputs for {name}, because it is neither tokens, pixels nor speech"
-    require(inputs, where, told, "name a function that returns them")
+    rule = f"cannot generate inputs for {name}, because it is neither tokens, pixels nor speech"
+    require(inputs, where, rule, "name a function that returns them")
     return inputs
 
 
@@ -325,8 +325,8 @@ def save_folder(
             copy_beside(source, temporary)
             if example is not None:
                 gap = difference(outputs(network, example), outputs(load_folder(temporary, where), example))
-                told = f"the outputs of the saved model differ by {gap} after loading"
-                require(gap <= 1e-5, where, told, error=CheckpointError)
+                rule = f"the outputs of the saved model differ by {gap} after loading"
+                require(gap <= 1e-5, where, rule, error=CheckpointError)
         add(temporary)
         for name, values in reports.items():
             (temporary / name).write_text(json_text(values) + "\n", encoding="utf-8")

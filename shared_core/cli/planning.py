@@ -100,8 +100,8 @@ def plan(asked: PlanOptions) -> None:
         accumulate=asked.accumulate, attention=asked.attention or own_attention,
     )  # fmt: skip
     techniques = Recipe({}) if asked.recipe is None else Recipe.from_yaml(asked.recipe)
-    told = f"{asked.recipe} must switch on at least one technique"
-    asked.require(asked.recipe is None or techniques, told, "leave it out for a run without any")
+    rule = f"{asked.recipe} must switch on at least one technique"
+    asked.require(asked.recipe is None or techniques, rule, "leave it out for a run without any")
     compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
     needs = plan_run(shape, run, techniques)
     fits = memory is None or needs.peak <= memory * _GIB
@@ -197,8 +197,8 @@ class ExplainOptions(RunOptions):
         from shared_core.errors import nearest
 
         for key in self.surrounding:
-            told = f"--surrounding must be a known environment, got {key!r}"
-            self.require(key in RUN_ENVIRONMENTS, told + nearest(key, RUN_ENVIRONMENTS))
+            rule = f"--surrounding must be a known environment, got {key!r}"
+            self.require(key in RUN_ENVIRONMENTS, rule + nearest(key, RUN_ENVIRONMENTS))
 
     def length(self) -> tuple[int | None, float | None]:
         """Return the optimizer steps of the run and of an epoch, None if unknown.
@@ -263,7 +263,7 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
             "checkpoint": explained.checkpoint[key],
             "estimates": explanation.estimates(key, matched["elements"]) if matched else [],
         }
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "conflicts": explained.conflicts, "remarks": explained.remarks, "timeline": explained.timeline,
         "techniques": techniques, "model": None, "memory": None,
     }  # fmt: skip
@@ -271,11 +271,11 @@ def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, An
         sizes = {key: sum(touched.tensors.values()) for key, touched in explained.touched.items()}
         saved, shape = _activations(model, inputs, name)
         costs = counted_costs(model, run, recipe, touched=sizes, shape=shape, activations=saved)
-        told["memory"] = [dataclasses.asdict(cost) for cost in costs]
+        report["memory"] = [dataclasses.asdict(cost) for cost in costs]
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         number = sum(parameter.numel() for parameter in model.parameters())
-        told["model"] = {"name": name, "parameters": number, "trained": learned, "without_values": _is_empty(model)}
-    return told
+        report["model"] = {"name": name, "parameters": number, "trained": learned, "without_values": _is_empty(model)}
+    return report
 
 
 def _shares(recipe: Recipe, asked: ExplainOptions, total: int | None) -> list[dict[str, Any]]:
@@ -448,11 +448,11 @@ class PrivacyOptions(CommandOptions):
 
     def validate(self) -> None:
         """Raise an error for a useless delta or an incomplete question."""
-        told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
-        self.require(0 < self.delta < 1 / (self.examples or 1), told, "use a smaller delta")
-        told = f"got {self.noise_multiplier} and {self.target_epsilon}"
+        rule = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
+        self.require(0 < self.delta < 1 / (self.examples or 1), rule, "use a smaller delta")
+        rule = f"got {self.noise_multiplier} and {self.target_epsilon}"
         is_one = (self.noise_multiplier is None) != (self.target_epsilon is None)
-        self.require(is_one, f"one of --noise-multiplier and --target-epsilon must be given, {told}")
+        self.require(is_one, f"one of --noise-multiplier and --target-epsilon must be given, {rule}")
 
     def sampling(self) -> tuple[float, int]:
         """Return the expected share of the examples per step, and the number of steps."""
@@ -460,8 +460,8 @@ class PrivacyOptions(CommandOptions):
         if self.examples and self.batch_size is not None and rate is None:
             rate = self.batch_size / self.examples
         rate = rate or 0.0
-        told = f"--sample-rate must be in (0, 1], got {rate or 'none'}"
-        self.require(0 < rate <= 1, told, "give --sample-rate, or --examples and --batch-size")
+        rule = f"--sample-rate must be in (0, 1], got {rate or 'none'}"
+        self.require(0 < rate <= 1, rule, "give --sample-rate, or --examples and --batch-size")
         steps = steps or math.ceil((self.epochs or 0) * math.ceil(1 / rate - 1e-9))
         self.require(steps, "--steps must be given", "give --steps or --epochs")
         return rate, steps
@@ -485,9 +485,9 @@ def privacy(asked: PrivacyOptions) -> None:
         rows.append((accountant, noise, epsilon([(noise, sample_rate, steps)], delta, accountant)))
     if noise_multiplier is not None:
         rows.append(("classic", noise_multiplier, classic_epsilon(noise_multiplier, sample_rate, steps, delta)))
-    told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
+    report = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
     found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
     title = f"{counted(steps, 'step')}, Poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
     figures = [(name, f"{noise:.4g}", f"{spent:.4g}") for name, noise, spent in rows]
     shown = table(title, ("accountant",), ("accountant", "noise multiplier", "epsilon"), figures)
-    print_report({**told, "accountants": found}, [shown], as_json=asked.as_json)
+    print_report({**report, "accountants": found}, [shown], as_json=asked.as_json)

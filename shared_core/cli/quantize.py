@@ -98,10 +98,10 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         is_judged = self.qat is None or self.evaluate or self.attack
         self.require(is_judged, "--qat needs --eval or --attack", "add one of them")
         given = [self.named(name)[1] for name in ("loss", "loss_data") if getattr(self, name) is not None]
-        told = f"{' and '.join(given)} only affect --sensitivity hessian, got {self.sensitivity}"
-        self.require(self.sensitivity == "hessian" or not given, told, "leave them out")
-        told = f"--method must be gptq, got {self.method!r}"
-        self.require(self.method in (None, "gptq"), told, "use llm-compressor for AWQ and SmoothQuant")
+        rule = f"{' and '.join(given)} only affect --sensitivity hessian, got {self.sensitivity}"
+        self.require(self.sensitivity == "hessian" or not given, rule, "leave them out")
+        rule = f"--method must be gptq, got {self.method!r}"
+        self.require(self.method in (None, "gptq"), rule, "use llm-compressor for AWQ and SmoothQuant")
 
 
 @takes(QuantizeOptions)
@@ -147,13 +147,13 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
             study.share()
             return
         result = study.run()
-    told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.preset_or_formats}
+    report = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.preset_or_formats}
     notes = _narrow_(result.model, dtypes, result.values["ranges"])
     plain = {
         name: {key: value for key, value in entry.items() if key != "weight_grids"}  # too long for text
         for name, entry in result.values["ranges"].items()
     }
-    values = {"asked": told, **result.values, "ranges": plain, "notes": [*notes, *result.values["notes"]]}
+    values = {"asked": report, **result.values, "ranges": plain, "notes": [*notes, *result.values["notes"]]}
     values["bytes"] = {"float": float_bytes, "quantized": quantized_bytes(result.model)}
     _write(asked, result, values, folder, study.data)
     if asked.report is not None:
@@ -187,9 +187,9 @@ def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) ->
         study.qat_model = copy.deepcopy(study.network)
         load_quantized(study.qat_model, asked.qat, "eff quantize: --qat")
     static = None if asked.calibration is not None else static_input(study.network, study.config)
-    told = f"--calibration must be given with {study.config.formats}, whose inputs have ranges ({static})"
+    rule = f"--calibration must be given with {study.config.formats}, whose inputs have ranges ({static})"
     remedy = "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
-    asked.require(static is None, told, remedy)
+    asked.require(static is None, rule, remedy)
     study.judge = asked.judge()
     if asked.attack is not None:
         study.images = _attack_data(user_batches(asked.attack, "eff quantize: --attack"))
@@ -249,8 +249,8 @@ def _configs(asked: QuantizeOptions, options: dict[str, Any]) -> tuple[QatConfig
         options = {**planned, **_named(scheme), **options}
     config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
-    told = f"--set must name options of quantization, got {', '.join(useless)}, which only affect training"
-    asked.require(not useless, told, "leave it out")
+    rule = f"--set must name options of quantization, got {', '.join(useless)}, which only affect training"
+    asked.require(not useless, rule, "leave it out")
     return config, gptq
 
 
@@ -265,8 +265,8 @@ def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
     held = list(batches)
     for batch in held:
         is_pair = isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]
-        told = f"--attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}"
-        require(is_pair, "eff quantize", told)
+        rule = f"--attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}"
+        require(is_pair, "eff quantize", rule)
     require(held, "eff quantize", "--attack must return at least one batch, got none", "return some images")
     return [(x, y) for x, y in held]
 
@@ -289,17 +289,17 @@ def _narrow_(model: nn.Module, dtypes: Mapping[str, torch.dtype], ranges: Mappin
             value.data = value.data.to(dtype)
         else:
             wide.append(name)
-    told = f"{counted(len(wide), 'weight')} became float32, because {listed(sorted(came))} cannot hold quantized values"
+    text = f"{counted(len(wide), 'weight')} became float32, because {listed(sorted(came))} cannot hold quantized values"
     computed = f"the weights came in {listed(sorted(came))}; everything was measured in float32"
-    return [f"{told} exactly"] * bool(wide) + [computed] * bool(came)
+    return [f"{text} exactly"] * bool(wide) + [computed] * bool(came)
 
 
 def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:
     from torch import nn
 
     norm = next((name for name, at in network.named_modules() if isinstance(at, nn.modules.batchnorm._BatchNorm)), None)
-    told = f"{flag} must be left out for a folder whose model has batch norms, because it fuses them, got {norm}"
-    require(norm is None, "eff quantize", told, "from_pretrained would create new ones")
+    rule = f"{flag} must be left out for a folder whose model has batch norms, because it fuses them, got {norm}"
+    require(norm is None, "eff quantize", rule, "from_pretrained would create new ones")
 
 
 def _options(pairs: list[str]) -> dict[str, str]:
@@ -307,8 +307,8 @@ def _options(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         require(name and equals and value, "eff quantize", f"--set must be NAME=VALUE, got {pair!r}")
-        told = f"{name} must be given once, got {options.setdefault(name, value)} and {value}"
-        require(options[name] == value, "eff quantize", told)
+        rule = f"{name} must be given once, got {options.setdefault(name, value)} and {value}"
+        require(options[name] == value, "eff quantize", rule)
     return options
 
 

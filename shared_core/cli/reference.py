@@ -31,8 +31,8 @@ def flags_markdown(keys: Collection[str] = ()) -> str:
             continue
         rows = [_flag_row(row) for row in describe_flags(key)]
         table = ["| flag | values and default | effect |", "|---|---|---|", *rows]
-        told = f"{_meaning(one.config_class)} Callback: `{one.technique_name}`."
-        sections += ["\n".join([f"## {key}", "", told, "", *table])]
+        text = f"{_meaning(one.config_class)} Callback: `{one.technique_name}`."
+        sections += ["\n".join([f"## {key}", "", text, "", *table])]
     return "\n\n".join(sections) + "\n"
 
 
@@ -197,8 +197,8 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
     """Return a line for each refusal of one name, or for each pair of several."""
     known = [*rows[0]][1:]
     for name in names:
-        told = f"{name} is not a technique or a run environment{nearest(name, known)}"
-        require(name in known, "eff compat", told)
+        rule = f"{name} is not a technique or a run environment{nearest(name, known)}"
+        require(name in known, "eff compat", rule)
     pairs = [(row["technique"], other, row[other]) for row in rows for other in known if row[other] != "-"]
     if len(names) == 1:
         found = [pair for pair in pairs if names[0] in pair[:2] and pair[2] != "yes"]
@@ -253,8 +253,8 @@ def distributed_markdown() -> str:
     for strategy, ways in strategies.items():
         rows = [(f"`{row['technique']}`", all(row[way] == "yes" for way in ways)) for row in table]
         works, refused = [name for name, fits in rows if fits], [name for name, fits in rows if not fits]
-        told = f"all but {' and '.join(works)}" if works else "all"
-        lines.append(f"| {strategy} | {told if len(works) < 3 else ', '.join(refused) or 'none'} |")
+        text = f"all but {' and '.join(works)}" if works else "all"
+        lines.append(f"| {strategy} | {text if len(works) < 3 else ', '.join(refused) or 'none'} |")
     return "\n".join(lines) + "\n"
 
 
@@ -274,7 +274,7 @@ def doctor(
 
     found = libraries()
     device = default_device()
-    told = {
+    report = {
         "python": sys.version.split()[0],
         "devices": devices(),
         "trains_on": device.type,
@@ -287,7 +287,7 @@ def doctor(
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
         "usable": not any(library.state in _UNUSABLE for library in found),
     }
-    print_report(told, _lines(told), as_json=as_json, failed=not told["usable"])
+    print_report(report, _lines(report), as_json=as_json, failed=not report["usable"])
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str | Table]:

@@ -117,8 +117,8 @@ def search(asked: SearchOptions, given: Mapping[str, list[str]]) -> None:
     network, example, folder = open_model(asked.model, asked.weights, asked.key)
     example = function(asked.inputs, f"{asked.key}: --inputs")() if asked.inputs else example
     if example is None:
-        told = f"{asked.model} must return (model, example_inputs), got a model alone"
-        asked.require(folder, told, "return both, or pass --inputs")
+        rule = f"{asked.model} must return (model, example_inputs), got a model alone"
+        asked.require(folder, rule, "return both, or pass --inputs")
         example = made_up_inputs(network, asked.key)
     with bar("cutting"):
         candidates = asked.candidates(network, example)

@@ -64,11 +64,11 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
 
     check_new(asked.out, asked.key)
     config = as_config(technique)
-    told = f"--shrink needs --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
-    asked.require(config.granularity in _SHRINKABLE or not asked.shrink, told)
+    rule = f"--shrink needs --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+    asked.require(config.granularity in _SHRINKABLE or not asked.shrink, rule)
     is_enough = asked.calibration is not None or config.criterion not in GATHERED
-    told = f"--calibration must be given with {config.needs_batches}, got none"
-    asked.require(is_enough, told, "name a function that returns batches")
+    rule = f"--calibration must be given with {config.needs_batches}, got none"
+    asked.require(is_enough, rule, "name a function that returns batches")
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(asked.batches)
@@ -176,8 +176,8 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
     check_new(asked.out, asked.key)
     config = LowRankConfig.from_dict(technique)
     needs = [name for name in ("sensitivity", *MEASURED) if name in (config.rule.kind, config.decomposition)]
-    told = f"--calibration must be given with {', '.join(needs)}, got none"
-    asked.require(asked.calibration is not None or not needs, told)
+    rule = f"--calibration must be given with {', '.join(needs)}, got none"
+    asked.require(asked.calibration is not None or not needs, rule)
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(config.calibration_batches)
@@ -290,8 +290,8 @@ class ShrinkOptions(LossOptions):
 
     def validate(self) -> None:
         """Raise an error for batches that nothing uses."""
-        told = "--calibration needs a size to cut to, such as --layers 8"
-        self.require(self.calibration is None or self.sizes(), told)
+        rule = "--calibration needs a size to cut to, such as --layers 8"
+        self.require(self.calibration is None or self.sizes(), rule)
 
 
 @takes(ShrinkOptions)

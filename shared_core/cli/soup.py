@@ -76,9 +76,9 @@ class Judge:
         """Return the user's quality function as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
-        told = f"--eval needs a model, but {first.name} has no config to build it from"
+        rule = f"--eval needs a model, but {first.name} has no config to build it from"
         has_model = model is not None or (first.kind == HF_FOLDER and first.config)
-        require(has_model, "eff soup", told, "add --model my_module:build, a function that returns it", CheckpointError)
+        require(has_model, "eff soup", rule, "add --model my_module:build, a function that returns it", CheckpointError)
         evaluate = ModelScore(name, model, None if model else first.path)
         file = getattr(user_module(name.rpartition(":")[0]), "__file__", None)
         # scores from an earlier version of the function must not be reused
@@ -94,8 +94,8 @@ class Judge:
             task in _TASKS, "eff soup", f"--task must be one of {', '.join(_TASKS)}, got {task!r}", "or give --eval"
         )
         is_model = first.kind == HF_FOLDER and first.config and not any(first.prefixes.values())
-        told = f"--task needs Hugging Face folders of one model with config.json, got {first.name} ({first.kind})"
-        require(is_model, "eff soup", told, "give --eval", CheckpointError)
+        rule = f"--task needs Hugging Face folders of one model with config.json, got {first.name} ({first.kind})"
+        require(is_model, "eff soup", rule, "give --eval", CheckpointError)
         options["device"] = device_name(options["device"], "eff soup")
         for front_end in front_ends():
             make = getattr(front_end, "evaluator", None)
@@ -235,19 +235,19 @@ class SoupOptions(CommandOptions):
             ("it evaluates no candidates", (*_JUDGED, *_OF_TASK)),
         ):
             given = [self.named(name)[1] for name in names if self.is_given(name)]
-            told = f"--kind {self.kind} cannot be combined with {' and '.join(given)}: {why}"
-            self.require(not given, told, "leave these out, or choose another kind")
-        told = "--weights must be given with --kind weighted"
-        self.require(self.kind != "weighted" or self.weights, told, "give one number per checkpoint")
+            rule = f"--kind {self.kind} cannot be combined with {' and '.join(given)}: {why}"
+            self.require(not given, rule, "leave these out, or choose another kind")
+        rule = "--weights must be given with --kind weighted"
+        self.require(self.kind != "weighted" or self.weights, rule, "give one number per checkpoint")
 
     def _check_judged(self) -> None:
         got = "none" if self.task is None else "both"
-        told = f"--eval must be given as module:function, or --task with --data, got {got}"
-        self.require((self.evaluate is None) != (self.task is None), told, "or average all with --kind uniform")
+        rule = f"--eval must be given as module:function, or --task with --data, got {got}"
+        self.require((self.evaluate is None) != (self.task is None), rule, "or average all with --kind uniform")
         other, odd = ("--task", _OF_TASK) if self.task is None else ("--eval", ("mode", "model"))
         for name in odd:
-            told = f"{self.named(name)[1]} needs {other}, got none"
-            self.require(not self.is_given(name), told, "leave it out")
+            rule = f"{self.named(name)[1]} needs {other}, got none"
+            self.require(not self.is_given(name), rule, "leave it out")
 
     def judge(self, first: Any) -> Judge:
         """Return the judge: the user's function, or a metric of the model in the first ingredient's folder."""
@@ -282,19 +282,19 @@ class Checkpoints:
 
         found = expand(options.paths)
         bases = [] if options.base is None else expand([*found, options.base])[len(found) :]
-        told = f"--base must name one checkpoint, got {len(bases)}"
-        require(len(bases) < 2, "eff soup", told, "name one of them", CheckpointError)
+        rule = f"--base must name one checkpoint, got {len(bases)}"
+        require(len(bases) < 2, "eff soup", rule, "name one of them", CheckpointError)
         # first, so that a pattern without matches is reported
         opened = open_ingredients([*found, *bases]) if found else []
         opened, base = opened[: len(found)], next(iter(opened[len(found) :]), None)
-        told = f"PATH must name at least two checkpoints, got {len(found)}"
+        rule = f"PATH must name at least two checkpoints, got {len(found)}"
         run = next((path for path in found if any(path.glob("checkpoint-*"))), None)
         remedy = (
             "give two or more"
             if run is None
             else f"{run} holds a final model too, so name its checkpoints: {run}/checkpoint-*"
         )
-        require(len(found) > 1, "eff soup", told, remedy, CheckpointError)
+        require(len(found) > 1, "eff soup", rule, remedy, CheckpointError)
         if options.out is not None:
             check_target(options.out, opened[0])
             check_beside(opened)
@@ -402,8 +402,8 @@ def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float
     from shared_core.soup.scoring import rank_by_logged
 
     metric, colon, better = rank_by.partition(":")
-    told = f"--rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}"
-    require(metric and better in (("max", "min") if colon else ("",)), "eff soup", told)
+    rule = f"--rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}"
+    require(metric and better in (("max", "min") if colon else ("",)), "eff soup", rule)
     usable, values = rank_by_logged(usable, metric, cast(Any, better or "auto"))
     return usable, {item.name: value for item, value in zip(usable, values, strict=True)}
 
@@ -450,8 +450,8 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
     if not options.as_json:
         _say_rank_errors(found.state_dict)
     what, members = "Merged" if about else "Averaged", counted(len(found.ingredients), "checkpoint")
-    told = f"{what} {members} ({options.kind}).\nWrote {out}."
-    echo(path if options.as_json else told)
+    text = f"{what} {members} ({options.kind}).\nWrote {out}."
+    echo(path if options.as_json else text)
 
 
 def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[str, Any]]:

@@ -57,8 +57,8 @@ def _refuse_resume(arguments: list[str]) -> None:
         folder = Path(value or following)
         if (folder / STATE_FILE).is_file():  # else it may be any file of the script's
             keys = sorted(key for state in sessions_at(folder, with_tensors=False) for key in state["recipe"])
-            told = f"{folder} must be resumed with the techniques it was trained with ({', '.join(keys)}), got none"
-            require(not keys, "eff run", told, "repeat their flags, or start a new run", CheckpointError)
+            rule = f"{folder} must be resumed with the techniques it was trained with ({', '.join(keys)}), got none"
+            require(not keys, "eff run", rule, "repeat their flags, or start a new run", CheckpointError)
 
 
 _Script = Annotated[
@@ -92,8 +92,8 @@ def run(context: typer.Context, script: _Script) -> None:
     is_file = _check_script(script, "eff run")
     check_before_imports(recipe)
     installed = front_ends() if recipe else []
-    told = "needs a trainer"
-    require(installed or not recipe, "eff run", told, "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
+    rule = "needs a trainer"
+    require(installed or not recipe, "eff run", rule, "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
     for front_end in installed:
         front_end.install(recipe)
     if asks_for_help:
@@ -125,8 +125,8 @@ def _check_script(script: str, where: str) -> bool:
     # a console script such as bin/trl is a Python script too
     is_file = script.endswith(".py") or is_there
     require(is_there or not is_file, where, f"script must be a file, got {script!r}", "check the path")
-    told = f"script must be a file or a module, got {script!r}"
-    require(is_file or is_module(script), where, told, "check its name")
+    rule = f"script must be a file or a module, got {script!r}"
+    require(is_file or is_module(script), where, rule, "check its name")
     return is_file
 
 
@@ -160,8 +160,8 @@ def _run(script: str, is_file: bool) -> SystemExit | None:
     except Exception as error:
         traceback = _from_script(error)
         if traceback is None and not is_file:  # runpy found no such module
-            told = f"script must be a file or a module, got {script!r}"
-            raise ConfigError("eff run", told, "check its name") from error
+            rule = f"script must be a file or a module, got {script!r}"
+            raise ConfigError("eff run", rule, "check its name") from error
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(1) from error
     return None
@@ -224,8 +224,8 @@ def try_out(
     ):
         pairs = work.run(advance, lambda plain: chosen_metric(plain, metric, mode))
     found = findings(pairs, metric=metric, mode=mode)
-    told = {"script": script, "steps": steps, "recipe": recipe.to_dict(), **found.as_dict()}
-    text = json_text(told)
+    report = {"script": script, "steps": steps, "recipe": recipe.to_dict(), **found.as_dict()}
+    text = json_text(report)
     with atomic_write(out / TRY_RESULT) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
     write_page(out / TRY_PAGE, *try_page(found, script, steps, work.block))
@@ -479,8 +479,8 @@ def report(
     from shared_core.reports.run_folder import of_ours, read_run
     from shared_core.reports.run_page import as_values, page_of
 
-    told = f"runs must differ, got {' '.join(map(str, runs))}"
-    require(len({run.resolve() for run in runs}) == len(runs), "eff report", told, "name each once")
+    rule = f"runs must differ, got {' '.join(map(str, runs))}"
+    require(len({run.resolve() for run in runs}) == len(runs), "eff report", rule, "name each once")
     if out is not None:
         check_place(out, "eff report: --out")
     if watch:
@@ -520,15 +520,15 @@ def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
         if found and all(run.receipt is not None and run.receipt.get("finished") for run in found):
             return
         steps = [max((curve[-1][0] for curve in run.curves.values()), default=0) for run in found]
-        told = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
+        text = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
         if absent := [str(run) for run in runs if not run.exists()]:
-            told += f"; waiting for {', '.join(absent)}, which does not exist yet"
+            text += f"; waiting for {', '.join(absent)}, which does not exist yet"
         if found:
             write_page(target, *page_of(found), refresh=seconds)
-            told += f": {target!s}"
-        if told != seen:
-            echo(told)
-            seen = told
+            text += f": {target!s}"
+        if text != seen:
+            echo(text)
+            seen = text
         try:
             time.sleep(seconds)
         except KeyboardInterrupt:

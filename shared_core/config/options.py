@@ -123,8 +123,8 @@ class Options:
         if self.is_given(name):  # a default without effect does no harm
             self._check_others(called, rules.get("only_with", {}), "leave it out")
         elif rules.get("required") and not self.unmet(rules["only_with"]):
-            told = ", ".join(self.condition(other, (getattr(self, other),)) for other in rules["only_with"])
-            self.require(False, f"{called} must be given with {told}")
+            rule = ", ".join(self.condition(other, (getattr(self, other),)) for other in rules["only_with"])
+            self.require(False, f"{called} must be given with {rule}")
         if "each" in rules:
             self._check_others(self.written(name, value), rules["each"].get(value, {}), "change one of the two")
 
@@ -145,12 +145,12 @@ class Options:
     def _check_company(self, name: str) -> None:
         """Refuse an option without others that it needs, or with others that make it pointless."""
         for others in self._company("needs", name):
-            told = f"{self.named(name)[1]} needs {' and '.join(self.named(other)[1] for other in others)}"
-            self.require(all(map(self.is_given, others)), told, "add what is missing")
+            rule = f"{self.named(name)[1]} needs {' and '.join(self.named(other)[1] for other in others)}"
+            self.require(all(map(self.is_given, others)), rule, "add what is missing")
         for others in self._company("without", name):
             beside = [self.named(other)[1] for other in others if self.is_given(other)]
-            told = f"{self.named(name)[1]} cannot be combined with {', '.join(beside)}"
-            self.require(not beside, told, "leave one of them out")
+            rule = f"{self.named(name)[1]} cannot be combined with {', '.join(beside)}"
+            self.require(not beside, rule, "leave one of them out")
 
     def validate(self) -> None:
         """Raise `ConfigError` if options contradict each other."""
@@ -254,8 +254,8 @@ class Options:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the config with these options. An unknown name is an error that suggests the closest known one."""
-        told = f"{cls.key} must be a mapping of its options, got {values!r}"
-        require(isinstance(values, Mapping), "recipe", told)
+        rule = f"{cls.key} must be a mapping of its options, got {values!r}"
+        require(isinstance(values, Mapping), "recipe", rule)
         cls.check_names(values)
         for field in dataclasses.fields(cls):
             is_given = field.default is not dataclasses.MISSING or field.name in values

@@ -211,12 +211,12 @@ class CachedComparison(Comparison):
             check_sizes(ours, config.vocab_size, config.vocab_size)
         self._cache.check(temperature=config.temperature, vocabulary=config.vocab_size or ours)
         manifest = self._cache.manifest
-        told = {
+        report = {
             "teacher": f"cached in {folder}",
             "teacher_fingerprint": manifest.fingerprints.get("teacher"),
             "discarded_mass": manifest.tail_mass_mean,
         }
-        super().__init__(config, Teachers([]), told)
+        super().__init__(config, Teachers([]), report)
 
     def compare(self, batch: StudentBatch) -> Compared:
         """Return the divergence from the cached outputs for these inputs."""

@@ -229,8 +229,8 @@ class DistillConfig(TechniqueConfig):
                 if isinstance(name, str) and _kind(name) == "NAME":
                     check_named(name, self.key, option_name)
         is_there = self.cache is None or Path(self.cache).is_dir()
-        told = f"teacher must be an existing cache, got {self.teacher!r}"
-        require(is_there, self.key, told, "write it with eff cache-teacher", CheckpointError)
+        rule = f"teacher must be an existing cache, got {self.teacher!r}"
+        require(is_there, self.key, rule, "write it with eff cache-teacher", CheckpointError)
 
     def _broken_rules(self) -> Iterator[tuple[str, str]]:
         if not self.teachers or not all(map(_is_model, self.teachers)):

@@ -202,15 +202,15 @@ def is_causal(student: nn.Module) -> bool:
     """Return True if a model's class says that position i predicts token i + 1 (Transformers' naming)."""
     inside = models_inside(student) or [student]
     trained = [model for model in inside if any(parameter.requires_grad for parameter in model.parameters())]
-    told = {_says_causal(model): type(model).__name__ for model in trained or inside}
-    if len(told) > 1:
+    report = {_says_causal(model): type(model).__name__ for model in trained or inside}
+    if len(report) > 1:
         raise ConfigError(
             "distill",
-            f"causal must be given for {type(student).__name__}, got none: it holds {told[True]}, a causal language "
-            f"model, and {told[False]}, which is not one",
+            f"causal must be given for {type(student).__name__}, got none: it holds {report[True]}, a causal language "
+            f"model, and {report[False]}, which is not one",
             "set distill.causal, or distill.student to the submodule that computes the logits",
         )
-    return True in told
+    return True in report
 
 
 def models_inside(module: nn.Module) -> list[nn.Module]:

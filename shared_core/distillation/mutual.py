@@ -356,8 +356,8 @@ class MutualComparison(Comparison):
 
     def __init__(self, config: DistillConfig, model: nn.Module, peers: Peers, context: Context) -> None:
         sizes = [sum(each.numel() for each in module.parameters()) for module in peers.modules]
-        told = {"teacher": f"mutual learning of {len(sizes) + 1} students", "peer_parameters": sizes}
-        super().__init__(config, peers, told)
+        report = {"teacher": f"mutual learning of {len(sizes) + 1} students", "peer_parameters": sizes}
+        super().__init__(config, peers, report)
         self._model, self._peers, self._context = model, peers, context
         self._latest: list[tuple[Tensor, Tensor]] = []
 

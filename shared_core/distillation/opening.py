@@ -63,9 +63,9 @@ def open_comparison(
         # Each teacher may set vocab_size, and the next one is checked against it.
         config = _with_common_vocabulary(config, student, module, given, context)
         check_heads(student, module, divergence=config.divergence, logits=config.logits, vocab_size=config.vocab_size)
-    told: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
+    report: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
     if config.vocab_size is not None:
-        told["vocab_size"] = config.vocab_size
+        report["vocab_size"] = config.vocab_size
     built = {
         name: teacher_fingerprint(module)
         for name, module in zip(config.teachers, modules, strict=True)
@@ -73,7 +73,7 @@ def open_comparison(
     }
     for module in modules:
         change_dtype_(module, config.teacher_dtype)
-    return _open(config, Teachers(modules, config.teacher_weights, built), told, student, fuses_head)
+    return _open(config, Teachers(modules, config.teacher_weights, built), report, student, fuses_head)
 
 
 def _with_common_vocabulary(
@@ -110,14 +110,14 @@ def _open(
 
 def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dict[str, Any]:
     names, sizes = [type(module).__name__ for module in modules], [_size(module) for module in modules]
-    told: dict[str, Any] = {"teacher": ", ".join(names), "teacher_parameters": sum(sizes)}
+    report: dict[str, Any] = {"teacher": ", ".join(names), "teacher_parameters": sum(sizes)}
     if max(sizes) < _size(student):
-        told["warning"] = "the teacher is smaller than the student; distilling from it may not help"
+        report["warning"] = "the teacher is smaller than the student; distilling from it may not help"
         context.services.say(
             f"distill: the teacher has {max(sizes):,} parameters, fewer than the student's "
             f"{_size(student):,}; distilling from it may not help"
         )
-    return told
+    return report
 
 
 def _size(module: nn.Module) -> int:

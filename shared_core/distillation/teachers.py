@@ -204,9 +204,9 @@ class Teachers:
             CheckpointError: If a function built another teacher than in the run that wrote the state.
         """
         for name, digest in state.get("built", {}).items():
-            told = f"teacher {name} must return the model that the run started with, got other weights"
+            rule = f"teacher {name} must return the model that the run started with, got other weights"
             is_same = self._built.get(name, digest) == digest
-            require(is_same, "distill", told, "load its weights from a file, or seed it", CheckpointError)
+            require(is_same, "distill", rule, "load its weights from a file, or seed it", CheckpointError)
 
 
 class StartingStudent(Teachers):

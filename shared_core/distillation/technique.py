@@ -187,8 +187,8 @@ class Distillation(Technique):
         if name is None:
             if lacks_forward(model):
                 parts = [part for part, module in model.named_children() if any(True for _ in module.parameters())]
-                told = f"student must name the part that computes the logits, as {type(model).__name__} has no forward"
-                raise ConfigError("distill", told, f'pass student="{parts[0]}"' if parts else "give it a forward")
+                text = f"student must name the part that computes the logits, as {type(model).__name__} has no forward"
+                raise ConfigError("distill", text, f'pass student="{parts[0]}"' if parts else "give it a forward")
             return model
         if name not in modules:
             rule = f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
@@ -515,5 +515,5 @@ class Schedule:
     def events(self) -> list[Event]:
         """Return the steps where the soft term starts and stops."""
         config = self.config
-        told: list[Event] = [(self.first, f"soft term on, alpha {config.task_weight:g}, T {config.temperature:g}")]
-        return [*told, (int(self.last), "soft term off")] if self.last < math.inf else told
+        lines: list[Event] = [(self.first, f"soft term on, alpha {config.task_weight:g}, T {config.temperature:g}")]
+        return [*lines, (int(self.last), "soft term off")] if self.last < math.inf else lines

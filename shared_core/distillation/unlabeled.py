@@ -203,9 +203,9 @@ class Examples:
         device = next((parameter.device for parameter in model.parameters()), "cpu")
         if not self._field or any_rank(self.state_dict().get("unlabeled_examples", 0) > 0, device):
             return {}
-        told = f"{self._field} marked no example as unlabeled"
-        context.services.say(f"distill: {told}; all examples were trained on their labels")
-        return {"unlabeled_field": told}
+        text = f"{self._field} marked no example as unlabeled"
+        context.services.say(f"distill: {text}; all examples were trained on their labels")
+        return {"unlabeled_field": text}
 
     def report(self) -> dict[str, int]:
         """Return the counts if there are or could be unlabeled examples."""

@@ -65,10 +65,10 @@ def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
 
 def from_main(text: str) -> str:
     """Return the main process's text; every process must call it."""
-    told = [text]
+    lines = [text]
     if world_size() > 1:
-        dist.broadcast_object_list(told)
-    return told[0]
+        dist.broadcast_object_list(lines)
+    return lines[0]
 
 
 def local_part(tensor: Tensor) -> Tensor:

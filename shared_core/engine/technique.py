@@ -246,8 +246,8 @@ class Context:
         """
         first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
         if last < first:
-            told = f"end ({end!r} = step {last}) must not come before begin ({begin!r} = step {first})"
-            raise ConfigError(where, told, f"write an earlier {where}.begin, or also set {where}.end")
+            rule = f"end ({end!r} = step {last}) must not come before begin ({begin!r} = step {first})"
+            raise ConfigError(where, rule, f"write an earlier {where}.begin, or also set {where}.end")
         return first, last
 
 

@@ -35,5 +35,5 @@ def check_named(name: str, where: str, option: str) -> None:
         check_function(name, f"{where}: {option}")
         return
     is_there = not is_path(name) or Path(name).expanduser().exists()
-    told = f"{option} must be an existing folder or file, or a Hub name, but {name!r} does not exist"
-    require(is_there, where, told, "check the path", CheckpointError)
+    rule = f"{option} must be an existing folder or file, or a Hub name, but {name!r} does not exist"
+    require(is_there, where, rule, "check the path", CheckpointError)

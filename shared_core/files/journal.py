@@ -172,8 +172,8 @@ class Journal:
         is_file = folder.exists() and not folder.is_dir()
         require(not is_file, self._where, f"out must be a folder, got the file {folder}", error=CheckpointError)
         odd = min((path.name for path in folder.glob(self._own)), default=None)
-        told = f"out must be a new folder or hold a {self._what}, but {folder} has {odd!r} and no {self.file.name}"
-        require(odd is None, self._where, told, "give another folder", CheckpointError)
+        rule = f"out must be a new folder or hold a {self._what}, but {folder} has {odd!r} and no {self.file.name}"
+        require(odd is None, self._where, rule, "give another folder", CheckpointError)
         return {}
 
     def write(self, **noted: Any) -> None:

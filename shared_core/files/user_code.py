@@ -102,15 +102,15 @@ def _file_of(name: str) -> Path | None:
 def check_function(name: str, where: str) -> None:
     """Raise an error if a name is not ``module:function``, or the module does not exist. Nothing is imported."""
     module, colon, function_name = name.rpartition(":")
-    told = f"{where} must be module:function or file.py:function, got {name!r}"
-    require(module and colon and function_name, told, "", "my_module.py:build names build of that file")
-    told = f"{where} must name an importable module, got {name!r}"
+    rule = f"{where} must be module:function or file.py:function, got {name!r}"
+    require(module and colon and function_name, rule, "", "my_module.py:build names build of that file")
+    rule = f"{where} must name an importable module, got {name!r}"
     if module.endswith(".py"):
         is_there = Path(module).expanduser().is_file()
-        require(is_there, f"{told}: there is no file {module}", "", "check the path")
+        require(is_there, f"{rule}: there is no file {module}", "", "check the path")
         return
     remedy = "check the name, and run where it can be imported"
-    require(is_module(module), f"{told}: there is no module {module.partition('.')[0] or module}", "", remedy)
+    require(is_module(module), f"{rule}: there is no module {module.partition('.')[0] or module}", "", remedy)
 
 
 def is_module(name: str) -> bool:

@@ -336,14 +336,14 @@ class Fp8(Technique):
     def summary(report: Mapping[str, Any]) -> list[str]:
         """Return a report in plain sentences, the result first. It may have been read from a file."""
         layers, native = report["layers"], report["native_layers"]
-        told = f"{counted(layers, 'layer')} multiplied in {report['forward_format']}"
+        text = f"{counted(layers, 'layer')} multiplied in {report['forward_format']}"
         reason = report.get("emulated_because")
         how = f", {native:,} of them natively" if 0 < native < layers else ""
         if reason:
             how = f", emulated in float32 because {reason}"
         discarded = report["discarded_steps"]
         return [
-            f"{told}{how}.",
+            f"{text}{how}.",
             *(["Emulation is slower than float32 alone."] if reason else []),
             *([f"{counted(discarded, 'step')} overflowed and were discarded."] if discarded else []),
             *([f"Left out: {listed(report['left_out'], 3)}."] if report["left_out"] else []),

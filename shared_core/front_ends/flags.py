@@ -69,8 +69,8 @@ def take_flags(
             rest.append(argument)
             continue
         if name in declared:
-            told = f"--{name} is a flag of both {script} and efftrain"
-            raise ConfigError(where, told, f"{_AFTER_DASHES}; put efftrain's into a recipe, --eff_recipe FILE")
+            rule = f"--{name} is a flag of both {script} and efftrain"
+            raise ConfigError(where, rule, f"{_AFTER_DASHES}; put efftrain's into a recipe, --eff_recipe FILE")
         if not equals:
             # A switch without a value is true, unless true or false follows.
             if name in switches and (not queue or queue[0].lower() not in ("true", "false")):

@@ -104,10 +104,10 @@ class OneTechnique:
         config = registration(self.key).config_class
         switches = [config.switch, *config.other_switches]
         if switch:
-            told = f"only {config.switch} can be given without its name, got {len(switch)} values"
-            require(len(switch) == 1, name, told, f"write {name}({switch[0]!r}, OPTION=VALUE)")
-            told = f"{' or '.join(switches)} must be named, got {switch[0]!r}"
-            require(len(switches) == 1, name, told, f"write {name}({config.switch}={switch[0]!r})")
+            rule = f"only {config.switch} can be given without its name, got {len(switch)} values"
+            require(len(switch) == 1, name, rule, f"write {name}({switch[0]!r}, OPTION=VALUE)")
+            rule = f"{' or '.join(switches)} must be named, got {switch[0]!r}"
+            require(len(switches) == 1, name, rule, f"write {name}({config.switch}={switch[0]!r})")
             require(config.switch not in options, name, f"{config.switch} must be given once, got it twice")
             options[config.switch] = switch[0]
         field = config.__dataclass_fields__[config.switch]
@@ -117,6 +117,6 @@ class OneTechnique:
         is_given = not options.keys().isdisjoint(switches)
         if not is_given:
             config.check_names(options)  # a misspelled switch is named
-        told = f"{' or '.join(switches)} must be given, got none"
-        require(is_given, name, told, f"write {name}({config.switch}={value})")
+        rule = f"{' or '.join(switches)} must be given, got none"
+        require(is_given, name, rule, f"write {name}({config.switch}={value})")
         super().__init__({self.key: options})  # type: ignore[call-arg]

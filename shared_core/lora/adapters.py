@@ -274,8 +274,8 @@ def select_layers(
         remedy = f"write --lora_include '{only}' to adapt it, or freeze the rest yourself and train without lora"
         raise MatchError("lora", rule, remedy)
     if not layers:
-        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError("lora", "must match at least one linear layer that can be adapted", told)
+        message = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        raise MatchError("lora", "must match at least one linear layer that can be adapted", message)
     return layers, whole, left_out
 
 

@@ -31,9 +31,9 @@ def on_device(device: torch.device, base: str) -> Iterator[None]:
         yield
     except Exception as error:  # its backends raise NotImplementedError, RuntimeError, OSError, ValueError
         version = importlib.metadata.version("bitsandbytes")
-        told = f"base {base} must run on {device}, but bitsandbytes {version} does not: {type(error).__name__}: {error}"
+        rule = f"base {base} must run on {device}, but bitsandbytes {version} does not: {type(error).__name__}: {error}"
         remedy = "use CPU or CUDA, or --lora_base none, which does without it"
-        raise CompatibilityError("lora", told, remedy) from error
+        raise CompatibilityError("lora", rule, remedy) from error
 
 
 @cache
@@ -146,9 +146,9 @@ def float_weight(layer: Any) -> Tensor:
 def restore_(layer: Any, tensors: dict[str, Tensor]) -> None:
     """Put saved tensors in the place of a frozen weight's, in place and exactly."""
     mine = frozen_tensors(layer)
-    told = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if told != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
-        raise ValueError(f"base is made of {told}")
+    report = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if report != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
+        raise ValueError(f"base is made of {report}")
     for name, tensor in tensors.items():
         fill_(mine[name], tensor)
 

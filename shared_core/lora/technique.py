@@ -179,13 +179,13 @@ class Lora(Technique):
         if self.config.save == "merged":
             return
         if context.part_alone:
-            told = "checkpoints and save_model hold adapters in PEFT's format; --lora_save merged saves whole models"
+            text = "checkpoints and save_model hold adapters in PEFT's format; --lora_save merged saves whole models"
         else:
-            told = (
+            text = (
                 "checkpoints hold the whole model, with adapters merged; the adapters alone go to the folder "
                 f"{AdapterFiles.name} next to the receipt, in PEFT's format"
             )
-        context.note(f"lora: {told}")
+        context.note(f"lora: {text}")
 
     def _measure(self, layer: Any) -> dict[str, Any]:
         weight = (layer if isinstance(layer, AdaptedStack) else layer.user_layer).weight.detach()
@@ -506,17 +506,17 @@ class Lora(Technique):
         """Return a report in plain sentences, the result first. It may have been read from a file."""
         trained, frozen = report["trained_parameters"], report["frozen_parameters"]
         share = share_text(trained / max(trained + frozen, 1))
-        told = [
+        lines = [
             f"Trained {amount(trained)} parameters ({share}) with adapters on {counted(report['layers'], 'layer')}."
         ]
         if report["base"] != "none":
             worst = report["worst_base_sqnr_db"]
             noise = "" if worst is None else f", with a signal-to-noise ratio of {worst:.1f} dB or more"
             sizes = f"{size_text(report['bytes_after'])} instead of {size_text(report['bytes_before'])}"
-            told.append(f"The frozen base takes {sizes} in {report['base']}{noise}.")
+            lines.append(f"The frozen base takes {sizes} in {report['base']}{noise}.")
         if report["trained_whole"]:
-            told.append(f"Trained in full: {listed(report['trained_whole'], 3)}.")
-        return told
+            lines.append(f"Trained in full: {listed(report['trained_whole'], 3)}.")
+        return lines
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -369,7 +369,7 @@ class HistogramProbe:
         """Return by kind the histogram of all layers with its shares, and the shares by layer."""
         if self.step is None:
             return {}
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "format": self.format,
             "measured_step": self.step,
             "measured_scale": self.scale,
@@ -378,8 +378,8 @@ class HistogramProbe:
         for kind in KINDS:
             total = self.total(kind)
             layers = {layer: found.summary(self.format) for (k, layer), found in self.layers.items() if k == kind}
-            told[kind] = {**total.summary(self.format), "log2_histogram": total.counts(), "layers": layers}
-        return {"histograms": told}
+            report[kind] = {**total.summary(self.format), "log2_histogram": total.counts(), "layers": layers}
+        return {"histograms": report}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the latest histograms, and the records of the current step."""

@@ -153,7 +153,7 @@ class LossScaling(Technique):
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
         """Return a report in plain sentences, the result first. It may have been read from a file."""
-        told = f"Scaled the loss by {report['scale']:,.0f} at the end"
+        text = f"Scaled the loss by {report['scale']:,.0f} at the end"
         low, high = report["lowest_scale"], report["highest_scale"]
         span = f", between {low:,.0f} and {high:,.0f} before" if low is not None and low != high else ""
         seen = f"Skipped {report['skipped_steps']:,} of {counted(report['steps'], 'step')}."
@@ -163,7 +163,7 @@ class LossScaling(Technique):
             if lost is None
             else [f"{share_text(lost)} of the gradients underflowed at step {report['measured_step']:,}."]
         )
-        return [f"{told}{span}. {seen}", *measured]
+        return [f"{text}{span}. {seen}", *measured]
 
 
 def _is_due(every: int, step: int, measured: int | None) -> bool:

@@ -103,8 +103,8 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     def check_files(self) -> None:
         """Raise `CheckpointError` where there is no ticket file."""
         is_there = self.ticket is None or Path(self.ticket).is_file()
-        told = f"the ticket file {self.ticket} does not exist"
-        require(is_there, self.key, told, "check the path", CheckpointError)
+        rule = f"the ticket file {self.ticket} does not exist"
+        require(is_there, self.key, rule, "check the path", CheckpointError)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a message for each combination that these options rule out."""

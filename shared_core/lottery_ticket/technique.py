@@ -212,13 +212,13 @@ class LotteryTicket(Technique):
         if config.ticket is not None:
             self._ticket = read_ticket(config.ticket)
             self._digest = self._ticket.digest()
-            told = f"{config.ticket} must be a ticket for rewind {config.rewind}, got one for {self._ticket.rewind}"
+            rule = f"{config.ticket} must be a ticket for rewind {config.rewind}, got one for {self._ticket.rewind}"
             is_same = self._ticket.rewind == config.rewind
-            require(is_same, "lottery", told, "use a ticket with the same rewind", CheckpointError)
+            require(is_same, "lottery", rule, "use a ticket with the same rewind", CheckpointError)
         left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
         asked, most = 1 - left * (1 - config.rate), config.max_layer_sparsity
-        told = f"max_layer_sparsity must be at least this ticket's target sparsity, {asked:.4g}, got {most}"
-        require(most is None or most >= asked - 1e-9, "lottery", told)
+        rule = f"max_layer_sparsity must be at least this ticket's target sparsity, {asked:.4g}, got {most}"
+        require(most is None or most >= asked - 1e-9, "lottery", rule)
         context.projections.append(self._masks.apply)
         if is_main() and not context.is_preview:
             self._folder.make()
@@ -233,9 +233,9 @@ class LotteryTicket(Technique):
         """Return when the run rewinds, or saves the weights to rewind to, and when its ticket is found."""
         config = self.config
         self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "lottery.rewind_to")
-        told = f"the end of the run, {context.total_steps} steps, got {config.rewind_to!r} = step {self._at}"
+        rule = f"the end of the run, {context.total_steps} steps, got {config.rewind_to!r} = step {self._at}"
         is_before = context.total_steps is None or self._at < context.total_steps
-        require(is_before, "lottery", f"rewind_to must lie before {told}")
+        require(is_before, "lottery", f"rewind_to must lie before {rule}")
         goes_on = f"masks of {config.ticket} are applied, rewind {config.rewind}"
         return Plan(
             [
@@ -263,9 +263,9 @@ class LotteryTicket(Technique):
             self._check_ticket(self._ticket, context)
         if context.step == 0:
             self._folder.check_unfinished()
-        told = f"step {self._at}, or of a run that rewound there, got one of step {context.step} that did not"
+        rule = f"step {self._at}, or of a run that rewound there, got one of step {context.step} that did not"
         is_early = self._rewound or context.step <= self._at
-        require(is_early, "lottery", f"checkpoint must be from before {told}", "start again", CheckpointError)
+        require(is_early, "lottery", f"checkpoint must be from before {rule}", "start again", CheckpointError)
         # Before other techniques begin, so that they see the ticket's weights as the initial ones.
         if context.step == 0 and self._at == 0 and not self._rewound:
             self._rewind(context, others_begun=False)
@@ -281,11 +281,11 @@ class LotteryTicket(Technique):
         # Random re-initialization starts at step 0, whatever the ticket's step.
         if self.config.control == "random_reinit":
             return
-        told = f"rewind_to must be the ticket's step {ticket.step}, got step {self._at}"
-        require(ticket.step == self._at, "lottery", told, "", CheckpointError)
-        told = f"{self.config.ticket} must hold a learning rate for each parameter group, got {ticket.learning_rates}"
+        rule = f"rewind_to must be the ticket's step {ticket.step}, got step {self._at}"
+        require(ticket.step == self._at, "lottery", rule, "", CheckpointError)
+        rule = f"{self.config.ticket} must hold a learning rate for each parameter group, got {ticket.learning_rates}"
         fits = self.config.rewind != "none" or self._rates_held.fit(context.optimizers, ticket.learning_rates)
-        require(fits, "lottery", told, "use the optimizer that the ticket was found with", CheckpointError)
+        require(fits, "lottery", rule, "use the optimizer that the ticket was found with", CheckpointError)
 
     # -- step k
 
@@ -385,8 +385,8 @@ class LotteryTicket(Technique):
 
     def finish(self, context: Context) -> None:
         """Write the ticket and, last, the metrics, which mark the run as finished."""
-        told = f"run must train beyond rewind_to = step {self._at}, but it ended at step {context.step}"
-        require(self._rewound, "lottery", told, "rewind to an earlier step, or train longer", TrainingError)
+        rule = f"run must train beyond rewind_to = step {self._at}, but it ended at step {context.step}"
+        require(self._rewound, "lottery", rule, "rewind to an earlier step, or train longer", TrainingError)
         self._masks.apply()
         unmeasured = self._evaluate(context)
         reshard_(context.model)
@@ -478,10 +478,10 @@ class LotteryTicket(Technique):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        told = f"checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round"
+        rule = f"checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round"
         remedy = "give every round its own output folder ({round} in the command is replaced by its name)"
         is_own = self.config.ticket is None or state["digest"] == self._digest
-        require(is_own, "lottery", told, remedy, CheckpointError)
+        require(is_own, "lottery", rule, remedy, CheckpointError)
         self._digest, self._rewound = str(state["digest"]), bool(state["rewound"])
         self._replay = state["replay"]
         self._history = [{"step": int(e["step"]), "metrics": dict(e["metrics"])} for e in state["history"]]
@@ -496,14 +496,14 @@ class LotteryTicket(Technique):
         """Return what was trained, how exact the replay was, and how many weights of each tensor are not zero."""
         if not self._result:
             return {"rewind_step": self._at, "replay": self._replay, "left_out": dict(self._targets.left_out)}
-        told = {name: value for name, value in self._result.items() if name not in ("format", "history", "tensors")}
+        report = {name: value for name, value in self._result.items() if name not in ("format", "history", "tensors")}
         # Counted now, so that weights which `qat` rounds to zero are included.
         counted = {
             name: {"nonzero": int(weight.detach().count_nonzero())}
             for name, weight in self._weights.items()
             if not is_sharded(weight)
         }
-        return told | {"tensors": [entry | counted.get(entry["name"], {}) for entry in self._result["tensors"]]}
+        return report | {"tensors": [entry | counted.get(entry["name"], {}) for entry in self._result["tensors"]]}
 
     @staticmethod
     def summary(report: Mapping[str, Any]) -> list[str]:
@@ -513,8 +513,8 @@ class LotteryTicket(Technique):
         share = report["kept"] / max(report["numel"], 1)
         what = {"random_reinit": "with new random weights", "random_mask": "with a random mask"}
         how = what.get(report["control"], f"from the weights of step {report['rewind_step']:,}")
-        told = f"Trained {share_text(share)} of {amount(report['numel'])} weights, {how}."
+        text = f"Trained {share_text(share)} of {amount(report['numel'])} weights, {how}."
         found = report.get("found")
         next_ = f"The next ticket keeps {share_text(found / max(report['numel'], 1))}." if found is not None else ""
         replay = f"The replay was {report['replay']}." if report["replay"] else ""
-        return [told, *filter(None, (next_, replay))]
+        return [text, *filter(None, (next_, replay))]

@@ -96,10 +96,10 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
     values = itertools.chain(ticket.weights.values(), map(pack_bits, ticket.masks.values()))
     # Copies, because safetensors refuses two names for one storage.
     tensors = {name: value.contiguous() for name, value in zip(names, copied_to_cpu(values), strict=True)}
-    told = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
+    report = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
     path = Path(path)
     with atomic_write(path) as temporary:
-        save_file(tensors, temporary, metadata={"eff_ticket": json.dumps(told)})
+        save_file(tensors, temporary, metadata={"eff_ticket": json.dumps(report)})
     return path
 
 
@@ -197,14 +197,14 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
     # A Lightning module holds the model under a prefix ("model."), the Hugging Face Trainer does not.
     add, remove = _prefixes(list(ticket.masks), list(weights))
     masks = {add + name.removeprefix(remove): mask for name, mask in ticket.masks.items()}
-    told = f"{source} must be a ticket of this model's weights, but"
+    rule = f"{source} must be a ticket of this model's weights, but"
     remedy = "use the model that it was found with, and the same include, skip and min_size"
     for name in sorted({*masks, *weights}):
         side = "the model" if name not in masks else "the ticket"
         is_both = name in masks and name in weights
-        require(is_both, "lottery", f"{told} only {side} has {name}", remedy, CheckpointError)
+        require(is_both, "lottery", f"{rule} only {side} has {name}", remedy, CheckpointError)
         own, its = tuple(weights[name].shape), tuple(masks[name].shape)
-        require(own == its, "lottery", f"{told} {name} has shape {own} and its mask {its}", "", CheckpointError)
+        require(own == its, "lottery", f"{rule} {name} has shape {own} and its mask {its}", "", CheckpointError)
     if not (add or remove):
         return ticket
     return dataclasses.replace(ticket, masks=masks, weights=_Renamed(ticket.weights, add, remove))
@@ -251,8 +251,8 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
     if odd is None:
         odd = next((name for name, value in own.items() if _kind(value) != _kind(theirs[name])), None)
     if odd is not None:
-        told = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
-        rule = f"but {odd} is {told[0]} in the model and {told[1]} in the ticket"
+        lines = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
+        rule = f"but {odd} is {lines[0]} in the model and {lines[1]} in the ticket"
         rule = f"{source} must hold the weights of this model, {rule}"
         raise CheckpointError("lottery", rule, "use the model that the ticket was found with")
     if not any(map(is_sharded, own.values())):
@@ -354,8 +354,8 @@ class RunFolder:
         """Refuse to train into the folder of a finished run."""
         file = self._path / RESULT_FILE
         remedy = "use another folder or remove it; in a script that trains twice, pass the recipe to one training only"
-        told = f"out must not hold a finished run, got {file}"
-        require(not file.exists(), "lottery", told, remedy, CheckpointError)
+        rule = f"out must not hold a finished run, got {file}"
+        require(not file.exists(), "lottery", rule, remedy, CheckpointError)
 
     def keep(self, ticket: Ticket) -> None:
         """Save the weights of step k until the run ends."""
@@ -369,11 +369,11 @@ class RunFolder:
     def check_kept(self, digest: str, step: int) -> None:
         """Refuse to resume a dense run after step k without its saved weights of step k."""
         weights = self.kept_weights()
-        told = f"{self._path} must hold {REWIND_FILE}, which the original run wrote at step {step}"
-        require(weights is not None, "lottery", told, "resume with the same out, or start again", CheckpointError)
+        rule = f"{self._path} must hold {REWIND_FILE}, which the original run wrote at step {step}"
+        require(weights is not None, "lottery", rule, "resume with the same out, or start again", CheckpointError)
         is_same = Ticket({}, weights or {}, step).digest() == digest
-        told = f"{self._path} must hold weights of the run to resume, got those of another"
-        require(is_same, "lottery", told, "start again", CheckpointError)
+        rule = f"{self._path} must hold weights of the run to resume, got those of another"
+        require(is_same, "lottery", rule, "start again", CheckpointError)
 
     def finish(self, result: Mapping[str, Any], found: Ticket | None) -> None:
         """Write the ticket, if one was found, and then the figures."""

@@ -178,16 +178,16 @@ def plan_ranks(
 def apply(model: nn.Module, plan: Plan, moments: Mapping[tuple[str, str], Tensor]) -> list[dict[str, Any]]:
     """Put the factorized layers into a model, and return an entry for each."""
     new = put_in_(model, {name: {"rank": rank, "scheme": each.scheme} for name, (each, rank) in plan.items()})
-    told = []
+    lines = []
     for name, (each, rank) in plan.items():
         layer, moment = new[name], moments.get((name, each.scheme))
         layer.set_factors_(*each.spectrum.factors(rank))
-        told.append({
+        lines.append({
             "name": name, "scheme": each.scheme, "rank": rank, "full_rank": each.full,
             "parameters_before": each.numel, "parameters_after": rank * each.side,
             "energy": round(float(each.spectrum.energy()[rank - 1]), 6), **errors(layer, moment),
         })  # fmt: skip
-    return told
+    return lines
 
 
 def errors(layer: LowRankLayer, moment: Tensor | None) -> dict[str, float]:

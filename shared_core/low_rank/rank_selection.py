@@ -181,8 +181,8 @@ def _check_weight(name: str, weight: Tensor) -> None:
 
 def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
     if not chosen:
-        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
-        rule = f"no layer can be factorized with rank {config.rank!r} ({told})"
+        text = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
+        rule = f"no layer can be factorized with rank {config.rank!r} ({text})"
         raise MatchError("low_rank", rule, "choose other layers or a lower rank, or use force")
 
 

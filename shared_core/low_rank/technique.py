@@ -215,13 +215,13 @@ class LowRank(Technique):
             for layer in self.layers.values():
                 layer.observer = None
         found = moments.read()
-        told = {entry["name"]: entry for entry in self._told}
+        report = {entry["name"]: entry for entry in self._told}
         for name, layer in self.layers.items():
             moment = found[name, layer.scheme]
             spectrum = decompose(as_matrix(layer.dense.weight, layer.scheme, layer.transposed), moment)
             # Processes may round the decomposition differently.
             layer.set_factors_(*(broadcast_(factor.contiguous()) for factor in spectrum.factors(layer.rank)))
-            told[name] |= errors(layer, moment) | {"energy": round(float(spectrum.energy()[layer.rank - 1]), 6)}
+            report[name] |= errors(layer, moment) | {"energy": round(float(spectrum.energy()[layer.rank - 1]), 6)}
         self._looked_at = self.config.calibration_batches
 
     # -- end
@@ -312,14 +312,14 @@ class LowRank(Technique):
     def summary(report: Mapping[str, Any]) -> list[str]:
         """Return a report in plain sentences, the result first. It may have been read from a file."""
         before, after = report["parameters_before"], report["parameters_after"]
-        told = (
+        text = (
             f"Factorized {counted(report['layers'], 'layer')}: {amount(after)} parameters instead of {amount(before)}"
         )
         share = f" ({share_text(after / before)})" if before else ""
         merged = "The factors were multiplied again, so the weights have their old shapes."
         left = report["left_out"]
         return [
-            f"{told}{share}.",
+            f"{text}{share}.",
             *([merged] if report["merged"] else []),
             *([f"Left whole: {listed(left, 3)}."] if left else []),
         ]

@@ -462,8 +462,8 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
             reason = f"is {parameter.dtype}, which would round the noise; load the model in float32"
             wrong.setdefault(reason, []).append(name)
     if wrong:
-        told = ". ".join(f"{names[0]} {reason}{_likewise(names[1:])}" for reason, names in wrong.items())
-        raise CompatibilityError("dp", f"model must give a gradient for each example, but {told}")
+        rule = ". ".join(f"{names[0]} {reason}{_likewise(names[1:])}" for reason, names in wrong.items())
+        raise CompatibilityError("dp", f"model must give a gradient for each example, but {rule}")
 
 
 def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, is_vmapped: bool) -> str:

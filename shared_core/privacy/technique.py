@@ -398,13 +398,13 @@ class DifferentialPrivacy(Technique):
         epsilon = report["epsilon"]
         spent = epsilon if isinstance(epsilon, str) else f"{epsilon:.3g}"
         steps = counted(report["steps"], "step")
-        told = [f"Spent epsilon {spent} at delta {report['delta']:g} in {steps} ({report['accountant']} accountant)."]
+        lines = [f"Spent epsilon {spent} at delta {report['delta']:g} in {steps} ({report['accountant']} accountant)."]
         if report["sample_rate"] is not None:
-            told.append(
+            lines.append(
                 f"Each step drew {share_text(report['sample_rate'])} of {counted(report['examples'], 'example')}, "
                 f"clipped to norm {report['max_grad_norm']:g}, with noise multiplier {report['noise_multiplier']:.3g}."
             )
-        return told
+        return lines
 
 
 def _check_labels(labels: Any) -> None:

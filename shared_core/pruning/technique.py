@@ -130,9 +130,9 @@ class Pruning(Technique):
                 f"sparsity {self._pruned_share:.4g} of {self.config.sparsity:.4g}: "
                 f"{self._policy.why_short}, and the masks will not be updated again"
             )
-        told = [f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}"]
-        told += [f"{name} {self._own.get(name, 0.0):.4g} of {self._targets.own[name]:.4g}" for name in short]
-        return f"{', '.join(told)}, complete at step {self._schedule.end}"
+        lines = [f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}"]
+        lines += [f"{name} {self._own.get(name, 0.0):.4g} of {self._targets.own[name]:.4g}" for name in short]
+        return f"{', '.join(lines)}, complete at step {self._schedule.end}"
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve the schedule, then restore saved masks, or make the first ones if they are due."""
@@ -304,16 +304,16 @@ class Pruning(Technique):
     def summary(report: Mapping[str, Any]) -> list[str]:
         """Return a report in plain sentences, the result first. It may have been read from a file."""
         asked = f"{share_text(report['sparsity'])} of {amount(report['numel'])} weights"
-        told = f"Pruned {asked} in {counted(len(report['tensors']), 'layer')}"
+        text = f"Pruned {asked} in {counted(len(report['tensors']), 'layer')}"
         if report["last_update_step"] is None:
-            told = f"Pruned nothing yet: pruning begins at step {report['begin_step']:,}"
+            text = f"Pruned nothing yet: pruning begins at step {report['begin_step']:,}"
         elif report["begin_step"] != report["end_step"]:
-            told += f", from step {report['begin_step']:,} to step {report['end_step']:,}"
+            text += f", from step {report['begin_step']:,} to step {report['end_step']:,}"
         lost, units = (sum(entry[name] for entry in report.get("units", ())) for name in ("pruned", "units"))
-        told += f". {lost:,} of {counted(units, 'unit')} are zero" if units else ""
+        text += f". {lost:,} of {counted(units, 'unit')} are zero" if units else ""
         left = report["left_out"]
         dense = [f"Left dense: {listed(left, 3)}."] if left else []
-        return [f"{told}.", *dense, *filter(None, [report["note"]])]
+        return [f"{text}.", *dense, *filter(None, [report["note"]])]
 
     def _update(self, context: Context) -> None:
         step, own = context.step, self._targets.own

@@ -176,8 +176,8 @@ class LayerScheme:
         if self.input.startswith("fp8") and self.has_integers:
             largest = 2**self.weight_bits - 1 if self.affine else self.weight_qmax
             if largest > _LARGEST_IN_E4M3:
-                told = f"fp8 inputs need weights that fp8 represents, integers up to {_LARGEST_IN_E4M3}"
-                return f"{told}, got {self.weight_bits} bits{' with zero points' if self.affine else ''}"
+                text = f"fp8 inputs need weights that fp8 represents, integers up to {_LARGEST_IN_E4M3}"
+                return f"{text}, got {self.weight_bits} bits{' with zero points' if self.affine else ''}"
         return ""
 
 

@@ -98,8 +98,8 @@ def select_layers(
         else:
             left_out[found.name] = reason
     if not layers:
-        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError("qat", "must match at least one module that can be quantized", told)
+        rule = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        raise MatchError("qat", "must match at least one module that can be quantized", rule)
     return layers, left_out
 
 
@@ -196,8 +196,8 @@ def _check_changes(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]
     halves = [name for name in layers if schemes[name].is_half]
     dtypes = {name: {weight.dtype for weight in weights_of(layers[name]).values()} for name in halves}
     if halves and all(dtypes[name] == {HALF[schemes[name].weight]} for name in halves):
-        told = f"weights of {listed(halves, 3)} are {schemes[halves[0]].weight} already, so the scheme changes nothing"
-        raise ConfigError("qat.scheme", told, "choose another one")
+        rule = f"weights of {listed(halves, 3)} are {schemes[halves[0]].weight} already, so the scheme changes nothing"
+        raise ConfigError("qat.scheme", rule, "choose another one")
 
 
 def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]) -> None:

@@ -264,9 +264,9 @@ def _released(
         layer, own = owners[name]
         found.setdefault(layer, {})[own] = grid
     left, lost = [name for name in coded if name not in owners], [key for key in released.weights if key not in rows]
-    told = [f"{listed(left, 3)} train in float"] if left else []
-    told += [f"the model does not have {listed(lost, 3)}"] if lost else []
-    return found, [f"qat: not all quantized weights of {start.folder} are trained: {'; '.join(told)}"] if told else []
+    lines = [f"{listed(left, 3)} train in float"] if left else []
+    lines += [f"the model does not have {listed(lost, 3)}"] if lost else []
+    return found, [f"qat: not all quantized weights of {start.folder} are trained: {'; '.join(lines)}"] if lines else []
 
 
 def _check_dtype(model: Any, names: list[str]) -> None:

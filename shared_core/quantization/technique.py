@@ -471,24 +471,24 @@ class QuantizationAwareTraining(Technique):
         if report["began_at_step"] is None:
             return [f"Trained no layer with {report['scheme']} yet: the run ended before it began."]
         layers = [f"{counted(number, 'layer')} with {formats}" for formats, number in report["formats"].items()]
-        told = [f"Trained since step {report['began_at_step']:,}: {'; '.join(layers)}."]
+        lines = [f"Trained since step {report['began_at_step']:,}: {'; '.join(layers)}."]
         if (worst := report["smallest_sqnr_db"]) is not None:
-            told.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
+            lines.append(f"Rounding keeps a signal-to-noise ratio of {worst:.1f} dB or more in each layer's weights.")
         if (clipped := report["clipped"]) is not None and clipped["largest"] >= _WORTH_TELLING:
-            told.append(
+            lines.append(
                 f"In step {clipped['step']:,}, {100 * clipped['share']:.1f} % of the layers' input values lay outside "
                 f"their ranges and were clipped, up to {100 * clipped['largest']:.1f} % in {clipped['layer']}."
             )
         if (kept := report.get("kept_scales")) is not None:
             share = "" if kept["clipped"] is None else f"; {100 * kept['clipped']:.2g} % of the values were clipped"
-            told.append(f"Weight scales of {counted(kept['layers'], 'layer')}: kept from {kept['from']}{share}.")
+            lines.append(f"Weight scales of {counted(kept['layers'], 'layer')}: kept from {kept['from']}{share}.")
         if report["left_out"]:
-            told.append(f"Left in float: {listed(report['left_out'], 3)}.")
+            lines.append(f"Left in float: {listed(report['left_out'], 3)}.")
         if report["without_range"]:
-            told.append(f"No input was seen by {listed(report['without_range'], 3)}.")
+            lines.append(f"No input was seen by {listed(report['without_range'], 3)}.")
         if windows := report["non_finite_windows"]:
-            told.append(f"Inputs were not finite in {counted(windows, 'range update')}.")
-        return told
+            lines.append(f"Inputs were not finite in {counted(windows, 'range update')}.")
+        return lines
 
     def _clipped(self, layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return the share of clipped input values in the last counted step, and the layer with the largest share."""
@@ -553,10 +553,10 @@ def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]
 def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: int | None) -> list[Event]:
     """Return the events at the steps of `resolve_moments`, without those at the end of the run."""
     begin, freeze, freeze_bn = moments
-    told: list[tuple[int, str]] = [(0, "ranges are observed, layers compute in float")] if begin else []
-    told += [(begin, f"fake quantization on: {config.formats}"), (freeze, "ranges freeze")]
-    told += [(freeze_bn, "folded batch norms switch to running statistics")] if config.fold_batch_norm else []
-    return [event for event in told if event[0] < (sys.maxsize if total_steps is None else total_steps)]
+    lines: list[tuple[int, str]] = [(0, "ranges are observed, layers compute in float")] if begin else []
+    lines += [(begin, f"fake quantization on: {config.formats}"), (freeze, "ranges freeze")]
+    lines += [(freeze_bn, "folded batch norms switch to running statistics")] if config.fold_batch_norm else []
+    return [event for event in lines if event[0] < (sys.maxsize if total_steps is None else total_steps)]
 
 
 def _resolve(config: QatConfig, name: str, context: Context) -> int:

@@ -391,6 +391,6 @@ def check_plot(file: Path, where: str) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
-    told = f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}"
-    require(file.suffix[1:].lower() in kinds and not file.is_dir(), where, told, "rename it")
+    rule = f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}"
+    require(file.suffix[1:].lower() in kinds and not file.is_dir(), where, rule, "rename it")
     check_writable(file, f"{where}: --plot")

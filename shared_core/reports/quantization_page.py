@@ -170,19 +170,19 @@ def _probes(traces: Values) -> Iterator[str]:
         count = next(iter(traces.values()))["probes"]
         yield f"Curvature by Hutchinson's estimate with {counted(count, 'probe')}; ± is its standard error."
         if noise := [name for name, one in traces.items() if one["trace"] < 2 * one["standard_error"]]:
-            told = f"{len(noise)} of {counted(len(traces), 'layer')}"
-            yield f"Estimates below two standard errors: {told}. Raise --probes to rank them."
+            text = f"{len(noise)} of {counted(len(traces), 'layer')}"
+            yield f"Estimates below two standard errors: {text}. Raise --probes to rank them."
 
 
 def _ranking(found: Values) -> Iterator[str]:
     """Yield the most sensitive layers, with the error of the estimate."""
     costs = {name: next(iter(entry.values())) for name, entry in found["layers"].items()}
     errors = {name: next(iter(entry.values())) for name, entry in (found.get("errors") or {}).items()}
-    told = [
+    lines = [
         f"{name} {costs[name]:.3g}" + (f" ± {errors[name]:.1g}" if errors else "")
         for name in sorted(costs, key=lambda name: -costs[name])[:5]
     ]
-    yield f"Most sensitive by {found['metric']}: {', '.join(told)}."
+    yield f"Most sensitive by {found['metric']}: {', '.join(lines)}."
     yield from _probes(found.get("traces") or {})
 
 
@@ -313,8 +313,8 @@ def _quality_lines(values: Values) -> Iterator[str]:
     for name, verdict in values["verdicts"].items():
         loss = "" if verdict["loss"] is None else f", a loss of {verdict['loss']:.3%}"
         what = "quantized" if name == "quantized" else "trained quantized"
-        told = f"{quality['float']:.4f} in float, {quality[name]:.4f} {what}"
-        yield f"Quality: {told}{loss} ({verdict['judgement']})."
+        text = f"{quality['float']:.4f} in float, {quality[name]:.4f} {what}"
+        yield f"Quality: {text}{loss} ({verdict['judgement']})."
 
 
 def _lines(values: Values) -> Iterator[str]:

@@ -103,12 +103,12 @@ def read_run(path: Path) -> RunFolder:
         elif path.match(_RECEIPTS) and (receipt := _json(run, path)) is not None:
             _take(run, receipt)
         _read_beside(run)
-    told = (
+    rule = (
         f"{path} must be a run's folder, got one without a receipt ({RECEIPT_FILE}), a trainer's log ({_STATE}, "
         f"{_LOG}) or the report of a command"
     )
     remedy = "pass a run's output folder, a logger's folder, a .ckpt with a receipt, or a file that a command wrote"
-    require(run.files, "eff report", told, remedy, CheckpointError)
+    require(run.files, "eff report", rule, remedy, CheckpointError)
     return run
 
 
@@ -119,8 +119,8 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         files = "; ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
-        told = f"cannot read files that efftrain should have written: {error!r} in {files}"
-        raise CheckpointError("eff report", told) from error
+        rule = f"cannot read files that efftrain should have written: {error!r} in {files}"
+        raise CheckpointError("eff report", rule) from error
 
 
 def _read_folder(run: RunFolder) -> None:

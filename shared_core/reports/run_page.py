@@ -106,12 +106,12 @@ def achieved(values: Mapping[str, Any]) -> list[Block]:
     of = "" if planned in (None, steps["applied"]) else f" of {planned:,} planned"
     skipped = f", skipped {steps['skipped']:,}" if steps["skipped"] else ""
     time = duration(float(values["wall_seconds"]))
-    told = f"{'Finished' if values['finished'] else 'Stopped'} after {counted(steps['applied'], 'step')}{of}{skipped}"
+    text = f"{'Finished' if values['finished'] else 'Stopped'} after {counted(steps['applied'], 'step')}{of}{skipped}"
     rows = [
         [key, " ".join(sentences(key, report)), duration(float(values["seconds"].get(key, 0.0)))]
         for key, report in values["techniques"].items()
     ]
-    return [f"{told}, in {time}.", *([Table(["technique", "what happened", "own time"], rows)] if rows else [])]
+    return [f"{text}, in {time}.", *([Table(["technique", "what happened", "own time"], rows)] if rows else [])]
 
 
 def happened(values: Mapping[str, Any]) -> list[Block]:
@@ -299,8 +299,8 @@ def _one(run: RunFolder) -> tuple[str, list[Section]]:
     if run.receipt:
         recipe: list[Block] = ["No technique was switched on."]
         if run.receipt["recipe"]:
-            told = "All other options have their defaults. eff_receipt.json has every one."
-            recipe = [asked(run.receipt["recipe"]), told]
+            text = "All other options have their defaults. eff_receipt.json has every one."
+            recipe = [asked(run.receipt["recipe"]), text]
         sections = [
             Section("What was achieved", achieved(run.receipt)),
             *sections,
@@ -406,10 +406,10 @@ def _curves(title: str, label: str, found: Mapping[str, Curve]) -> list[Block]:
     blocks: list[Block] = []
     moving = {name: curve for name, curve in found.items() if len({value for _, value in curve}) > 1}
     if moving and label:
-        told = "" if len(moving) <= _CURVES else f", the first {_CURVES} of {len(moving)} curves"
+        text = "" if len(moving) <= _CURVES else f", the first {_CURVES} of {len(moving)} curves"
         log = {"y": 2} if title == "Loss scale" else None
         shown = dict(list(moving.items())[:_CURVES])
-        blocks.append(line_plot(shown, "step", label, f"{title} over the steps{told}", log=log))
+        blocks.append(line_plot(shown, "step", label, f"{title} over the steps{text}", log=log))
     rows = []
     for name, curve in found.items():
         values = [value for _, value in curve]
@@ -506,8 +506,8 @@ def _path(values: Values) -> list[Block]:
     members = values.get("ingredients", [])
     if not history:
         what = f"A merge ({values['kind']})" if "kind" in values else "An average"
-        told = f"{what} of {len(members)} ingredients; no search, so there is no path."
-        return [told, Table(["ingredient"], [[str(name)] for name in members])]
+        text = f"{what} of {len(members)} ingredients; no search, so there is no path."
+        return [text, Table(["ingredient"], [[str(name)] for name in members])]
     curves: dict[str, list[tuple[float, float]]] = {
         name: [(row["order"] + 1, row[figure]) for row in rows if row.get(figure) is not None]
         for name, figure, rows in (
@@ -546,8 +546,8 @@ def _tickets(curve: Values) -> list[Section]:
     }  # fmt: skip
     ordered = {name: sorted(points) for name, points in lines.items()}
     plot = line_plot(ordered, "weights left (%)", metric, "Quality against the weights left", log={"x": 10})
-    told = f"{metric}; {'larger' if curve['larger_is_better'] else 'smaller'} is better."
-    return [Section("Lottery tickets", [told, *([plot] if lines else []), table_of(curve["rows"], columns)])]
+    text = f"{metric}; {'larger' if curve['larger_is_better'] else 'smaller'} is better."
+    return [Section("Lottery tickets", [text, *([plot] if lines else []), table_of(curve["rows"], columns)])]
 
 
 def _chain(values: Values) -> list[Section]:

@@ -86,9 +86,9 @@ class Candidates:
     ) -> None:
         self.kind: CostKind = checked(cost, CostKind, "search", "cost")
         self.scheme: BitScheme = checked(scheme, BitScheme, "search", "scheme")
-        told = f"sizes need a model with a config, got {type(model).__name__}"
+        rule = f"sizes need a model with a config, got {type(model).__name__}"
         if not configured.is_configured(model):
-            raise CompatibilityError("search", told, "use a transformers model")
+            raise CompatibilityError("search", rule, "use a transformers model")
         self.model, self._batches, self._example = model, list(calibration), example_inputs
         self._loss, self._seed = loss, checked(seed, int, "search", "seed", low=0)
         # Batches that a loss takes may not be what the model takes.

@@ -106,8 +106,8 @@ def plan_stages(
     stages = [Stage(number, *one, {**command.flags, **own[number - 1]}) for number, one in
               enumerate(zip(names, teachers, strict=True), 1)]  # fmt: skip
     for stage in stages:  # build every recipe once now, so that a wrong option does not cost a training
-        told = "eff_recipe must have no distill section"
-        require("distill" not in stage.recipe(None), "chain", told, "pass its options as flags, --distill_…")
+        rule = "eff_recipe must have no distill section"
+        require("distill" not in stage.recipe(None), "chain", rule, "pass its options as flags, --distill_…")
         check_before_imports(stage.recipe(stage.teacher))
     return stages
 
@@ -137,13 +137,13 @@ def _checked_teacher(name: str) -> str:
     found = []
     for part in map(str.strip, name.split(",")):
         # A copy or a moving average belongs to the same run, so it cannot be a stage's first teacher.
-        told = f"teacher must be an existing model, got {part}"
-        require(part not in (SELF, EMA), "chain", told, "the first stage can train without a teacher")
+        rule = f"teacher must be an existing model, got {part}"
+        require(part not in (SELF, EMA), "chain", rule, "the first stage can train without a teacher")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
         if prefix:
-            told = f"the teacher cache {str(path)!r} does not exist"
-            require(path.is_dir(), "chain", told, "write it with `eff cache-teacher`", error=CheckpointError)
+            rule = f"the teacher cache {str(path)!r} does not exist"
+            require(path.is_dir(), "chain", rule, "write it with `eff cache-teacher`", error=CheckpointError)
         else:
             check_named(part, "chain", "teacher")
         if path.exists() and not prefix:
@@ -162,8 +162,8 @@ def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], ta
     for name, values in options.items():
         is_twice = f"{_DISTILL}{name}" in command.flags
         require(not is_twice, "chain", f"distill_{name} must be given once, got it before and after --")
-        told = f"must have one value, or one for each of the {taught} stages with a teacher, got {len(values)}"
-        require(len(values) in (1, taught), "chain", f"distill_{name} {told}")
+        rule = f"must have one value, or one for each of the {taught} stages with a teacher, got {len(values)}"
+        require(len(values) in (1, taught), "chain", f"distill_{name} {rule}")
     return [
         {f"{_DISTILL}{name}": values[index if len(values) > 1 else 0] for name, values in options.items()}
         for index in range(taught)
@@ -269,8 +269,8 @@ class TeacherChain:
         self.folder, self._executor, self._model, self.metric = Path(folder), executor, model, metric
         self._command = TrainingCommand.parse(command, "chain")
         self.stages = plan_stages(self._command, **plan)
-        told = f"out must have no comma in its path, which separates teachers, got {self.folder}"
-        require("," not in str(self.folder.resolve()), "chain", told)
+        rule = f"out must have no comma in its path, which separates teachers, got {self.folder}"
+        require("," not in str(self.folder.resolve()), "chain", rule)
         shown = {"command": without_secrets(command)}
         self._journal = Journal(self.folder / JOURNAL_FILE, "chain", "chain", shown, own="[!.]*")
         self._rows: list[ChainRow] = []
@@ -325,9 +325,9 @@ class TeacherChain:
     def _check_metric(self) -> None:
         for row in self._rows:
             hint = nearest(self.metric or "", row.metrics)
-            told = f"metric must be one that stage-{row.stage} logged, got {self.metric!r}{hint}"
+            rule = f"metric must be one that stage-{row.stage} logged, got {self.metric!r}{hint}"
             remedy = "run the chain again with that name: finished stages are kept"
-            require(self.metric is None or self.metric in row.metrics, "chain", told, remedy, TrainingError)
+            require(self.metric is None or self.metric in row.metrics, "chain", rule, remedy, TrainingError)
 
     def _trained_before(self, stage: Stage) -> ChainRow | None:
         """Return the row of a stage that has trained, but whose model was not found then (a wrong --model)."""
@@ -399,11 +399,11 @@ class TeacherChain:
             check_same(file, {name: getattr(row, name) for name in plan}, plan, "chain")
             # A stage's model is the next one's teacher.
             model = self.folder / row.model
-            told = f"the model of {stage.name} is missing: {model}"
-            require(model.exists(), file, told, "restore it, or choose another folder", CheckpointError)
-        told = f"chain must have at least the {len(self._rows)} finished stages, got {len(self.stages)}"
+            rule = f"the model of {stage.name} is missing: {model}"
+            require(model.exists(), file, rule, "restore it, or choose another folder", CheckpointError)
+        rule = f"chain must have at least the {len(self._rows)} finished stages, got {len(self.stages)}"
         remedy = "pass the same stages or more, or choose another folder"
-        require(len(self._rows) <= len(self.stages), file, told, remedy, CheckpointError)
+        require(len(self._rows) <= len(self.stages), file, rule, remedy, CheckpointError)
 
     def _write(self) -> None:
         self._journal.write(stages=[asdict(row) for row in self._rows], trained=self._trained)

@@ -76,8 +76,8 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
         True
     """
     checked(name, Literal["local", "submitit", "ray"], where, "--executor")
-    told = f"--executor-set needs submitit or ray, got {' '.join(options)} with local"
-    require(name != "local" or not options, where, told)
+    rule = f"--executor-set needs submitit or ray, got {' '.join(options)} with local"
+    require(name != "local" or not options, where, rule)
     values: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
@@ -141,8 +141,8 @@ class SubmititExecutor:
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any], where: str) -> None:
         submitit = optional("submitit", "slurm", f"{where}: --executor submitit")
-        told = "--executor-set must name a time limit: submitit stops a job after 5 minutes by default, got none"
-        require(parameters.keys() & _TIME_LIMITS, where, told, "add --executor-set timeout_min=600")
+        rule = "--executor-set must name a time limit: submitit stops a job after 5 minutes by default, got none"
+        require(parameters.keys() & _TIME_LIMITS, where, rule, "add --executor-set timeout_min=600")
         given = dict(parameters)
         self._where, self._folder, cluster = where, folder.resolve() / ".submitit", given.pop("cluster", None)
         try:
@@ -162,8 +162,8 @@ class SubmititExecutor:
         def result() -> int:
             if (failed := job.exception()) is not None:
                 last = str(failed).strip().splitlines()[-1:] or [""]
-                told = f"job {job.job_id} failed with {type(failed).__name__}: {last[0]}"
-                raise TrainingError(self._where, told, f"see {job.paths.stderr} and {log}")
+                rule = f"job {job.job_id} failed with {type(failed).__name__}: {last[0]}"
+                raise TrainingError(self._where, rule, f"see {job.paths.stderr} and {log}")
             return int(job.result())
 
         return RemoteRun(job.done, result, lambda: job.cancel(check=False))
@@ -173,9 +173,9 @@ class SubmititExecutor:
             return
         submitit = importlib.import_module("submitit")
         job = str(known.get("job"))
-        told = f"job {job} of a stopped search is still waiting or running"
+        rule = f"job {job} of a stopped search is still waiting or running"
         is_done = submitit.SlurmJob(self._folder, job).done(force_check=True)
-        require(is_done, self._where, told, f"wait for it, or scancel {job}", TrainingError)
+        require(is_done, self._where, rule, f"wait for it, or scancel {job}", TrainingError)
 
 
 class RayExecutor:
@@ -198,8 +198,8 @@ class RayExecutor:
                 return int(self._ray.get(reference))
             except self._ray.exceptions.RayError as error:
                 first = (str(error).splitlines() or [""])[0]
-                told = f"the Ray task failed: {first}"
-                raise TrainingError(self._where, told, f"see {log}") from error
+                rule = f"the Ray task failed: {first}"
+                raise TrainingError(self._where, rule, f"see {log}") from error
 
         return RemoteRun(
             lambda: bool(self._ray.wait([reference], timeout=0)[0]), result, lambda: self._ray.cancel(reference)

@@ -88,8 +88,8 @@ class TicketCurve:
 
     def json(self) -> str:
         """Return the curve as JSON."""
-        told = {"metric": self.metric, "larger_is_better": self.larger_is_better}
-        return json.dumps({**told, "rows": [asdict(row) for row in self.rows]}, indent=1)
+        report = {"metric": self.metric, "larger_is_better": self.larger_is_better}
+        return json.dumps({**report, "rows": [asdict(row) for row in self.rows]}, indent=1)
 
     def csv(self) -> str:
         """Return the rows as CSV, with a heading."""
@@ -264,8 +264,8 @@ class LotterySearch:
         self.mode = checked(mode, Mode, "lottery", "mode")
         self.quality = checked(quality, Quality, "lottery", "quality")
         self.metric = metric
-        told = f"control_rounds {[*control_rounds]} needs controls, got none"
-        require(controls or not control_rounds, "lottery", told, f"add {' or '.join(CONTROLS)}")
+        rule = f"control_rounds {[*control_rounds]} needs controls, got none"
+        require(controls or not control_rounds, "lottery", rule, f"add {' or '.join(CONTROLS)}")
         self.control_rounds = self.control_rounds or tuple(range(1, rounds + 1))
         for name in _CHOSEN_HERE:
             require(name not in options, "lottery", f"{name} must not be given: it is chosen for every run")
@@ -276,8 +276,8 @@ class LotterySearch:
         self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
         # After so many rounds 1 - (1 - rate)^rounds of the weights are pruned: the cap must allow that.
         most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
-        told = f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
-        require(most is None or most >= asked - 1e-9, "lottery", told)
+        rule = f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
+        require(most is None or most >= asked - 1e-9, "lottery", rule)
 
     def run(self, train: Callable[[Recipe], object], folder: Path | str) -> TicketCurve:
         """Search with a function that trains once in this process, and return the curve.
@@ -406,8 +406,8 @@ def parse_round(command: Sequence[str]) -> tuple[TrainingCommand, Recipe]:
     """Return a command that trains once per round, and the recipe of our flags in it."""
     training = TrainingCommand.parse(command, "lottery")
     recipe = recipe_of(dict(training.flags))
-    told = "command must not have flags of ticket, which are chosen for every round"
-    require("lottery" not in recipe, "lottery", told)
+    rule = "command must not have flags of ticket, which are chosen for every round"
+    require("lottery" not in recipe, "lottery", rule)
     return training, recipe
 
 
@@ -416,10 +416,10 @@ def _folder_of(folder: Path, number: int, control: str) -> Path:
 
 
 def _result(out: Path) -> dict[str, Any]:
-    told = f"{out.name} must train with the given recipe, but left no {RESULT_FILE}"
+    rule = f"{out.name} must train with the given recipe, but left no {RESULT_FILE}"
     remedy = (
         "use the Hugging Face Trainer, Lightning, or a Session that runs to finish() with the recipe in the file that "
         "EFF_RECIPE names"
     )
-    require((out / RESULT_FILE).exists(), "lottery", told, remedy, TrainingError)
+    require((out / RESULT_FILE).exists(), "lottery", rule, remedy, TrainingError)
     return read_object(out / RESULT_FILE)

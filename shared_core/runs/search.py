@@ -119,8 +119,8 @@ class ModelSearch:
         self._keeps_teacher = teacher is not None
         self._recipe = _recipe(self._command, options or {}, self._teacher)
         if BITS in candidates.values:
-            told = "qat must not be given, because the search sets it for the bits of each candidate"
-            require("qat" not in self._recipe, "search", told, "leave out --qat_…, and choose --scheme")
+            rule = "qat must not be given, because the search sets it for the bits of each candidate"
+            require("qat" not in self._recipe, "search", rule, "leave out --qat_…, and choose --scheme")
             check_before_imports(self._recipe.merged(Recipe.from_dict({"qat": {"scheme": candidates.scheme}})))
         self._asked_metric = metric
         recipe = self._recipe.to_dict()
@@ -361,10 +361,10 @@ class ModelSearch:
         metric = self._metric or self._asked_metric
         known = [one for one in metrics if one.startswith(("eval_", "val_"))]
         chosen = metric or usual_metric(known)
-        told = f"metric must be chosen, got none; known: {', '.join(known) or 'none, the training validates nothing'}"
-        require(chosen, "search", told, "run it again with --metric", TrainingError)
-        told = f"metric must be one that {name} logged, got {chosen!r}{nearest(str(chosen), metrics)}"
-        require(chosen in metrics, "search", told, "run it again with that name", TrainingError)
+        rule = f"metric must be chosen, got none; known: {', '.join(known) or 'none, the training validates nothing'}"
+        require(chosen, "search", rule, "run it again with --metric", TrainingError)
+        rule = f"metric must be one that {name} logged, got {chosen!r}{nearest(str(chosen), metrics)}"
+        require(chosen in metrics, "search", rule, "run it again with that name", TrainingError)
         self._metric = chosen
 
     def _note(self, row: SearchRow, end: Callable[[SearchRow], object] = lambda row: None) -> SearchRow:
@@ -384,13 +384,13 @@ class ModelSearch:
         except (TypeError, KeyError) as error:
             raise CheckpointError(file, "file must hold the rows of a search", "it is damaged, remove it") from error
         self._rows, self._metric = {row.name: row for row in rows}, noted.get("metric")
-        told = f"metric must be {self._metric}, as in the search so far, got {self._asked_metric}"
+        rule = f"metric must be {self._metric}, as in the search so far, got {self._asked_metric}"
         is_same = self._metric is None or self._asked_metric in (None, self._metric)
-        require(is_same, "search", told, "leave it out, or choose another folder", CheckpointError)
+        require(is_same, "search", rule, "leave it out, or choose another folder", CheckpointError)
         for row in self.table.front:
-            told = f"the model of {row.name} is missing: {self.folder / str(row.model)}"
+            rule = f"the model of {row.name} is missing: {self.folder / str(row.model)}"
             is_there = (self.folder / str(row.model)).exists()
-            require(is_there, file, told, "restore it, or choose another folder", CheckpointError)
+            require(is_there, file, rule, "restore it, or choose another folder", CheckpointError)
 
     def _write(self) -> None:
         found = self.table
@@ -405,8 +405,8 @@ def _check_bits(receipt: Mapping[str, Any], plan: BitPlan, name: str) -> None:
     layers = receipt.get("techniques", {}).get("qat", {}).get("per_layer", ())
     trained = {one.get("name"): one.get("weight_bits") for one in layers if isinstance(one, Mapping)}
     wrong = [layer for layer in plan.quantized if trained.get(layer) != plan.bits[layer]]
-    told = f"{name} must be trained with the planned bits, but the receipt has others for {listed(wrong, 3)}"
-    require(not wrong, "search", told, "the script must train the model that it loads, with all layers", TrainingError)
+    rule = f"{name} must be trained with the planned bits, but the receipt has others for {listed(wrong, 3)}"
+    require(not wrong, "search", rule, "the script must train the model that it loads, with all layers", TrainingError)
 
 
 class _Watch:
@@ -462,14 +462,14 @@ def _recipe(command: TrainingCommand, options: Mapping[str, Any], teacher: Path)
         require(command.uses(sign), "search", f"command must contain {sign}, got none", remedy)
     own = {f"distill_{name}": value for name, value in options.items()}
     is_own = "distill_teacher" in own or "distill_teacher" in command.flags
-    told = "distill_teacher must not be given: the uncut model teaches every candidate"
-    require(not is_own, "search", told)
+    rule = "distill_teacher must not be given: the uncut model teaches every candidate"
+    require(not is_own, "search", rule)
     twice = next((name for name in own if name in command.flags), None)
     require(twice is None, "search", f"{twice} must be given once, got it before and after --")
     require("," not in str(teacher), "search", f"the path of the model must have no comma, got {teacher}")
-    told = "eff_recipe must have no distill section"
+    rule = "eff_recipe must have no distill section"
     is_free = "distill" not in recipe_of({k: v for k, v in command.flags.items() if not k.startswith("distill_")})
-    require(is_free, "search", told, "pass its options as flags, --distill_…")
+    require(is_free, "search", rule, "pass its options as flags, --distill_…")
     # The folder of the uncut model may not exist yet.
     check_before_imports(recipe_of({**command.flags, **own, "distill_teacher": UNCUT}))
     return recipe_of({**command.flags, **own, "distill_teacher": str(teacher)})

@@ -89,10 +89,10 @@ class SearchTable:
 
     def json(self) -> str:
         """Return the front and all candidates as JSON."""
-        told: dict[str, Any] = {"metric": self.metric, "larger_is_better": self.larger_is_better, "cost": self.kind}
+        report: dict[str, Any] = {"metric": self.metric, "larger_is_better": self.larger_is_better, "cost": self.kind}
         rows = [asdict(row) for row in self.rows]
-        told |= {"limit": self.limit, "front": [row.name for row in self.front]}
-        return json.dumps({**told, "rows": rows}, indent=1)
+        report |= {"limit": self.limit, "front": [row.name for row in self.front]}
+        return json.dumps({**report, "rows": rows}, indent=1)
 
     def table(self) -> Table:
         """Return one row per candidate of the front."""

@@ -177,8 +177,8 @@ def write_result(folder: str, result: Mapping[str, Any]) -> None:
 
 def check_one_process(world_size: int) -> None:
     """Raise an error for a script that trains in several processes, which cannot take turns."""
-    told = f"the script must train in one process, got {world_size}"
-    require(world_size < 2, "eff try", told, "run it on one device", CompatibilityError)
+    rule = f"the script must train in one process, got {world_size}"
+    require(world_size < 2, "eff try", rule, "run it on one device", CompatibilityError)
 
 
 def _synchronize() -> None:

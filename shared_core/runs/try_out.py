@@ -432,8 +432,8 @@ def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | Non
         ConfigError: If they did not report it.
     """
     known = set(plain[0].values["metrics"])
-    told = f"--metric must be one that the script reports, got {metric!r}{nearest(metric or '', known)}"
-    require(metric is None or metric in known, _WHERE, told)
+    rule = f"--metric must be one that the script reports, got {metric!r}{nearest(metric or '', known)}"
+    require(metric is None or metric in known, _WHERE, rule)
     metric = metric or next((name for name in _USUAL if name in known), None)
     return metric, metric is not None and not is_larger_better(metric, mode)
 
@@ -484,12 +484,12 @@ def _compared(values: Sequence[float], plain: Sequence[float], floor: float, sma
 
 def _learning(plain: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Return the plain runs' training loss: last quarter against first; None if there was none."""
-    told = [values["learning"] for values in plain if values.get("learning")]
-    if not told:
+    lines = [values["learning"] for values in plain if values.get("learning")]
+    if not lines:
         return None
-    first, last = (statistics.fmean(one[name] for one in told) for name in ("first", "last"))
+    first, last = (statistics.fmean(one[name] for one in lines) for name in ("first", "last"))
     # standard error of the mean of independent runs
-    error = math.sqrt(math.fsum(one["error"] ** 2 for one in told)) / len(told)
+    error = math.sqrt(math.fsum(one["error"] ** 2 for one in lines)) / len(lines)
     return Figure(first, last, max(2 * error, FLOORS["metric"] * abs(first)))
 
 
@@ -508,6 +508,6 @@ def _notes(plain: Sequence[Mapping[str, Any]], metric: str | None, learning: Fig
             f"{100 * FLOORS['metric']:g} % counts as noise, which is an assumption, not a measurement"
         )
     if metric == "train_loss":
-        told = "the mean over the last quarter of the steps, per micro-batch, before techniques add to it"
-        notes.append(f"train_loss is {told}")
+        text = "the mean over the last quarter of the steps, per micro-batch, before techniques add to it"
+        notes.append(f"train_loss is {text}")
     return notes

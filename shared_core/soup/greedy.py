@@ -139,8 +139,8 @@ def greedy_soup(
     checked(min_delta, float, "soup", "min_delta", low=0)
     checked(order, Order, "soup", "order")
     if jobs > 1 and order != "metric":
-        told = f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
-        raise ConfigError("soup", told)
+        rule = f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
+        raise ConfigError("soup", rule)
     opened = open_ingredients(ingredients)
     check_number_of("scores", scores, len(opened))
     options = {

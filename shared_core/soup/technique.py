@@ -195,13 +195,13 @@ class ModelSoup(Technique):
         if not report:
             return ["The soup is made after training."]
         members, tried = len(report["ingredients"]), counted(report["candidates"], "checkpoint")
-        told = f"Averaged {members:,} of {tried} ({report['kind']})" if members else f"Averaged none of {tried}"
+        text = f"Averaged {members:,} of {tried} ({report['kind']})" if members else f"Averaged none of {tried}"
         first = report.get("best_single", report.get("first_single"))
         if (score := report.get("score")) is None:
-            return [f"{told}."]
+            return [f"{text}."]
         which = "best" if "best_single" in report else "first"
         before = "" if first is None else f", {first:.4g} for the {which} checkpoint alone"
-        return [f"{told}.", f"Metric {report['metric']}: {score:.4g}{before}."]
+        return [f"{text}.", f"Metric {report['metric']}: {score:.4g}{before}."]
 
 
 def _ranks(soup: dict[str, Tensor]) -> dict[str, Any]:

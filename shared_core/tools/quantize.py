@@ -310,8 +310,8 @@ class QuantizationStudy:
         kept = {} if self.options.all_layers else keep_high(self.network, self.data[0])
         keep = {name: why for name, why in kept.items() if name in costs}
         if costs.keys() <= keep.keys():
-            told = f"all {len(costs)} are kept in float (first, last, after GELU, …)"
-            rule = f"largest_loss must have layers to choose from, but {told}"
+            text = f"all {len(costs)} are kept in float (first, last, after GELU, …)"
+            rule = f"largest_loss must have layers to choose from, but {text}"
             raise ConfigError("quantize", rule, "set all_layers")
 
         def with_only(layers: Collection[str]) -> QatConfig:

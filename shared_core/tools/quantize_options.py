@@ -70,8 +70,8 @@ class StudyOptions(Options):
     def validate(self) -> None:
         """Raise an error for invalid strengths and bounds of attacks, and for probes that nothing uses."""
         self.attack_settings()
-        told = f"{self.named('probes')[1]} only affects sensitivity hessian, got {self.sensitivity}"
-        self.require(self.sensitivity == "hessian" or not self.is_given("probes"), told, "leave it out")
+        rule = f"{self.named('probes')[1]} only affects sensitivity hessian, got {self.sensitivity}"
+        self.require(self.sensitivity == "hessian" or not self.is_given("probes"), rule, "leave it out")
 
     def attack_settings(self) -> dict[str, Any]:
         """Return ``eps``, ``low``, ``high`` and ``steps`` of the attacks."""

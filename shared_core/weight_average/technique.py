@@ -598,7 +598,7 @@ class WeightAverage(Technique):
         kinds = {"ema": "A moving average", "swa": "An average", "last_k": "An average of the last copies"}
         if not report["updates"]:
             return [f"Averaged nothing yet: averaging begins at step {report['first_update_step']:,}."]
-        told = f"{kinds.get(report['kind'], 'An average')} of {amount(report['elements'])} weights"
+        text = f"{kinds.get(report['kind'], 'An average')} of {amount(report['elements'])} weights"
         updates = counted(report["updates"], "update")
         final = (
             []
@@ -606,7 +606,7 @@ class WeightAverage(Technique):
             else [f"It replaced the weights of the last step, which differ by {share_text(report['distance'])}."]
         )
         return [
-            f"{told} had {updates} since step {report['first_update_step']:,} and took {size_text(report['bytes'])}.",
+            f"{text} had {updates} since step {report['first_update_step']:,} and took {size_text(report['bytes'])}.",
             *final,
         ]
 

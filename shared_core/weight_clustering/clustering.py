@@ -164,8 +164,8 @@ class SharedValues:
 def check_bits(bits: object, where: str) -> int:
     """Return `bits` if it is a whole number in [2, 8]."""
     is_whole = isinstance(bits, int) and not isinstance(bits, bool)
-    told = f"bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}"
-    require(is_whole and bits in range(MIN_BITS, MAX_BITS + 1), where, told)
+    rule = f"bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}"
+    require(is_whole and bits in range(MIN_BITS, MAX_BITS + 1), where, rule)
     return bits  # type: ignore[return-value]
 
 
@@ -203,8 +203,8 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
         (tensor([-1.0000,  1.0500,  3.0000,  5.0000]), tensor([0, 2, 2, 1, 0, 3, 4], dtype=torch.uint8))
     """
     check_bits(bits, name)
-    told = f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}"
-    require(weight.dtype in SHARED_DTYPES, name, told)
+    rule = f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}"
+    require(weight.dtype in SHARED_DTYPES, name, rule)
     flat = wide(weight)
     # Zeros are not clustered: a pruned weight stays zero, with code 0.
     live = flat != 0

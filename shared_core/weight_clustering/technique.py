@@ -113,8 +113,8 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             # The first match of bits_of wins.
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
     reasons = by_reason(targets.left_out) or "tied to others"
-    told = f"must find at least one weight to share, but all were left out ({reasons})"
-    require(targets.modules, "cluster", told, "", MatchError)
+    rule = f"must find at least one weight to share, but all were left out ({reasons})"
+    require(targets.modules, "cluster", rule, "", MatchError)
     return targets
 
 
@@ -170,8 +170,8 @@ class WeightClustering(Technique):
         """Leave weights unchanged that no optimizer holds."""
         targets, weights = self._targets, self._targets.weights()
         out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
-        told = "no optimizer trains any of the weights to share"
-        require(len(out) < len(weights), "cluster", told, "", MatchError)
+        rule = "no optimizer trains any of the weights to share"
+        require(len(out) < len(weights), "cluster", rule, "", MatchError)
         modules = {name: module for name, module in targets.modules.items() if name not in out}
         self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)
         return self._touched()
@@ -181,8 +181,8 @@ class WeightClustering(Technique):
         self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "cluster")
         # Pruning comes before this technique and has already planned its end.
         first, got = context.first_usable_step, f"got {self.config.begin!r} = step {self._begin}"
-        told = f"begin must not lie before step {first}, when weights are pruned for the last time, {got}"
-        require(self._begin >= first, "cluster", told, "begin later")
+        rule = f"begin must not lie before step {first}, when weights are pruned for the last time, {got}"
+        require(self._begin >= first, "cluster", rule, "begin later")
         return Plan(
             [(self._begin, f"weights are clustered, {2**self.config.bits} values per tensor, and clusters train on")],
             missing="" if self._codes else f"weights are not shared yet, clustering is at step {self._begin}",
@@ -287,9 +287,9 @@ class WeightClustering(Technique):
         odd = sorted(set(codes) ^ set(weights)) if codes else []
         # Compared with the current weights. Dtypes and ranges are also checked, because files may be damaged.
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
-        told = f"saved clusters must match this model's weights, got a difference at {', '.join(odd[:1])}"
+        rule = f"saved clusters must match this model's weights, got a difference at {', '.join(odd[:1])}"
         remedy = "resume with the model and recipe that wrote the checkpoint"
-        require(not odd, "cluster", told, remedy, CheckpointError)
+        require(not odd, "cluster", rule, remedy, CheckpointError)
         self._codes = codes
         self._clustered_at = int(state["clustered_at"])
         self._errors = {name: float(error) for name, error in state["errors"].items()}
@@ -341,8 +341,8 @@ class WeightClustering(Technique):
             width = max(values - 1, 1).bit_length() if values else 0
             entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
             sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
-            told = {"bits": self._targets.bits[name], "values": values, "rms_error": self._errors.get(name)}
-            tensors.append({**entry, **told, **sizes})
+            report = {"bits": self._targets.bits[name], "values": values, "rms_error": self._errors.get(name)}
+            tensors.append({**entry, **report, **sizes})
         return tensors
 
     def _cluster(self, context: Context) -> None:
@@ -373,8 +373,8 @@ class WeightClustering(Technique):
             places.scatter_reduce_(0, flat.long(), torch.arange(flat.numel()), "amin")
             # If no weight has a code below the largest, no member would carry its centroid.
             is_full = not count or int(places[1:].max()) < flat.numel()
-            told = f"saved clusters of {name} must have members, got an empty one"
-            require(is_full, "cluster", told, "", CheckpointError)
+            rule = f"saved clusters of {name} must have members, got an empty one"
+            require(is_full, "cluster", rule, "", CheckpointError)
             first, of = places[1:], torch.arange(count)
             if is_sharded(weight):
                 # Mark in the whole weight, then split like the weight, so each process learns which first members it

@@ -279,8 +279,8 @@ class Shard:
         rising = not places.size or (places[0] >= 0 and places[-1] < length and (np.diff(places) > 0).all())
         # Bounds come from a file: an end beyond it would read another example's rows.
         if length < 0 or not 0 <= start <= stop <= len(self.tail) or not rising:
-            told = f"no example {row} of {len(self)} with rising positions in rows {start} to {stop}"
-            _refuse(self.path, f"{told} of {len(self.tail)}")
+            text = f"no example {row} of {len(self)} with rising positions in rows {start} to {stop}"
+            _refuse(self.path, f"{text} of {len(self.tail)}")
         return length, slice(start, stop), places
 
     def indices_of(self, rows: slice) -> Array | None:
@@ -362,8 +362,8 @@ def _mapped(path: Path, expected: _Expected) -> dict[str, Array]:
                 for size, found in zip(shape, tensor.shape, strict=True))
         for tensor, (dtype, shape) in ((tensors[name], expected[name]) for name in expected)
     ):  # fmt: skip
-        told = ", ".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        _refuse(path, told or "no tensors")
+        text = ", ".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        _refuse(path, text or "no tensors")
     # Views of the mapped file: pages are read when touched, and forks share them.
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 

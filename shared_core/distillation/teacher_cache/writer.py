@@ -95,8 +95,8 @@ def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
     """
     check_temperature(WHERE, temperature)
     if logits.ndim != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
-        told = f"{logits.dtype} {tuple(logits.shape)} and top_k {top_k}"
-        raise ConfigError(WHERE, f"logits must be floats (rows, classes), and top_k in 1 to classes, got {told}")
+        rule = f"{logits.dtype} {tuple(logits.shape)} and top_k {top_k}"
+        raise ConfigError(WHERE, f"logits must be floats (rows, classes), and top_k in 1 to classes, got {rule}")
     rows, classes = logits.shape
     chunk = max(1, _CHUNK_ELEMENTS // classes)  # copies of (rows, C) in float32 would outgrow the logits themselves
     parts = [_top_k(logits[at : at + chunk], temperature, top_k) for at in range(0, max(rows, 1), chunk)]
@@ -543,7 +543,7 @@ def write_teacher_cache(
     check_temperature(WHERE, temperature)
     if wrong := _wrong(top_k, dtype, fields, vocabulary, shard_bytes, fingerprints):
         raise ConfigError(WHERE, wrong)
-    told = {name: (fingerprints or {}).get(name) for name in FINGERPRINTS}
+    report = {name: (fingerprints or {}).get(name) for name in FINGERPRINTS}
     settings = Settings(
         float(temperature),
         top_k,
@@ -553,7 +553,7 @@ def write_teacher_cache(
         labeled,
         is_causal(teacher) if causal is None else causal,
         logits,
-        {**told, "teacher": told["teacher"] or teacher_fingerprint(teacher), "data": None},
+        {**report, "teacher": report["teacher"] or teacher_fingerprint(teacher), "data": None},
     )
     job = job or Job()
     if job.is_main:

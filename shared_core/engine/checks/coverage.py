@@ -106,9 +106,9 @@ class Reach:
         """Return the share and what is left unchanged, in one line."""
         words = {"others": "other parameters"}
         beside = ", ".join(f"{numel:,} in {words.get(kind, kind)}" for kind, numel in self.beside.items())
-        told = f"covers {share_text(self.share)} of the weights that multiply activations"
-        told += f"; unchanged: {self._left()}" if self.left else ""
-        return told + (f" (not counted: {beside})" if beside else "")
+        text = f"covers {share_text(self.share)} of the weights that multiply activations"
+        text += f"; unchanged: {self._left()}" if self.left else ""
+        return text + (f" (not counted: {beside})" if beside else "")
 
     def _left(self) -> str:
         largest = sorted(self.left.items(), key=lambda item: -item[1][1])

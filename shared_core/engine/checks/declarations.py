@@ -80,5 +80,5 @@ def _check_switches(config: type[TechniqueConfig], where: str) -> None:
             remedy = "decorate the class with @dataclass(frozen=True, kw_only=True)" if undecorated else ""
             raise ConfigError(where, f"the switch {name!r} is not an option{nearest(name, options)}", remedy)
         if bool in {hint := config.hints()[name], *get_args(hint)}:
-            told = f"the switch {name!r} must not be a bool: a technique is on if the flag is given, even with false"
-            raise ConfigError(where, told, "make it a number, or a Literal of the choices")
+            rule = f"the switch {name!r} must not be a bool: a technique is on if the flag is given, even with false"
+            raise ConfigError(where, rule, "make it a number, or a Literal of the choices")

@@ -197,8 +197,8 @@ class Scorer:
             return
         reason = "got none since the last update; update masks after the first step, or calibrate"
         if self.num_left_out:
-            told = "with only NaN or infinite gradients; lower the loss scale or learning rate"
-            reason = f"got {self.num_left_out} {told}"
+            text = "with only NaN or infinite gradients; lower the loss scale or learning rate"
+            reason = f"got {self.num_left_out} {text}"
         elif self.num_observed:
             reason = self._saw_nothing
         rule = f"a step must have been observed before weights are scored, {reason}"

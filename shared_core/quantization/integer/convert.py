@@ -374,8 +374,8 @@ def _int4(module: FakeQuantLinear, group_size: int) -> tuple[TorchaoLinear | Non
     # the kernel computes (code - 8)·scale + zero
     pairs = torch.stack([scale, low + 8 * scale], -1).transpose(0, 1).contiguous().to(weight.dtype)
     tensor: Tensor = Int4OpaqueTensor(packed, pairs, [1, group_size], weight.shape)
-    told = "torchao int4 weight-only: aten::_weight_int4pack_mm_for_cpu"
-    return TorchaoLinear(tensor, module.bias, False, told), ""
+    text = "torchao int4 weight-only: aten::_weight_int4pack_mm_for_cpu"
+    return TorchaoLinear(tensor, module.bias, False, text), ""
 
 
 def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, bool]:

@@ -257,8 +257,8 @@ def without_sensitive(model: nn.Module, config: QatConfig, example: Any = None) 
         if name in chosen and not any(fnmatch.fnmatchcase(name, pattern) for pattern in named)
     }
     if chosen.keys() <= kept.keys():
-        told = ", ".join(f"{name} ({why})" for name, why in list(kept.items())[:3])
-        rule = f"keep_sensitive must leave a layer to quantize, but it keeps {told}"
+        text = ", ".join(f"{name} ({why})" for name, why in list(kept.items())[:3])
+        rule = f"keep_sensitive must leave a layer to quantize, but it keeps {text}"
         raise ConfigError(WHERE, rule, "leave it out, or name layers in include")
     return dataclasses.replace(config, skip=(*config.skip, *kept)), kept
 

@@ -294,7 +294,7 @@ def check_target(graph: Any, target: str) -> None:
     found = [broken for rule in RULES[target] for broken in rule(graph)]
     if not found:
         return
-    told = [f"{node.op_type} {node.name} {rule}" for node, rule, _ in found[:_SHOWN]]
+    lines = [f"{node.op_type} {node.name} {rule}" for node, rule, _ in found[:_SHOWN]]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     remedies = ", or ".join(dict.fromkeys(remedy for _, _, remedy in found[:_SHOWN]))
-    raise CompatibilityError("export_onnx", f"the file breaks rules of {target}: {'; '.join(told)}{more}", remedies)
+    raise CompatibilityError("export_onnx", f"the file breaks rules of {target}: {'; '.join(lines)}{more}", remedies)

@@ -534,8 +534,8 @@ def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> 
         return check(one_shorter(plain(inputs)))[0]
     except Exception as error:  # the model's own, or one of onnxruntime's
         rule = "the file must match the model at every length, and with example_inputs that are one shorter"
-        told = f"{rule} it did not: {str(error)[:500]}"
-        raise CompatibilityError("export_onnx", told, f"pass {_FIXED['dynamic_length']}") from error
+        message = f"{rule} it did not: {str(error)[:500]}"
+        raise CompatibilityError("export_onnx", message, f"pass {_FIXED['dynamic_length']}") from error
 
 
 def fold_padding_(model: Any) -> None:

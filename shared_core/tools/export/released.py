@@ -146,8 +146,8 @@ def _report(
 
 
 def _check_model(model: Any) -> None:
-    told = f"model must be one of transformers, got {type(model).__name__}"
-    require(hasattr(model, "save_pretrained") and hasattr(model, "config"), _WHERE, told, "load its folder")
+    message = f"model must be one of transformers, got {type(model).__name__}"
+    require(hasattr(model, "save_pretrained") and hasattr(model, "config"), _WHERE, message, "load its folder")
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(_WHERE, "model must have no adapters, got PEFT's", "call merge_and_unload() first")
     if getattr(model, "hf_quantizer", None) is not None:
@@ -372,8 +372,8 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], released: Released) -> N
         with file.open("r+b") as stream:
             size = int.from_bytes(stream.read(8), "little")
             entry = json.loads(stream.read(size))[key]
-            told = f"{key} must have the shape {entry['shape']} of the release, got {[*value.shape]}"
-            require([*value.shape] == entry["shape"], _WHERE, told, "give the model's own release", CompatibilityError)
+            rule = f"{key} must have the shape {entry['shape']} of the release, got {[*value.shape]}"
+            require([*value.shape] == entry["shape"], _WHERE, rule, "give the model's own release", CompatibilityError)
             stream.seek(8 + size + entry["data_offsets"][0])
             stream.write(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

@@ -131,8 +131,8 @@ def shrink(
     try:
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        told = f"{type(example_inputs).__name__} ({_first_line(error)})"
-        rule = f"example_inputs must be what the model takes, got {told}"
+        text = f"{type(example_inputs).__name__} ({_first_line(error)})"
+        rule = f"example_inputs must be what the model takes, got {text}"
         raise ConfigError("shrink", rule, "pass a tensor, a tuple or a mapping of keyword arguments") from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):

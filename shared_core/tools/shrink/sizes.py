@@ -364,8 +364,8 @@ def _stack(model: nn.Module, path: Path, left: int) -> tuple[str, nn.ModuleList]
         and any(key.startswith(f"{name}.{left - 1}.") for key in shapes)
     ]
     if len(found) != 1:
-        told = f"{', '.join(name for name, _ in found) or 'none'} of {type(model).__name__}"
-        raise CompatibilityError("shrink", f"layers must come from one list of blocks, got {told}")
+        rule = f"{', '.join(name for name, _ in found) or 'none'} of {type(model).__name__}"
+        raise CompatibilityError("shrink", f"layers must come from one list of blocks, got {rule}")
     return found[0]
 
 
