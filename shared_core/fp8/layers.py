@@ -35,6 +35,7 @@ from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.attention import OpenAttention, project
 from shared_core.modules.like_stock import stock_kind, taking_look_alikes, why_not_stock
+from shared_core.modules.made_classes import derived
 from shared_core.modules.matching import (
     StackedExperts,
     change_class,
@@ -443,10 +444,13 @@ def _fp8_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the FP8 version of a class such as transformers' Conv1D, without importing it."""
     if kind is nn.Linear:
         return Fp8Linear
-    about: dict[str, Any] = {"__doc__": f"{kind.__name__} that multiplies FP8 values.", "__module__": __name__}
     bases = {nn.Linear: Fp8Linear, nn.MultiheadAttention: Fp8Attention}
     base = next((ours for stock, ours in bases.items() if issubclass(kind, stock)), _Transposed)
-    return type(f"Fp8{kind.__name__}", (base, kind), about)
+    return derived("Fp8", base, kind, _again)
+
+
+def _again(kind: type[nn.Module], _: type) -> type[nn.Module]:
+    return _fp8_class(kind)  # type: ignore[arg-type]
 
 
 def matrices_of(module: Any) -> list[Tensor]:

@@ -27,6 +27,7 @@ from shared_core.lora.config import LoraConfig
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
 from shared_core.modules.attention import OpenAttention, project
 from shared_core.modules.like_stock import stock_kind, why_not_stock
+from shared_core.modules.made_classes import derived
 from shared_core.modules.matching import (
     FROZEN,
     Matched,
@@ -48,6 +49,12 @@ from shared_core.quantization.fake_quant_layers import FAKE_QUANT, STOCK, is_qua
 
 _PREFIX = "lora_"
 _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _adapted_kind(kind: type[nn.Module], base: type) -> type[nn.Module]:
+    if kind not in _ADAPTED:
+        _ADAPTED[kind] = derived("Adapted", base, kind, _adapted_kind)
+    return _ADAPTED[kind]
 
 
 class _Factors(nn.Module):
@@ -85,11 +92,8 @@ class AdaptedStack:
         self.factors = _Factors(drawn.to(weight.device, dtype), zeros)
         kind = own_class(module)
         if kind not in _ADAPTED.values():
-            if kind not in _ADAPTED:
-                about = {"__doc__": f"{kind.__name__} with adapters.", "__module__": __name__}
-                base = _AdaptedAttention if issubclass(kind, nn.MultiheadAttention) else _AdaptedExperts
-                _ADAPTED[kind] = type(f"Adapted{kind.__name__}", (base, kind), about)
-            change_class(module, kind, _ADAPTED[kind])
+            base = _AdaptedAttention if issubclass(kind, nn.MultiheadAttention) else _AdaptedExperts
+            change_class(module, kind, _adapted_kind(kind, base))
             vars(module)["adapted_stacks"] = []
             vars(module)["lora_hooks"] = [
                 module.register_state_dict_post_hook(_plain_stack),  # type: ignore[no-untyped-call]

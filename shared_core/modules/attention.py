@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.modules.made_classes import derived
+
 Product = Callable[[Tensor, str, slice, Tensor | None], Tensor]
 """Multiplies an input by some rows of a weight, given by its name, and adds a bias."""
 
@@ -183,4 +185,8 @@ def opened(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of an attention layer that calls its output projection."""
     if kind is nn.MultiheadAttention:
         return OpenAttention
-    return type(kind.__name__, (OpenAttention, kind), {"__doc__": kind.__doc__, "__module__": __name__})
+    return derived("", OpenAttention, kind, _again)
+
+
+def _again(kind: type[nn.Module], _: type) -> type[nn.Module]:
+    return opened(kind)  # type: ignore[arg-type]

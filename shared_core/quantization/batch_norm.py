@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -22,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated, evaluating
 from shared_core.modules.like_stock import NORMS, steps_after_norm, stock_kind
+from shared_core.modules.made_classes import derived, importable
 from shared_core.modules.matching import change_class, plain_name, replaced
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
@@ -43,28 +43,6 @@ class PlainState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         # In place, because torch keeps using this list object.
         missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
-
-
-def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Module]:
-    """Create a class and add it to a module under its name, so that models with such layers can be pickled."""
-    made = type(name, bases, {"__doc__": f"`torch.nn.{bases[-1].__name__}`: {bases[0].__doc__}", "__module__": module})
-    setattr(sys.modules[module], name, made)
-    return made
-
-
-def derived(prefix: str, mixin: type, kind: type[nn.Module], again: Callable[..., Any]) -> type[nn.Module]:
-    """Create a class for a class found in a model. Layers of it are unpickled by the class `again(kind, mixin)`."""
-
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return (_empty, (again, kind, mixin), *object.__reduce_ex__(self, protocol)[2:])
-
-    about = {"__doc__": f"{prefix} {kind.__name__}.", "__module__": __name__, "__reduce_ex__": reduce}
-    return type(f"{prefix}{kind.__name__}", (mixin, kind), about)
-
-
-def _empty(again: Callable[..., type[nn.Module]], kind: type[nn.Module], mixin: type) -> nn.Module:
-    made = again(kind, mixin)
-    return made.__new__(made)
 
 
 @contextlib.contextmanager

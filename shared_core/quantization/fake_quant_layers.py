@@ -20,6 +20,7 @@ from shared_core.engine.checks.claims import Claim, Fits, Grid, Where
 from shared_core.errors import CompatibilityError
 from shared_core.modules.attention import OpenAttention, each_once, project
 from shared_core.modules.like_stock import stock_kind, take_look_alikes
+from shared_core.modules.made_classes import derived, importable
 from shared_core.modules.matching import (
     StackedExperts,
     change_class,
@@ -37,10 +38,8 @@ from shared_core.quantization.batch_norm import (
     FOLDED,
     LEARNED,
     PlainState,
-    derived,
     fold_pair_,
     folded_weight,
-    importable,
     unfold_pair_,
 )
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED

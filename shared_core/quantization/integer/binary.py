@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
 from shared_core.modules.like_stock import stock_kind
-from shared_core.quantization.batch_norm import importable
+from shared_core.modules.made_classes import importable
 from shared_core.quantization.integer.layers import CodeModule
 from shared_core.quantization.integer.onednn import OneDnnConv2d
 from shared_core.quantization.low_bit import box_means, mean_magnitude

@@ -339,6 +339,15 @@ def test_the_fused_encoder_layer_does_not_bypass_fp8():
         assert torch.equal(model(x), exact)
 
 
+def test_a_model_whose_attention_multiplies_in_fp8_can_be_pickled():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2).eval()
+    session, _ = start(model, recipe="tensorwise")
+    assert session.techniques["fp8"].layers.keys() >= {"layers.1.self_attn", "layers.0.self_attn.out_proj"}
+    x = torch.randn(2, 5, 32)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
 @pytest.mark.parametrize("other", ["deepspeed", "fsdp1", "tensor_parallel", "lbfgs", "data_parallel", "tpu"])
 def test_run_environments_that_are_not_proven_are_refused(other):
     with pytest.raises(CompatibilityError, match="fp8 cannot be combined with"):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -275,6 +276,8 @@ def test_attention_trains_adapters_alone_and_resumes_exactly(recipe):
     if recipe:  # qat leaves what has adapters of its own, by name
         assert "AdaptedMultiheadAttention has a forward" in session.techniques["qat"].left_out["memory"]
     one, optimizer = run(first, 4)
+    x = torch.randn(3, 5, 16)
+    assert torch.equal(pickle.loads(pickle.dumps(first))(x), first(x))
     state = {"net": first.state_dict(), "optimizer": optimizer.state_dict(), "session": one.state_dict()}
     resumed, _ = run(second, 6, copy.deepcopy(state))
     resumed.finish()

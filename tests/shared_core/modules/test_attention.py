@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -87,13 +88,15 @@ def test_a_layer_is_opened_where_its_projection_is_to_be_called(kind):
     x = torch.randn(3, 1, 8)
     expected = net[0](x, x, x)[0]
     assert not fast_paths_off(net, (nn.Conv1d,))
-    net[0].out_proj.register_forward_hook(lambda *_: called.append(1))
+    hook = net[0].out_proj.register_forward_hook(lambda *_: called.append(1))
     undo = fast_paths_off(net, (nn.Linear,))
     assert isinstance(net[0], kind)
     assert torch.equal(net[0](x, x, x)[0], expected)
     assert called == [1]
+    hook.remove()
     assert not fast_paths_off(net, (nn.Linear,))  # it is open
     copy.deepcopy(net).load_state_dict(net.state_dict())
+    assert torch.equal(pickle.loads(pickle.dumps(net))[0](x, x, x)[0], expected)
     fast_paths_on(undo)
     assert type(net[0]) is kind
 
