@@ -355,6 +355,12 @@ class QatConfig(OverridableConfig):
                 "weights, which forward passes with adapters never form; train with lora alone, and let "
                 "`eff export --format released` round the merged weights, or give qat a scheme by name"
             )
+        others = {value for _, name, value in self.override_options() if name in ("weights", "scheme")}
+        if "prune" in recipe and (self.layer_scheme.weight == "binary" or others & {"binary", "xnor_net"}):
+            yield (
+                "qat with binary weights cannot be combined with prune: a binary weight is never 0, so pruned weights "
+                "would come back; use ternary, whose zeros stay, or drop prune"
+            )
         if self.learns_ranges and "efficient_loading" in environment:
             yield (
                 f"qat with range {self.range} cannot be combined with {RUN_ENVIRONMENTS['efficient_loading']}: "

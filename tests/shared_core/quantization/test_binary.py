@@ -10,6 +10,7 @@ from plain_loop import begun_session, plain_step
 from quantization_export_runs import constants, kinds, run
 from torch import nn
 
+from shared_core import Session
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import QatConfig, apply_ranges, conversion_report, convert
 from shared_core.quantization.schemes import INPUTS, WEIGHTS, LayerScheme
@@ -167,6 +168,14 @@ def test_flags_give_these_schemes(options, scheme):
 def test_refusals(options, message):
     with pytest.raises(ConfigError, match=message):
         QatConfig(**options)
+
+
+@pytest.mark.parametrize("options", [
+    {"scheme": "xnor_net"}, {"weights": "binary"}, {"scheme": "int8", "overrides": ["0:weights=binary"]},
+], ids=str)  # fmt: skip
+def test_pruning_is_refused_as_binary_weights_are_never_zero(options):
+    with pytest.raises(CompatibilityError, match="qat with binary weights cannot be combined with prune"):
+        Session({"qat": options, "prune": {"sparsity": 0.5}}).attach(xnor_net())
 
 
 def xnor_net():
