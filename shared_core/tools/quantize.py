@@ -19,6 +19,7 @@ from shared_core.errors import ConfigError, TrainingError
 from shared_core.hardware import cpu_capabilities
 from shared_core.modules.calls import call_model
 from shared_core.modules.weight_views import PACKED
+from shared_core.printing import listed
 from shared_core.quantization import (
     BitPlan,
     QatConfig,
@@ -299,7 +300,12 @@ class QuantizationStudy:
         fixed = {entry["name"]: entry["weight_bits"] for entry in report.layers if entry["name"] not in costs}
         found = keep_high(self.network, self.data[0]) if self.options.keep_sensitive and self.data else {}
         keep = {name: why for name, why in found.items() if name in costs}
-        plan = plan_bits(costs, sizes, budget, CANDIDATES, fixed=fixed | dict.fromkeys(keep, max(CANDIDATES)))
+        fixed |= dict.fromkeys(keep, max(CANDIDATES))
+        least = sum(size * fixed.get(name, min(CANDIDATES)) for name, size in sizes.items()) / sum(sizes.values())
+        if budget < least:
+            rule = f"average_bits must be at least {least:.4g} with {listed(fixed)} at fixed bits, got {budget}"
+            raise ConfigError("quantize", rule, "raise it" + (", or keep no sensitive layers" if keep else ""))
+        plan = plan_bits(costs, sizes, budget, CANDIDATES, fixed=fixed)
         return dataclasses.replace(self.config, overrides=plan.qat_options()["overrides"]), plan, keep
 
     def _planned(self, costs: Costs) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:

@@ -228,6 +228,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*CURVED[:3], "--scheme", "fp8", *CURVED[5:7], "--average-bits", "5"], ConfigError, "average.bits needs an int"),
     ([*PLANNED, "--all-layers", "--keep-sensitive"], ConfigError, "--all-layers .*--keep-sensitive"),
     ([*SCHEME, "--keep-sensitive"], ConfigError, r"must leave a layer to quantize, but it keeps 0 \(the first layer\)"),
+    ([*CURVED, *WITH_LOSS, "--average-bits", "4", "--keep-sensitive"], ConfigError, "bits must be .* with 0, 2"),
     ([*SCHEME, "--largest-loss", "0.1"], ConfigError, "--eval and --calibration"),
     ([*SCHEME, "--all-layers"], ConfigError, "--all-layers .*--largest-loss"),
     ([*PLANNED[:-1], "-0.1"], ConfigError, r"--largest-loss must be in \[0, inf\), got -0.1"),
