@@ -105,7 +105,9 @@ def _split(values: Any, tensors: dict[str, Tensor], path: tuple[str, ...] = ()) 
 
 def _joined(values: Any, tensors: Mapping[str, Tensor], path: tuple[str, ...] = ()) -> Any:
     if values == _IN_FILE:
-        return tensors[json.dumps(path)]
+        if (key := json.dumps(path)) not in tensors:
+            raise ValueError(f"{DEPLOYMENT_TENSORS} must lie beside it with tensor {key}; copy the whole folder")
+        return tensors[key]
     if isinstance(values, Mapping):
         return {key: _joined(value, tensors, (*path, key)) for key, value in values.items()}
     return values
