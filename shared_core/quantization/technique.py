@@ -129,6 +129,11 @@ class QuantizationAwareTraining(Technique):
                 "qat: PEFT saves only the adapters, not the rounded base they were trained on. Also save "
                 "model.unload() after training, or use lora instead of PEFT's adapters: it merges them"
             )
+        if self._trains and not config.keep and any(scheme.has_binary_inputs for scheme in self.schemes.values()):
+            context.note(
+                "qat: the final model reads float inputs, with which it computes something else: set keep, or call "
+                "apply_ranges on it, to evaluate it with binary inputs"
+            )
         if config.recompute_weights:
             context.note(self._recomputed(model))
         self.policy.attach(model, self.layers)

@@ -170,6 +170,13 @@ def test_refusals(options, message):
         QatConfig(**options)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_run_tells_that_signs_of_inputs_are_not_in_the_final_model(keep):
+    session = Session({"qat": {"scheme": "xnor_net", "keep": keep}})
+    session.attach(xnor_net())
+    assert any("the final model reads float inputs" in note for note in session.notes) is not keep
+
+
 @pytest.mark.parametrize("options", [
     {"scheme": "xnor_net"}, {"weights": "binary"}, {"scheme": "int8", "overrides": ["0:weights=binary"]},
 ], ids=str)  # fmt: skip
