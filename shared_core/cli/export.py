@@ -419,7 +419,7 @@ def _served(report: Any) -> Iterator[str]:
     if report.format in in_blocks and "fp8" not in report.format:
         yield "vLLM runs it on GPUs only."
     if report.format in in_blocks:
-        yield "All other weights are bfloat16."
+        yield "All other weights are bfloat16. Load the model in that dtype."
     if report.kv_cache:
         yield f"{counted(len(report.kv_cache), 'attention layer')} with cache scales: vLLM keeps their cache in FP8."
     if report.values:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.errors import CompatibilityError
 from shared_core.modules.made_classes import derived
 
 Product = Callable[[Tensor, str, slice, Tensor | None], Tensor]
@@ -89,7 +90,14 @@ class OpenAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and weights, as the stock layer does."""
+        """Return output and weights, as the stock layer does.
+
+        Raises:
+            CompatibilityError: If the query is a nested tensor.
+        """
+        if query.is_nested:
+            rule = "MultiheadAttention must get padded tensors while a technique changes it, got nested ones"
+            raise CompatibilityError("attention", rule, "pass key_padding_mask, and enable_nested_tensor=False")
         torch_functions: Any = F
         batched = torch_functions._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         leaves_causal = is_causal and key_padding_mask is None and not need_weights

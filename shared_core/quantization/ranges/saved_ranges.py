@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shared_core.config.options import checked
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, require
 from shared_core.modules.matching import plain_name
 from shared_core.modules.own_forward import fast_paths_off
 from shared_core.modules.weight_views import as_rows
@@ -56,6 +56,8 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         >>> round(ranged(torch.tensor([[0.011, 9.0]])).item(), 4)
         2.56
     """
+    rule = f"ranges must map names of layers to values, got {type(ranges).__name__}"
+    require(isinstance(ranges, Mapping), "apply_ranges", rule, 'pass read_deployment(folder)["qat"]["ranges"]')
     ranges = take_cache_scales_(model, ranges)
     layers = find_layers(model, ranges, "apply_ranges")
     schemes = {name: saved_scheme(ranges[name], f"apply_ranges: {name}") for name in layers}

@@ -227,3 +227,11 @@ def test_attention_with_another_forward_stays_in_float_by_name():
     session.detach()
     with pytest.raises(CompatibilityError, match="include must name only layers that can be quantized, not own"):
         Session({"qat": {"scheme": "int8", "include": ["own", "wide"]}}).attach(net)
+
+
+def test_nested_tensors_are_refused_while_attention_is_quantized():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    found = quantize(layer, "int8_weight").eval()
+    nested = torch.nested.nested_tensor([torch.ones(3, 16), torch.ones(2, 16)])
+    with pytest.raises(CompatibilityError, match=r"padded tensors .* pass key_padding_mask"):
+        found(nested)

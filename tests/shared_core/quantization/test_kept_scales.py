@@ -18,7 +18,7 @@ from shared_core.engine.checks.compatibility import check
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, quantize_with_report
+from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, quantize_with_report
 from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.schemes import WEIGHTS, LayerScheme
 
@@ -260,3 +260,8 @@ def test_adapters_and_post_training_quantization_are_refused(options):
         QuantizationAwareTraining(QatConfig(**options)).attach(Context(model=model))
     with pytest.raises(ConfigError, match="start a training"):
         quantize_with_report(small_net(), options)
+
+
+def test_ranges_are_not_a_folder():
+    with pytest.raises(ConfigError, match=r"ranges must map names .* got str; pass read_deployment"):
+        apply_ranges(nn.Linear(2, 2), "runs/a")
