@@ -437,7 +437,8 @@ def _served(report: Any) -> Iterator[str]:
         )
         return
     yield f"Largest difference in transformers, with float inputs: {report.largest_difference:.2g}."
-    yield f"Rounding the inputs as transformers does changes the outputs by {report.relative_change:.2%}."
+    what = "Rounding the inputs as transformers does" if report.rounds_inputs else "The dtype of the other weights"
+    yield f"{what} changes the outputs by {report.relative_change:.2%}."
 
 
 def _llama(report: Any) -> Iterator[str]:

@@ -43,6 +43,7 @@ class ServedReport:
         quantized: Layers with codes in the file; for stacked experts each matrix, by its name there.
         values: Embeddings and tied heads, stored as float values of their codes.
         unrounded_inputs: Layers of `values` whose input was rounded in training, but is not in engines.
+        rounds_inputs: True if the file has formats of inputs.
         float_layers: Layers of the same types that stay in float.
         equal_layers: Layers whose codes give exactly the model's weights; None if not compared.
         largest_difference: Between the outputs in transformers and of the model, both with float layer inputs, relative
@@ -62,6 +63,7 @@ class ServedReport:
     quantized: tuple[str, ...]
     values: tuple[str, ...] = ()
     unrounded_inputs: tuple[str, ...] = ()
+    rounds_inputs: bool = False
     float_layers: tuple[str, ...] = ()
     equal_layers: int | None = None
     largest_difference: float | None = None
@@ -110,6 +112,10 @@ class ServedModel:
         written = found.get("kv_cache", ())
         return ServedReport(
             path=Path(path), bytes=bytes, format=format, float_layers=self.float_layers,
+            rounds_inputs=any(
+                scheme.input != "none" for name, scheme in self.schemes.items()
+                if name not in found.get("unrounded_inputs", ())
+            ),
             cache_scales_left_out=tuple(name for name in self.cache if name not in written),
             **{"quantized": self.names, **found},
         )  # fmt: skip

@@ -139,6 +139,7 @@ def test_released_formats_load_as_training_saw_the_model(options, kind, parts, i
     model, ranges = folder(**options)
     report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
     assert (report.format, report.equal_layers, report.unrounded_inputs) == (kind, 15, ())
+    assert report.rounds_inputs == (inputs is not None)
     assert report.largest_difference <= 1e-6
     (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
         "config_groups"
