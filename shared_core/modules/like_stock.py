@@ -16,9 +16,7 @@ import copy
 import copyreg
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,17 +24,15 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_core.modules.attention import is_stock_attention
 from shared_core.modules.matching import change_class, conv1d_kind, own_class
+from shared_core.modules.recording import Build, trace
 from shared_core.modules.weight_views import CONVOLUTIONS, RECURRENT
 
 _BASES = (nn.Linear, *CONVOLUTIONS, nn.Embedding, *RECURRENT, nn.MultiheadAttention)
 _NARROW = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_Build = Callable[[], nn.Module]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -267,13 +263,13 @@ def _layer_computes(
     plain: tuple[tuple[str, Any], ...],
 ) -> bool:
     return all(
-        _trace(build, inputs, training) == _trace(build, inputs, training, kind, plain=dict(plain))
+        trace(build, inputs, training) == trace(build, inputs, training, kind, plain=dict(plain))
         for build, inputs in _layer_cases(base, dict(arguments))
         for training in (True, False)
     )
 
 
-def _layer_cases(base: Any, arguments: dict[str, Any]) -> Iterator[tuple[_Build, Tensor]]:
+def _layer_cases(base: Any, arguments: dict[str, Any]) -> Iterator[tuple[Build, Tensor]]:
     own = arguments.pop("dtype")
     for dtype in dict.fromkeys((own, torch.bfloat16)):
         build = functools.partial(base, dtype=dtype, **arguments)
@@ -319,7 +315,7 @@ def computes_like(kind: type[nn.Module], base: type[nn.Module]) -> bool:
     cases = _linear_cases() if base is nn.Linear else _convolution_cases(base)
     # if types differ both fail, else the class casts
     return all(
-        _trace(build, inputs, training) == _trace(build, inputs, training, kind)
+        trace(build, inputs, training) == trace(build, inputs, training, kind)
         for build, inputs in cases
         for training in (True, False)
     )
@@ -353,7 +349,7 @@ def _steps(kind: type[nn.Module], base: type[nn.Module], parts: tuple[tuple[str,
         return None
     found: set[tuple[str, ...]] = set()
     for (build, inputs), training in itertools.product(_norm_cases(base), (True, False)):
-        theirs, mine = _trace(build, inputs, training), _trace(build, inputs, training, kind, dict(parts))
+        theirs, mine = trace(build, inputs, training), trace(build, inputs, training, kind, dict(parts))
         if isinstance(theirs, str) or isinstance(mine, str):
             return None
         (calls, value), (all_calls, result) = theirs, mine
@@ -371,7 +367,7 @@ def _is_judged(kind: Any, base: Any) -> bool:
     return kind.__call__ is base.__call__ and not kind.__module__.startswith(("torch.", "shared_core."))
 
 
-def _linear_cases() -> Iterator[tuple[_Build, Tensor]]:
+def _linear_cases() -> Iterator[tuple[Build, Tensor]]:
     for bias in (True, False):
         build = functools.partial(nn.Linear, 3, 5, bias, "cpu")
         for shape in ((3,), (2, 3), (2, 4, 3)):
@@ -382,7 +378,7 @@ def _linear_cases() -> Iterator[tuple[_Build, Tensor]]:
             yield functools.partial(_narrowed, build, dtype), torch.ones(2, 3, dtype=torch.float32, device="cpu")
 
 
-def _convolution_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
+def _convolution_cases(base: Any) -> Iterator[tuple[Build, Tensor]]:
     place = CONVOLUTIONS.index(base)
     padded: dict[str, Any] = {"padding": 1, **({"padding_mode": "circular"} if place < 3 else {"output_padding": 1})}
     types = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
@@ -402,104 +398,9 @@ def _narrowed(build: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
     return layer
 
 
-def _norm_cases(base: Any) -> Iterator[tuple[_Build, Tensor]]:
+def _norm_cases(base: Any) -> Iterator[tuple[Build, Tensor]]:
     shapes = ((4, 3), (4, 3, 2)) if base is nn.BatchNorm1d else ((4, 3, *[2] * (NORMS.index(base) + 1)),)
     for shape in shapes:
         for momentum, affine in ((0.1, True), (None, False)):
             build = functools.partial(base, 3, 1e-5, momentum, affine, device="cpu", dtype=torch.float32)
             yield build, torch.ones(shape, device="cpu", dtype=torch.float32)
-
-
-def _trace(
-    build: _Build,
-    inputs: Tensor,
-    training: bool,
-    kind: type[nn.Module] | None = None,
-    parts: Mapping[str, bool] | None = None,
-    plain: Mapping[str, Any] | None = None,
-) -> tuple[list[Any], Any] | str:
-    """Return (operations, result) of a layer's forward, or of that of a derived class; ``"fails"`` or ``"strays"``.
-
-    `parts` are the submodules of that class, and whether they are there. `plain` are attributes to add.
-    """
-    quiet = warnings.catch_warnings()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False), quiet:
-        layer: Any = build().train(training)
-        recorder = _Recorder(layer, inputs)
-        vars(layer).update(plain or {})
-        if parts:
-            layer._modules |= {name: _Step(name, recorder) if there else None for name, there in parts.items()}
-        try:
-            warnings.simplefilter("ignore")  # the layer is only looked at
-            if kind is not None:
-                layer.__class__ = _watched(kind, {*dir(layer)}, recorder)
-            with recorder:
-                result = layer.forward(inputs)
-        except Exception:  # a user's forward may need anything
-            return "strays" if recorder.strayed else "fails"
-    return "strays" if recorder.strayed else (recorder.calls, recorder.name(result))
-
-
-def _watched(kind: type[nn.Module], known: set[str], recorder: _Recorder) -> type[nn.Module]:
-    """Return a class derived from a user's that stops where it reads attributes other than these and its methods."""
-    methods = (FunctionType, staticmethod, classmethod)
-    defined = (entry for each in kind.__mro__ for entry in vars(each).items())
-    allowed = known | {name for name, value in defined if isinstance(value, methods)}
-
-    def look_up(self: Any, name: str) -> Any:
-        if name not in allowed:
-            recorder.strayed = True
-            raise LookupError(name)  # before it says anything, such as that this layer is not complete
-        return kind.__getattribute__(self, name)
-
-    def assign(self: Any, name: str, value: object) -> None:
-        recorder.strayed = True
-        raise AttributeError(name)
-
-    about = {"__getattribute__": look_up, "__setattr__": assign, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), about)
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations. Tensors have the names of what made them, so that records of two layers can be compared."""
-
-    def __init__(self, layer: nn.Module, inputs: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Any] = []
-        self.strayed = False
-        self._names: dict[int, Any] = {id(inputs): "inputs"}
-        self._names |= {id(value): f"own {name}" for name, value in (layer._parameters | layer._buffers).items()}
-        self._alive: list[Any] = []  # so that no id is reused
-
-    def name(self, value: Any) -> Any:
-        """Return the name of a tensor. One that comes from elsewhere is equal to no other."""
-        return self._names.get(id(value), object())
-
-    def step(self, name: str, value: Tensor) -> Tensor:
-        """Record the call of a submodule, and return its result."""
-        self.calls.append((name, self.name(value)))
-        with _disable_current_modes():  # what the submodule computes is not recorded
-            result = value.clone()
-        self._names[id(result)] = name
-        self._alive.append(result)
-        return result
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func, tree_map_only(Tensor, self.name, (args, kwargs or {}))))
-        result = func(*args, **(kwargs or {}))
-        for place, leaf in enumerate(tree_leaves(result)):
-            if isinstance(leaf, Tensor):
-                self._names.setdefault(id(leaf), (len(self.calls), place))
-                self._alive.append(leaf)
-        return result
-
-
-class _Step(nn.Module):
-    """Stands for a submodule of a batch norm."""
-
-    def __init__(self, name: str, recorder: _Recorder) -> None:
-        super().__init__()
-        self.name, self._recorder = name, recorder
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._recorder.step(self.name, input)
