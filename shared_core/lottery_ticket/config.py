@@ -103,7 +103,7 @@ class LotteryConfig(TicketOptions, TechniqueConfig):
     def check_files(self) -> None:
         """Raise `CheckpointError` where there is no ticket file."""
         is_there = self.ticket is None or Path(self.ticket).is_file()
-        rule = f"the ticket file {self.ticket} does not exist"
+        rule = f"ticket must be an existing ticket file, got {self.ticket}"
         require(is_there, self.key, rule, "check the path", CheckpointError)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

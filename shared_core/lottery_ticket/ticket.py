@@ -113,7 +113,7 @@ def read_ticket(path: Path | str) -> Ticket:
         CheckpointError: If the file is missing, damaged, not a ticket, or has a newer format.
     """
     path = Path(path)
-    told = f"the ticket file {path} does not exist"
+    told = f"ticket must be an existing ticket file, got {path}"
     require(path.is_file(), "lottery", told, "check the path", CheckpointError)
     try:
         with safe_open(path, framework="pt") as file:

@@ -37,7 +37,7 @@ def test_what_cannot_be_right_is_refused_before_training(tmp_path):
         train(ticket_recipe(tmp_path / "a", ticket=path))
     with pytest.raises(CheckpointError, match="must be a ticket for rewind none, got one for weights"):
         train(ticket_recipe(tmp_path / "a", ticket=path, rewind="none", rewind_to=3))
-    with pytest.raises(CheckpointError, match=r"ticket file .* does not exist"):
+    with pytest.raises(CheckpointError, match="ticket must be an existing ticket file"):
         train(ticket_recipe(tmp_path / "a", ticket=tmp_path / "nowhere"))
     for content in (b"", path.read_bytes()[:-20], b"x" * 100):
         (tmp_path / "bad.safetensors").write_bytes(content)

@@ -41,7 +41,10 @@ def test_each_expert_is_quantized_as_a_linear_layer_of_its_own(kind, scheme):
             asked = SCHEMES[scheme].__class__(**{key: saved[key] for key in vars(SCHEMES[scheme])})
             assert torch.equal(expert, quantize_weight(layer, exact.contiguous(), asked))
     assert not torch.equal(logits(quantized), logits(net))
-    torch.testing.assert_close(logits(convert(quantized)), logits(quantized))
+    found, expected = logits(convert(quantized)), logits(quantized)
+    # the last bit of a sum may decide the sign of an input near 0
+    near = {"atol": 1e-2 * float(expected.abs().max()), "rtol": 0.0} if SCHEMES[scheme].has_binary_inputs else {}
+    torch.testing.assert_close(found, expected, **near)
     assert quantized_bytes(quantized) < quantized_bytes(net)
 
 
