@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.made_classes import importable
-from shared_core.quantization.integer.layers import CodeModule
+from shared_core.quantization.integer.layers import PackedLayer
 from shared_core.quantization.integer.onednn import OneDnnConv2d
 from shared_core.quantization.low_bit import box_means, mean_magnitude
 from shared_core.quantization.schemes import LayerScheme
@@ -28,7 +28,7 @@ _ZERO = 128  # the code of 0: those of signs are 127 and 129
 _FEW_ROWS = 8  # up to which reading the weight takes longest, and bits are the least to read
 
 
-class BinaryLayer(CodeModule):
+class BinaryLayer(PackedLayer):
     """Base class of layers of signs: ``y = α·K·Σ sign(x)·sign(w) + b``, the sum an exact integer. sign(0) is +1.
 
     ``α`` is a scale per output channel. ``K`` is 1, or with `scaled` the mean of ``|x|``: of each token of a linear
@@ -42,9 +42,8 @@ class BinaryLayer(CodeModule):
     weight_bits: Tensor
     bias: Tensor | None
     scaled: bool
-    kernel: str
-    """The kernel, as `conversion_report` names it."""
     _call: ClassVar[str]
+    _layouts = ("_codes", "_words")
     _codes: Any  # of the int8 product
     _words: Any  # of the product of bits, for each group
 
@@ -84,17 +83,6 @@ class BinaryLayer(CodeModule):
 
     def _for_onednn(self) -> Any:
         raise NotImplementedError
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_codes": None, "_words": None}  # a kernel's layout can be neither copied nor saved
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pack()
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._pack()
 
     # numpy computes on the bits, which dynamo cannot trace
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -264,7 +252,7 @@ def binary_layer(stock: Any, scheme: LayerScheme) -> nn.Module:
         made = kind(*channels, tuple(weight.shape[2:]), bias=False, device="meta", **options)
     made._parameters.clear()
     made.__class__ = BINARY[kind]
-    made.scaled, made.kernel, made._codes = scheme.input == "binary_scaled", XNOR, None
+    made.scaled, made.kind, made.kernel = scheme.input == "binary_scaled", kind.__name__, XNOR
     for name, value in (("weight_bits", bits), ("weight_scale", scale), ("bias", bias)):
         made.register_buffer(name, value)
     made._pack()

@@ -181,6 +181,8 @@ def _has_torchao() -> bool:
 class TorchaoLinear(nn.Linear):
     """A linear layer whose weight is a quantized tensor of torchao."""
 
+    kind = "Linear"
+
     def __init__(self, weight: Tensor, bias: Tensor | None, static: bool, kernel: str) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -207,7 +209,7 @@ class TorchaoLinear(nn.Linear):
         return y[:rows].view(*input.shape[:-1], self.out_features)
 
 
-ON_INTEGERS = (IntegerLayer, TorchaoLinear, PackedLayer, BinaryLayer)
+ON_INTEGERS = (IntegerLayer, TorchaoLinear, PackedLayer)
 """The classes of layers that compute on integers, or on torchao's kernels."""
 
 
@@ -425,14 +427,8 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
     """
     report = {}
     for name, module in model.named_modules():
-        if isinstance(module, TorchaoLinear):
-            kind, kernel = "Linear", module.kernel
-        elif isinstance(module, BinaryLayer):
-            kind, kernel = type(module).__name__.removeprefix("Binary"), module.kernel
-        elif isinstance(module, PackedLayer):
+        if isinstance(module, ON_INTEGERS):
             kind, kernel = module.kind, module.kernel
-        elif isinstance(module, IntegerLayer):
-            kind, kernel = type(module).__name__.removeprefix("Int"), "reference: integers, summed in float64"
         elif type(module) in STOCK:
             kind, kernel = STOCK[type(module)].__name__, "reference: quantized values, in float"
         elif type(module) in STOCK.values():

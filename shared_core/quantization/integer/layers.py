@@ -77,6 +77,7 @@ class PackedLayer(CodeModule):
     """The stock layer's name."""
     kernel: str
     """The kernel, as `conversion_report` names it."""
+    _layouts: ClassVar[tuple[str, ...]] = ("_packed",)
     _packed: Any
 
     @classmethod
@@ -95,7 +96,7 @@ class PackedLayer(CodeModule):
         return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_packed": None}  # a kernel's layout can be neither copied nor saved
+        return vars(self) | dict.fromkeys(self._layouts)  # a kernel's layout can be neither copied nor saved
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -120,6 +121,8 @@ class IntegerLayer(CodeModule):
     input_scale: Tensor
     input_zero_point: Tensor
     bias: Tensor | None
+    kind: str
+    kernel = "reference: integers, summed in float64"
 
     def __init__(
         self, stock: Any, bounds: tuple[float, float], scheme: LayerScheme, learned: Mapping[str, Any]
@@ -184,6 +187,8 @@ class IntegerLayer(CodeModule):
 class IntLinear(IntegerLayer):
     """A linear layer on integer codes."""
 
+    kind = "Linear"
+
     def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
@@ -216,18 +221,21 @@ class _IntConv(IntegerLayer):
 class IntConv1d(_IntConv):
     """A 1-d convolution on integer codes."""
 
+    kind = "Conv1d"
     _convolve = staticmethod(F.conv1d)
 
 
 class IntConv2d(_IntConv):
     """A 2-d convolution on integer codes."""
 
+    kind = "Conv2d"
     _convolve = staticmethod(F.conv2d)
 
 
 class IntConv3d(_IntConv):
     """A 3-d convolution on integer codes."""
 
+    kind = "Conv3d"
     _convolve = staticmethod(F.conv3d)
 
 

@@ -86,8 +86,6 @@ class OneDnnConv2d(PackedLayer, IntConv2d):
     `take` makes one of an `IntConv2d`.
     """
 
-    kind = "Conv2d"
-
     @staticmethod
     def why_not(module: IntConv2d) -> str:
         """Return why oneDNN cannot run a convolution; empty if it can."""
