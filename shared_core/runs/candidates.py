@@ -19,6 +19,8 @@ from shared_core.hardware import milliseconds
 from shared_core.modules.like_stock import look_alikes_taken
 from shared_core.modules.weight_views import as_rows
 from shared_core.quantization import BitPlan, layer_sensitivity, plan_bits, quantize
+from shared_core.quantization.post_training.quality import code_bytes
+from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.selection import select_layers
 from shared_core.tools import measuring
 from shared_core.tools.shrink import model_config as configured
@@ -242,12 +244,13 @@ def saved_bytes(model: nn.Module, plan: BitPlan) -> int:
         >>> saved_bytes(nn.Linear(8, 2, bias=False), BitPlan({"": 4}, {"": 16}))  # 64 - 8 - 2 scales of 4 bytes
         48
     """
-    layers = {id(module.weight): (module, plan.bits[name]) for name, module in model.named_modules()
-              if name in plan.quantized}  # fmt: skip
-    return sum(
-        module.weight.nbytes - math.ceil(module.weight.numel() * bits / 8) - 4 * len(as_rows(module, module.weight))  # type: ignore[operator, union-attr, arg-type]
-        for module, bits in layers.values()
-    )
+    saved = {}
+    for name in plan.quantized:
+        layer: Any = model.get_submodule(name)
+        channels, width = as_rows(layer, layer.weight).shape
+        scheme = LayerScheme(weight_bits=plan.bits[name])
+        saved[layer.weight] = layer.weight.nbytes - code_bytes(channels, width, scheme)
+    return sum(saved.values())
 
 
 def _compared(whole: Sequence[float], times: Sequence[float]) -> Cost:
