@@ -276,12 +276,14 @@ def _narrow_(model: nn.Module, dtypes: Mapping[str, torch.dtype], ranges: Mappin
     import torch
 
     from shared_core.modules.weight_views import weights_of
-    from shared_core.quantization.low_bit import HALF
+    from shared_core.quantization.low_bit import HALF_DTYPES
 
     modules = dict(model.named_modules())
-    halves = {name: HALF[entry["weight"]] for name, entry in ranges.items() if entry.get("weight") in HALF}
+    halves = {
+        name: HALF_DTYPES[entry["weight"]] for name, entry in ranges.items() if entry.get("weight") in HALF_DTYPES
+    }
     formats = {f"{name}.{own}": dtype for name, dtype in halves.items() for own in weights_of(modules[name])}
-    came = {str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype in HALF.values()}
+    came = {str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype in HALF_DTYPES.values()}
     wide = []
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         dtype = formats.get(name, dtypes.get(name, value.dtype))

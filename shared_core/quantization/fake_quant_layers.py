@@ -45,7 +45,7 @@ from shared_core.quantization.batch_norm import (
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.layer_graph import LAYERS
 from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
-from shared_core.quantization.low_bit import HALF, beyond_half, to_blocks
+from shared_core.quantization.low_bit import HALF_DTYPES, beyond_half, to_blocks
 from shared_core.quantization.ranges.kept_scales import KeptScale
 from shared_core.quantization.schemes import MX, LayerScheme
 
@@ -392,7 +392,7 @@ def grid_of(
     """Return the grid on which a baked weight must lie: the one that was kept, or that of the weight's own values."""
     kind, element = scheme.weight, scheme.element
     if scheme.is_half:
-        return Fits(HALF[kind], holds=Where.SAVED)
+        return Fits(HALF_DTYPES[kind], holds=Where.SAVED)
     # both zeros are one value
     levels = 2**scheme.weight_bits - (kind not in ("channel", "group", "binary"))
     # A folded layer saves the unfolded weight, whose rows are multiples of other steps.

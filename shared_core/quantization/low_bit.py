@@ -16,6 +16,7 @@ from shared_core.errors import ConfigError
 from shared_core.numerics.block_formats import BEYOND, Element, mx_round_to, nvfp4_round_to
 from shared_core.numerics.rounding import round_to
 from shared_core.quantization.affine import check_axis, check_choice, check_floats
+from shared_core.quantization.schemes import HALF
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -61,7 +62,7 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
     return _StraightThrough.apply(x, None)  # type: ignore[no-untyped-call, no-any-return]
 
 
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALF_DTYPES = dict(zip(HALF, (torch.float16, torch.bfloat16), strict=True))
 """Format of 16 bits → its dtype."""
 
 
@@ -88,7 +89,7 @@ def half_fake_quantize(x: Tensor, format: Literal["fp16", "bf16"]) -> Tensor:
 
 def beyond_half(x: Tensor, format: str) -> Tensor:
     """Return where the magnitude of `x` is above the largest value of a format of 16 bits."""
-    return x.abs() > torch.finfo(HALF[format]).max
+    return x.abs() > torch.finfo(HALF_DTYPES[format]).max
 
 
 _HEIGHT = 128  # rows of a block

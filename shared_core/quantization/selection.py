@@ -29,7 +29,7 @@ from shared_core.modules.weight_views import PACKED, as_rows, weights_of
 from shared_core.printing import listed
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
-from shared_core.quantization.low_bit import HALF
+from shared_core.quantization.low_bit import HALF_DTYPES
 from shared_core.quantization.schemes import WITH_RANGE, LayerScheme
 
 BASE = ".base_layer"
@@ -195,7 +195,7 @@ def _check_changes(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]
     """Refuse a cast to the dtype that the weights have."""
     halves = [name for name in layers if schemes[name].is_half]
     dtypes = {name: {weight.dtype for weight in weights_of(layers[name]).values()} for name in halves}
-    if halves and all(dtypes[name] == {HALF[schemes[name].weight]} for name in halves):
+    if halves and all(dtypes[name] == {HALF_DTYPES[schemes[name].weight]} for name in halves):
         rule = f"weights of {listed(halves, 3)} are {schemes[halves[0]].weight} already, so the scheme changes nothing"
         raise ConfigError("qat.scheme", rule, "choose another one")
 
