@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -26,7 +26,6 @@ from shared_core.files.atomic import atomic_folder, make_folder
 from shared_core.files.journal import Journal, read_object
 from shared_core.front_ends.flags import check_before_imports, recipe_of
 from shared_core.libraries import optional
-from shared_core.printing import listed
 from shared_core.quantization import BitPlan
 from shared_core.runs.candidates import BITS, Candidates
 from shared_core.runs.command import TrainingCommand, without_secrets
@@ -34,6 +33,7 @@ from shared_core.runs.executors import Executor, LocalExecutor
 from shared_core.runs.search_table import SearchRow, SearchTable, fits
 from shared_core.runs.trained_model import (
     Mode,
+    check_bits,
     check_distilled,
     count_parameters,
     find_model,
@@ -49,6 +49,16 @@ Sampler = Literal["tpe", "random"]
 _RANDOM_TRIALS = 6
 _REPEATS = 200
 _WATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Trainings:
+    """How to run trainings, and what to call before and after each."""
+
+    executor: Executor
+    output: BinaryIO | None
+    begin: Callable[[SearchRow], object]
+    end: Callable[[SearchRow], object]
 
 
 class ModelSearch:
@@ -173,19 +183,18 @@ class ModelSearch:
         with self._journal.locked() as lock, _quiet_optuna() as optuna:
             self._read()  # again under the lock
             self._write()
-            executor = self._executor or LocalExecutor("search", lock)
+            trainings = _Trainings(self._executor or LocalExecutor("search", lock), output, begin, end)
             if not self._keeps_teacher and not self._teacher.exists():
                 self._write_model(self.candidates.model, self._teacher)
             study = None
             repeats = 0
             while self.tried < trials and self._seen < self.candidates.count and repeats < _REPEATS:
                 # The direction of the study is known once the uncut model was trained, which needs no proposal.
-                steps = (executor, output, begin, end)
                 if (uncut := self._row(self.candidates.uncut)).state == "cut":
-                    self._finish(uncut, *steps, None)
+                    self._finish(uncut, trainings, None)
                     continue
                 study = study or self._study(optuna)
-                is_new = self._trial(optuna, study, *steps)
+                is_new = self._trial(optuna, study, trainings)
                 repeats = 0 if is_new else repeats + 1
         return self.table
 
@@ -213,15 +222,7 @@ class ModelSearch:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         return study
 
-    def _trial(
-        self,
-        optuna: Any,
-        study: Any,
-        executor: Executor,
-        output: BinaryIO | None,
-        begin: Callable[[SearchRow], object],
-        end: Callable[[SearchRow], object],
-    ) -> bool:
+    def _trial(self, optuna: Any, study: Any, trainings: _Trainings) -> bool:
         """Ask Optuna for a candidate, finish it, and tell its result. Return False if it was known before."""
         states = optuna.trial.TrialState
         told = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
@@ -236,7 +237,7 @@ class ModelSearch:
         sizes = {name: values[name][place] for name, place in trial.params.items()}
         row = self._row(sizes)
         is_new = row.state == "cut"
-        row = self._finish(row, executor, output, begin, end, trial) if is_new else row
+        row = self._finish(row, trainings, trial) if is_new else row
         reported = study.get_trials(deepcopy=False)[trial.number].intermediate_values
         for step, value in row.validations if row.name != UNCUT else ():
             if step not in reported:
@@ -265,22 +266,15 @@ class ModelSearch:
         name = f"candidate-{len(self._rows):02d}" if self._rows else UNCUT
         return next((row for row in self._rows.values() if row.sizes == sizes), SearchRow(name, sizes, "cut"))
 
-    def _finish(
-        self,
-        row: SearchRow,
-        executor: Executor,
-        output: BinaryIO | None,
-        begin: Callable[[SearchRow], object],
-        end: Callable[[SearchRow], object],
-        trial: Any,
-    ) -> SearchRow:
+    def _finish(self, row: SearchRow, trainings: _Trainings, trial: Any) -> SearchRow:
         """Cut, measure and train a candidate, as far as it makes sense, and note it."""
         name, student, model = row.name, self._teacher, self.candidates.model
         if name != UNCUT:
             try:
                 model = self.candidates.cut(row.sizes)
             except (CompatibilityError, ConfigError) as error:
-                return self._note(replace(row, state="impossible", note=str(error).removeprefix("shrink: ")), end)
+                row = replace(row, state="impossible", note=str(error).removeprefix("shrink: "))
+                return self._note(row, trainings.end)
         plan = self.candidates.plan(model, row.sizes)
         if row.share is None:  # a killed search has measured it: latency would differ the second time
             cost = self.candidates.cost(model, plan)
@@ -288,25 +282,18 @@ class ModelSearch:
             self._note(row)
         if name != UNCUT:
             if not fits(row, self.limit):
-                return self._note(replace(row, state="too costly"), end)
+                return self._note(replace(row, state="too costly"), trainings.end)
             student = self.folder / ".students" / name
             shutil.rmtree(student, ignore_errors=True)
             self._write_model(model, student)
-        begin(row)
-        row = self._train(row, model, plan, student, executor, output, trial)
+        trainings.begin(row)
+        row = self._train(row, model, plan, student, trainings, trial)
         if name != UNCUT:
             shutil.rmtree(student)
-        return self._note(row, end)
+        return self._note(row, trainings.end)
 
     def _train(
-        self,
-        row: SearchRow,
-        model: nn.Module,
-        plan: BitPlan | None,
-        student: Path,
-        executor: Executor,
-        output: BinaryIO | None,
-        trial: Any,
+        self, row: SearchRow, model: nn.Module, plan: BitPlan | None, student: Path, trainings: _Trainings, trial: Any
     ) -> SearchRow:
         out = self.folder / row.name / "run" if row.name == UNCUT else self.folder / row.name
         log, file, receipt = (self.folder / f"{row.name}.{end}" for end in ("log", "yaml", "receipt.json"))
@@ -319,11 +306,12 @@ class ModelSearch:
         qat = {} if plan is None else {"qat": plan.qat_options(self.candidates.scheme)}
         recipe = self._recipe.merged(Recipe.from_dict(qat))
         run = self._command.start(
-            row.name, recipe, file, {sign: str(path) for sign, path in signs.items()}, log, executor,
+            row.name, recipe, file, {sign: str(path) for sign, path in signs.items()}, log,
+            trainings.executor,
             {RECEIPT_VARIABLE: str(receipt.resolve())},
         )  # fmt: skip
         watch = _Watch(out, self._metric, trial) if self._metric and trial and self._stop_early else None
-        has_ended = run.finish(output, watch or (lambda: False))
+        has_ended = run.finish(trainings.output, watch or (lambda: False))
         row = replace(row, seconds=round(time.monotonic() - started, 1))
         if not has_ended:
             seen = [point for point in watch.seen if math.isfinite(point[1])] if watch else []
@@ -331,7 +319,7 @@ class ModelSearch:
         told = read_object(receipt) if receipt.is_file() else {}
         check_distilled(told, "search", row.name)
         if plan is not None:
-            _check_bits(told, plan, row.name)
+            check_bits(told, {layer: plan.bits[layer] for layer in plan.quantized}, "search", row.name)
         found = find_model(out, self._trained, "search", "--trained")
         student_part = getattr(self._recipe["distill"], "student", None)
         parameters, given = count_parameters(found, student_part), count_parameters(student)
@@ -398,15 +386,6 @@ class ModelSearch:
             metric=self._metric, larger_is_better=found.larger_is_better, front=[row.name for row in found.front],
             rows=[asdict(row) for row in found.rows],
         )  # fmt: skip
-
-
-def _check_bits(receipt: Mapping[str, Any], plan: BitPlan, name: str) -> None:
-    """Raise an error unless the receipt of a training has the planned bits."""
-    layers = receipt.get("techniques", {}).get("qat", {}).get("per_layer", ())
-    trained = {one.get("name"): one.get("weight_bits") for one in layers if isinstance(one, Mapping)}
-    wrong = [layer for layer in plan.quantized if trained.get(layer) != plan.bits[layer]]
-    rule = f"{name} must be trained with the planned bits, but the receipt has others for {listed(wrong, 3)}"
-    require(not wrong, "search", rule, "the script must train the model that it loads, with all layers", TrainingError)
 
 
 class _Watch:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from shared_core.errors import CheckpointError, TrainingError, require
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
+from shared_core.printing import listed
 from shared_core.soup.config import larger_is_better
 
 _STATISTICS = ("running_mean", "running_var")
@@ -121,6 +122,15 @@ def check_distilled(receipt: Mapping[str, Any], where: str, name: str) -> Mappin
     )
     require(told.get("batches"), where, f"{name} must learn from its teacher, but {found}", remedy, TrainingError)
     return told
+
+
+def check_bits(receipt: Mapping[str, Any], bits: Mapping[str, int], where: str, name: str) -> None:
+    """Raise `TrainingError` unless a run's receipt has these bits of each layer's weight."""
+    layers = receipt.get("techniques", {}).get("qat", {}).get("per_layer", ())
+    trained = {one.get("name"): one.get("weight_bits") for one in layers if isinstance(one, Mapping)}
+    wrong = [layer for layer, width in bits.items() if trained.get(layer) != width]
+    rule = f"{name} must be trained with the planned bits, but the receipt has others for {listed(wrong, 3)}"
+    require(not wrong, where, rule, "the script must train the model that it loads, with all layers", TrainingError)
 
 
 def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
