@@ -265,6 +265,7 @@ class QuantizationAwareTraining(Technique):
         for name, module in folded.items():
             _refuse_shards(name, module)
         self._folds = [vars(module)["fold"] for module in folded.values()]
+        self._binary = [module for name, module in self.layers.items() if self.schemes[name].weight == "binary"]
         self.plan(context)
         device = next(iter(weights_of(next(iter(self.layers.values()))).values())).device
         self.policy.begin(device, context.generator.initial_seed() % 2**31)
@@ -325,8 +326,8 @@ class QuantizationAwareTraining(Technique):
     @torch.no_grad()
     def _clip_binary_weights(self) -> None:
         """Clip trained binary weights to [-1, 1], outside of which they would get no gradient again."""
-        for name in [name for name, scheme in self.schemes.items() if scheme.weight == "binary"]:
-            for weight in weights_of(self.layers[name]).values():
+        for module in self._binary:
+            for weight in weights_of(module).values():
                 if weight.requires_grad:
                     weight.clamp_(-1, 1)
 
