@@ -121,7 +121,6 @@ class Fp8(Technique):
             if isinstance(module, nn.Module):
                 restore_from_torchao(module)
         fast_paths_on(self._undo)
-        self._undo = []
 
     def plan(self, context: Context) -> Plan:
         """Return a plan that guards the layers and the modules that stack experts."""

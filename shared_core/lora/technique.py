@@ -212,7 +212,6 @@ class Lora(Technique):
                 parameter.requires_grad_(required)
         self._required = []
         fast_paths_on(self._undo)
-        self._undo = []
 
     def plan(self, context: Context) -> Plan:
         """Return what happens before and after training; the layers must stay, and their weights frozen."""

@@ -120,7 +120,6 @@ class LowRank(Technique):
             untouched = not dense.weight.is_meta
             replace_(model, layer, dense.to(layer.first.weight.device) if untouched else layer.merged())
         fast_paths_on(self._undo)
-        self._undo = []
 
     @property
     def _is_complete(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,8 +111,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-Undo = list[tuple[nn.Module, str, Any]]
-_OPENED = "its class"
+Undo = list[Callable[[], object]]
 
 
 def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Undo:
@@ -125,13 +126,13 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
             continue
         kind: Any = own_class(parent)
         if is_stock_attention(kind) and not issubclass(kind, OpenAttention):
-            undo.append((parent, _OPENED, kind))
+            undo.append(partial(_close, parent))
             change_class(parent, kind, opened(kind))
         name = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}.get(
             type(parent)
         )
         if name is not None and hasattr(parent, name):
-            undo.append((parent, name, getattr(parent, name)))
+            undo.append(partial(setattr, parent, name, getattr(parent, name)))
             # 0: no activation known to the fused kernel, and nested tensors off.
             setattr(parent, name, 0)
     return undo
@@ -140,17 +141,17 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
 def close_attention(model: nn.Module) -> None:
     """Give opened attention whose output projection is torch's again its own class."""
     for module in model.modules():
-        kind: Any = own_class(module)
-        stock = kind.__bases__[-1]
-        is_open = issubclass(kind, OpenAttention) and kind is opened(stock)
-        if is_open and own_class(module.out_proj) is NonDynamicallyQuantizableLinear:  # type: ignore[arg-type]
-            change_class(module, kind, stock)
+        if isinstance(module, OpenAttention) and own_class(module.out_proj) is NonDynamicallyQuantizableLinear:
+            _close(module)
+
+
+def _close(module: nn.Module) -> None:
+    kind: Any = own_class(module)
+    if issubclass(kind, OpenAttention) and kind is opened(stock := kind.__bases__[-1]):
+        change_class(module, kind, stock)
 
 
 def fast_paths_on(undo: Undo) -> None:
-    """Undo `fast_paths_off`."""
-    for parent, name, value in reversed(undo):
-        if name != _OPENED:
-            setattr(parent, name, value)
-        elif own_class(parent) is opened(value):
-            change_class(parent, opened(value), value)
+    """Undo `fast_paths_off`, and empty its list."""
+    while undo:
+        undo.pop()()

@@ -250,7 +250,6 @@ class QuantizationAwareTraining(Technique):
         for module in self.layers.values():
             restore(module)
         fast_paths_on(self._undo)
-        self._undo = []
 
     @property
     def _keeps_modules(self) -> bool:
