@@ -30,7 +30,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.libraries import collecting_later
 from shared_core.modules.calls import call_model
-from shared_core.quantization.fake_quant_layers import is_quantized
+from shared_core.quantization.fake_quant_layers import STOCK, is_quantized
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.tools.export.engines import Target, check_file
 from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
@@ -58,6 +58,8 @@ from shared_core.tools.export.onnx_layers import (
 )
 from shared_core.tools.export.onnx_tensorrt import write_for_tensorrt
 from shared_core.tools.export.source import (
+    INTEGERS,
+    Pairs,
     arguments,
     baked_copy,
     check_exportable,
@@ -317,8 +319,13 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
         return report.quantized_activations
 
 
+_WITH_SIGNS: Pairs = {weight: (*inputs, "binary", "binary_scaled") for weight, inputs in INTEGERS.items()}
+_FP8: Pairs = dict.fromkeys(("fp8", "fp8_tensor", "fp8_block"), ("none", "fp8_static", "fp8", "fp8_group"))
+
+
 def _check_layer(name: str, module: Any, where: str) -> None:
-    check_exportable(name, module, where, EXPORTED | PACKED, fp8=EXPORTED.keys() - {nn.Embedding}, binary_inputs=True)
+    may_be_fp8 = STOCK[type(module)] in EXPORTED.keys() - {nn.Embedding}
+    check_exportable(name, module, where, EXPORTED | PACKED, _WITH_SIGNS | (_FP8 if may_be_fp8 else {}))
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool, dynamic_length: bool) -> None:

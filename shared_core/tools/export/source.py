@@ -176,8 +176,9 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-_INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
-_FP8 = (("fp8", "fp8_tensor", "fp8_block"), ("none", "fp8_static", "fp8", "fp8_group"))
+Pairs = dict[str, Collection[str]]
+"""Formats of weights → those of inputs."""
+INTEGERS: Pairs = dict.fromkeys(("channel", "group", "ternary", "binary"), ("none", "static", "token"))
 
 
 def check_exportable(
@@ -185,9 +186,7 @@ def check_exportable(
     module: Any,
     where: str,
     kinds: Mapping[type[nn.Module], Any],
-    *,
-    fp8: Collection[type[nn.Module]] = (),
-    binary_inputs: bool = False,
+    pairs: Pairs = INTEGERS,
 ) -> None:
     """Raise an error for a fake-quantizing layer that no exported file can represent.
 
@@ -195,21 +194,17 @@ def check_exportable(
         name: Its name.
         module: The layer.
         where: Prefix of the error.
-        kinds: Stock classes that can be exported with integers.
-        fp8: Those that can be exported in FP8.
-        binary_inputs: True if signs of inputs can be exported.
+        kinds: Stock classes that can be exported.
+        pairs: Formats that can be exported.
     """
     scheme: LayerScheme = module.quantizer.scheme
     kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
     odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
-    inputs = scheme.has_integer_inputs or scheme.input == "none" or (binary_inputs and scheme.has_binary_inputs)
-    integers = scheme.weight in _INTEGER_WEIGHTS and inputs
-    is_fp8 = kind in fp8 and scheme.weight in _FP8[0] and scheme.input in _FP8[1]
-    also = ", fp8 or fp8_static" if fp8 else ""
+    or_fp8, also = ("or FP8 ", ", fp8 or fp8_static") if "fp8" in pairs else ("", "")
     schemes = f"train with scheme int8, int8_weight, int8_dynamic, int4_weight, ternary{also}"
     for breaks, rule, remedy in (
         (kind not in kinds, f"be one of {known}, got {kind.__name__}", "skip it in qat"),
-        (not (integers or is_fp8), f"have integer {'or FP8 ' if fp8 else ''}codes, got {scheme}", schemes),
+        (scheme.input not in pairs.get(scheme.weight, ()), f"have integer {or_fp8}codes, got {scheme}", schemes),
         (getattr(module, "max_norm", None) is not None, "have no max_norm, which rescales rows", "skip it in qat"),
         (getattr(module, "proj_size", 0), "have no proj_size, which ONNX lacks", "skip it in qat"),
         (odd is not None, f"be float32, got {odd}", "call model.float() first"),
