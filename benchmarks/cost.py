@@ -38,13 +38,13 @@ def measure(techniques: Sequence[str], quick: bool) -> dict[str, Any]:
         found["sizes"] = curve.sizes[: 2 if quick else None]
         found["values"] = [float(f"{curve.measure(size):.4g}") for size in found["sizes"]]
         curves.append(found)
-        told = f"{curve.technique}, {curve.quantity}, with {curve.axis}: {fit_text(found)}"
-        print(f"{time.monotonic() - begun:5.1f} s  {told}", flush=True)
+        text = f"{curve.technique}, {curve.quantity}, with {curve.axis}: {fit_text(found)}"
+        print(f"{time.monotonic() - begun:5.1f} s  {text}", flush=True)
     libraries = ", ".join(f"{name} {number}" for name, number in versions().items() if name in ("Python", "torch"))
     about = {"device": device(), "date": today(), "versions": libraries, "layers": cost_curves.LAYERS}
     if techniques:  # the other curves are of another day
-        told = f"{about['device']}, {about['date']}"
-        about = before["about"] | {"again": before["about"].get("again", {}) | dict.fromkeys(techniques, told)}
+        text = f"{about['device']}, {about['date']}"
+        about = before["about"] | {"again": before["about"].get("again", {}) | dict.fromkeys(techniques, text)}
     return {"about": about, "curves": curves}
 
 

@@ -121,8 +121,8 @@ class Runs:
                     lines.write(json.dumps([name, self._done[name]]) + "\n")
                     lines.flush()
                     os.fsync(lines.fileno())
-            told = {key: value for key, value in self._done[name].items() if not isinstance(value, list | dict)}
-            print(f"{name}: {json.dumps(told)}", flush=True)
+            report = {key: value for key, value in self._done[name].items() if not isinstance(value, list | dict)}
+            print(f"{name}: {json.dumps(report)}", flush=True)
         return self._done[name]
 
     def forget(self, names: Iterable[str] | None = None) -> None:

@@ -145,11 +145,11 @@ def main() -> None:
             smaller = candidates.cut(dict(zip(SIZES, sizes, strict=True)))
             shares["{} {}".format(*sizes)] = candidates.cost(smaller).share
         most = max(found[name] for name, share in shares.items() if share <= asked.limit)
-        told = [
+        lines = [
             " / ".join(f"{score:.1f}" for score in of) + f" (mean {statistics.mean(of):.2f})" for of in scores.values()
         ]
         print(
-            f"| {seed} | {found['4 96']:.1f} | {uniform(candidates, found, asked.limit):.1f} | {told[0]} | {told[1]} "
+            f"| {seed} | {found['4 96']:.1f} | {uniform(candidates, found, asked.limit):.1f} | {lines[0]} | {lines[1]} "
             f"| {most:.1f} |", flush=True,
         )  # fmt: skip
         print(json.dumps({"net": seed, "accuracy": found, "share": shares}), file=sys.stderr, flush=True)

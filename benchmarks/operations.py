@@ -192,7 +192,7 @@ def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row
     hosts = host_seconds(calls, at.device)
     times = timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3), hosts)
     seconds = {name: statistics.median(found) for name, found in times.items()}
-    told = {name: f" (host {1e3 * found:.3f})" for name, found in hosts.items()}
+    report = {name: f" (host {1e3 * found:.3f})" for name, found in hosts.items()}
     bound = Spread.of([1e3 * value for value in times["ours"]])
     shares = []
     if case.moved:
@@ -201,10 +201,10 @@ def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row
         shares.append(f"{case.flops / seconds['ours'] / best.flops:.2f} of a bf16 product")
     return Row(
         case.name,
-        f"{bound.text(3)} ms{told.get('ours', '')}",
+        f"{bound.text(3)} ms{report.get('ours', '')}",
         "; ".join(
             [
-                *(f"{name} {1e3 * seconds[name]:.3f} ms{told.get(name, '')}" for name in peers),
+                *(f"{name} {1e3 * seconds[name]:.3f} ms{report.get(name, '')}" for name in peers),
                 *(f"{name}: {reason}" for name, reason in reasons.items()),
             ]
         ),

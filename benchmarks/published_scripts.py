@@ -175,10 +175,10 @@ def result(folder: Path, script: str, technique: str, code: int | None) -> dict[
     teacher = {"student": "teacher", "scorer": "scoring_teacher"}[model]
     try:
         saved = Saved(out, folder / f"{script} {PLAIN}", folder / model, folder / teacher)
-        told = "; ".join(recount(saved) for recount in RECOUNTS[technique][1])
+        text = "; ".join(recount(saved) for recount in RECOUNTS[technique][1])
     except (RecountError, OSError) as error:
         return {"status": "fails", "told": f"the saved files: {error}"}
-    return {"status": "works", "told": told}
+    return {"status": "works", "told": text}
 
 
 def run_cells(folder: Path, cells: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, int | None, float]]:
@@ -230,8 +230,8 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     where = "; ".join(
         sorted({f"{found['date']}, {found['versions']}, {found['device']}" for found in results.values()})
     )
-    told = "\n".join(f"{number}. `error: {line}`" for number, line in enumerate(refusals, start=1))
-    return f"{where}.\n\n{table}\n\n{told}\n"
+    text = "\n".join(f"{number}. `error: {line}`" for number, line in enumerate(refusals, start=1))
+    return f"{where}.\n\n{table}\n\n{text}\n"
 
 
 def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:

@@ -220,7 +220,7 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
                 why if Path(resume).exists() else "there is no such folder",
                 "resume_from_checkpoint=True resumes from the newest complete one",
             )
-        _tell_missing(Path(resume), session)
+        _note_missing(Path(resume), session)
         return str(resume)
     newest, damaged = newest_whole(run)
     instead = f"resumed from {newest} instead" if newest else "there is no earlier one, so the run starts at step 0"
@@ -232,11 +232,11 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
         raise CheckpointError(
             f"No valid checkpoint found in output directory ({run})", "there is nothing to resume from"
         )
-    _tell_missing(newest, session)
+    _note_missing(newest, session)
     return str(newest)
 
 
-def _tell_missing(folder: Path, session: Session) -> None:
+def _note_missing(folder: Path, session: Session) -> None:
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # the latter is DeepSpeed's
         session.note(
             f"resumed from {folder}, which has no optimizer state (save_only_model): optimizer, learning rate schedule "

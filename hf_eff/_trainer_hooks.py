@@ -246,8 +246,8 @@ class SessionCallback(TrainerCallback):
             clips_gradients=args.max_grad_norm > 0,
         )
         self._steps.follow()
-        if (told := second_division(self._trainer)) is not None:
-            session.note(told)
+        if (note := second_division(self._trainer)) is not None:
+            session.note(note)
         for adapter in self._asked:
             adapter.begin(loader)
         self._is_over = 0 < state.max_steps <= state.global_step

@@ -81,7 +81,7 @@ class Averages:
         result = original(*args, **kwargs)
         context = self._session.context
         if self._session.is_live and context is not None:
-            context.tell_weights_replaced()
+            context.report_weights_replaced()
         return result
 
     def _project(self) -> None:

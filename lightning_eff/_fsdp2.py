@@ -94,16 +94,16 @@ def _put(
     # parameter that has never stepped must start with step 0 and no moments.
     lacking = {key: state for key, state in fresh["state"].items() if key not in saved["state"]}
     if not fresh["state"]:  # torch looks for a device in the states
-        for group, told in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in told.items() if key != "params"})
+        for group, entry in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in entry.items() if key != "params"})
         return
     # In a full state dict all tensors must be whole, including placeholders.
     if how.full_state_dict:
         lacking = {key: {part: whole(value) for part, value in state.items()} for key, state in lacking.items()}
     both = {**saved, "state": {**saved["state"], **lacking}}
     set_optimizer_state_dict(module, optimizer, optim_state_dict=both, options=how)
-    for group, told in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], told["params"], strict=True):
+    for group, entry in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], entry["params"], strict=True):
             # Groups and names are in the same order.
             if key in lacking:
                 optimizer.state.pop(parameter, None)

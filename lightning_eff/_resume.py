@@ -409,7 +409,7 @@ class ExactResume:
         saved, self._saved = self._saved, None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         if saved is not None or self._iterate_anew:
-            self._tell_of_workers(loader.flattened, self._trainer.current_epoch)
+            self._note_workers(loader.flattened, self._trainer.current_epoch)
         if saved is not None:
             self._know(saved["metrics"][0])
             # A run saved before its first batch is within its first epoch too: its iterator was made from iter_rng.
@@ -441,7 +441,7 @@ class ExactResume:
         # records that moment.
         self._fetch_rng, self._capture_fetch, self._cycled = None, fetcher.length is not None, {}
 
-    def _tell_of_workers(self, loaders: Iterable[Any], epoch: int) -> None:
+    def _note_workers(self, loaders: Iterable[Any], epoch: int) -> None:
         """Report what is not resumed exactly if workers of the stopped run persisted from an earlier epoch."""
         lives_on = self._trainer.fit_loop._last_train_dl_reload_epoch < epoch
         if lives_on and any(part.persistent_workers for part in loaders if hasattr(part, "persistent_workers")):
@@ -468,7 +468,7 @@ class ExactResume:
         is_over = consumed > 0 and has_all_batches(self._trainer)
         # A stateful loader continues by itself: Lightning has restored its state.
         if is_over:
-            self._tell_of_workers(fetcher.combined_loader.flattened, self._trainer.current_epoch + 1)
+            self._note_workers(fetcher.combined_loader.flattened, self._trainer.current_epoch + 1)
         elif not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
             self._fetch_again(fetcher, consumed)
         self._capture_fetch = not consumed and fetcher.length is not None

@@ -65,13 +65,13 @@ def callback_kinds(trainer: Any) -> set[str]:
 
 
 def classes_of_either_name(
-    module: str, makers: Mapping[str, Callable[[str], Any]], moment: str, told_by: Callable[..., object]
+    module: str, makers: Mapping[str, Callable[[str], Any]], moment: str, trainer_of: Callable[..., object]
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module whose classes, by name, are made for Trainers of either name."""
 
     @functools.cache
     def made(make: Callable[[str], Any]) -> Any:
-        return _of_either_name(make, moment, told_by)
+        return _of_either_name(make, moment, trainer_of)
 
     def find(name: str) -> Any:
         if name not in makers:
@@ -81,7 +81,7 @@ def classes_of_either_name(
     return find
 
 
-def _of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..., object]) -> Any:
+def _of_either_name(make: Callable[[str], Any], moment: str, trainer_of: Callable[..., object]) -> Any:
     """Return a class whose instances fit a Trainer of either name, and then become its name's class.
 
     With both names installed, the right one is only known when a Trainer sets up an instance.
@@ -94,7 +94,7 @@ def _of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[.
     def settle(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The class changes once, when the instance first meets a Trainer. Until then it belongs to both.
         if type(self) is made:
-            self.__class__ = make(namespace_of(told_by(self, *args, **kwargs)))
+            self.__class__ = make(namespace_of(trainer_of(self, *args, **kwargs)))
             return getattr(self, moment)(*args, **kwargs)
         return getattr(super(made, self), moment)(*args, **kwargs)  # a class that a user derived
 

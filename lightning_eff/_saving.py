@@ -111,9 +111,9 @@ class Saving:
     def take_state(self, checkpoint: Mapping[str, Any], resume: ExactResume) -> None:
         """Keep a checkpoint's state until training starts."""
         self.begins_with = resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
-        told = checkpoint.get(RUN_KEY)
-        if isinstance(told, dict):
-            self._services.run = told.get("id", self._services.run)
+        saved_run = checkpoint.get(RUN_KEY)
+        if isinstance(saved_run, dict):
+            self._services.run = saved_run.get("id", self._services.run)
         if self.begins_with is None:
             self._session.is_changed = True
             self._session.note("the checkpoint was saved without these techniques, so they start at step 0")

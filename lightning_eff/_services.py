@@ -71,15 +71,15 @@ class LightningServices(Services):
         if not file.is_file():
             return None
         try:
-            told = read_checkpoint(file).get(RUN_KEY)
+            saved_run = read_checkpoint(file).get(RUN_KEY)
         except CheckpointError as error:  # from a run that was killed; this one should not end for it
             self.say(f"efftrain: checkpoint skipped: {error}")
             return None
         # Other runs' files in the same folder are not ingredients.
-        if not isinstance(told, dict) or told.get("id") != self.run:
+        if not isinstance(saved_run, dict) or saved_run.get("id") != self.run:
             return None
         try:
-            return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self.metric))
+            return SavedCheckpoint(path, int(saved_run["step"]), saved_run["metrics"].get(self.metric))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.say(f"efftrain: checkpoint skipped: {path} has no step and metrics: {error!r}")
             return None

@@ -108,8 +108,8 @@ def by_reason(left_out: Mapping[str, str]) -> str:
     names: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names.setdefault(reason, []).append(name)
-    told = sorted(names.items(), key=lambda item: len(item[1]))
-    return "; ".join(f"{of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}: {reason}" for reason, of in told)
+    ordered = sorted(names.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}: {reason}" for reason, of in ordered)
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:

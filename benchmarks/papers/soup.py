@@ -45,14 +45,14 @@ def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Publishe
         ("moved", "test images moved by up to two pixels", "above 0"),
     ):
         over = gain(found, "greedy", "best", where)
-        told = "; ".join(
+        text = "; ".join(
             f"{name} {spread([one[f'{name} {where}'] for one in found], 2)} %"
             for name in ("best", "mean", "uniform", "greedy")
         )
         met = min(over) >= 0 if where == "chosen_on" else reaches(over, 0)
         rows.append(
             Published(
-                f"greedy soup of {MEMBERS}, {what}: points above the best member", paper, spread(over, 2), told, met
+                f"greedy soup of {MEMBERS}, {what}: points above the best member", paper, spread(over, 2), text, met
             )
         )
     return rows

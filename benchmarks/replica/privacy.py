@@ -107,8 +107,8 @@ def accuracy_rows(runs: Runs, data: str, seeds: int, epochs: int) -> list[Row]:
             )
         )
     falls = all(more > less for more, less in pairwise(reached))
-    told = " > ".join(f"{value:.1f}" for value in reached)
-    rows.append(Row(f"{data}: accuracy at 8, 2, 0.5", told, target="falls", met=falls))
+    text = " > ".join(f"{value:.1f}" for value in reached)
+    rows.append(Row(f"{data}: accuracy at 8, 2, 0.5", text, target="falls", met=falls))
     return rows
 
 

@@ -219,13 +219,13 @@ def lenet_rows(runs: list[dict[str, float]]) -> list[Row]:
     for widths in WIDTHS:
         width, methods = name(widths), METHODS if widths[0] <= 3 else AFTER_TRAINING
         means = [mean([run[f"{width} {method}"] for run in runs]) for method in methods]
-        told = ", ".join(spread([run[f"{width} {method}"] for run in runs], 2) for method in methods)
+        text = ", ".join(spread([run[f"{width} {method}"] for run in runs], 2) for method in methods)
         target, met = "", None
         if widths == (8, 8):
             integer = [mean([run[f"{width} {method}, integer"] for run in runs]) for method in AFTER_TRAINING]
             target = "within 0.2 points of float"
             met = all(abs(value - base) <= 0.2 for value in (*means, *integer))
-            told += f"; integer model {integer[0]:.2f}, {integer[1]:.2f}"
+            text += f"; integer model {integer[0]:.2f}, {integer[1]:.2f}"
         if widths in ORDERED:
             target, met = "min-max <= MSE <= STE <= LSQ", means == sorted(means)
         if widths in LARGEST_LOSS:
@@ -233,7 +233,7 @@ def lenet_rows(runs: list[dict[str, float]]) -> list[Row]:
             target += f"{', ' if target else ''}LSQ within {LARGEST_LOSS[widths]} points of float"
             met = reached and met is not False
         named = "min-max, MSE" + (", STE, LSQ" if widths[0] <= 3 else "")
-        rows.append(Row(f"{width}: {named}", told, PROTOTYPE[widths], target=target, met=met))
+        rows.append(Row(f"{width}: {named}", text, PROTOTYPE[widths], target=target, met=met))
     longer = [[run[f"W2A2 {method}, twice"] for run in runs] for method in ("STE", "LSQ")]
     reached = base - mean(longer[1]) <= LARGEST_LOSS[2, 2]
     rows.append(

@@ -117,7 +117,7 @@ def rows(found: list[dict[str, Any]], who: str, kind: str) -> list[Row]:
         },
         "wild": {"chosen_on": "", "test": "86.34; -; 83.85; 86.69", "shifted": ""},
     }[kind]
-    told = []
+    rows = []
     for where, what in (("chosen_on", "images chosen on"), ("test", "test images"), ("shifted", "moved further")):
         values = "; ".join(
             spread([seed[f"{name} {where}"] for seed in found], 2) for name in ("best", "mean", "uniform", "greedy")
@@ -134,8 +134,8 @@ def rows(found: list[dict[str, Any]], who: str, kind: str) -> list[Row]:
             target, met = f"over best >= +{least}", mean(over) >= least
         if where == "chosen_on":
             what += f", {mean([seed['ingredients'] for seed in found]):.1f} ingredients"
-        told.append(Row(f"{who}, {what}: best; mean; uniform; greedy", ours, prototypes[where], target=target, met=met))
-    return told
+        rows.append(Row(f"{who}, {what}: best; mean; uniform; greedy", ours, prototypes[where], target=target, met=met))
+    return rows
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def policies(depth: int, width: int, tokens: int, rounds: int) -> list[Row]:
     for name in sorted(variants, key=lambda name: -peaks[name]):
         plan = plans.get(name)
         better = [other for other in variants if other != name and dominates(other, name)]
-        told = f"dominated by {', '.join(better)}" if better else "on the Pareto front"
+        text = f"dominated by {', '.join(better)}" if better else "on the Pareto front"
         rows.append(
             Row(
                 f"checkpointing, transformer {depth} x {width}, {tokens} tokens: {name}",
@@ -175,7 +175,7 @@ def policies(depth: int, width: int, tokens: int, rounds: int) -> list[Row]:
                 ratio=ratio(times, name, "none").text(3),
                 memory=f"{peaks[name] / MIB:.1f} MiB, {peaks[name] / peaks['none']:.3f} of none"
                 + (f"; predicted {plan.peak / MIB:.1f} MiB" if plan else ""),
-                target=f"not dominated: {told}" if plan else told,
+                target=f"not dominated: {text}" if plan else text,
                 met=not better if plan else None,
             )
         )

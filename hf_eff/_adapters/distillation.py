@@ -348,8 +348,8 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
     path, kind = Path(name).expanduser(), type(student)
     ours = getattr(student, "model_type", kind.__name__)
     written = path / "config_sentence_transformers.json"
-    told: Any = parse_json(written.read_text(encoding="utf-8")) if written.is_file() else {}
-    if (theirs := told.get("model_type", ours)) != ours:
+    content: Any = parse_json(written.read_text(encoding="utf-8")) if written.is_file() else {}
+    if (theirs := content.get("model_type", ours)) != ours:
         rule = f"teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}"
         raise CheckpointError("distill", rule)
     if ours == "CrossEncoder" and not (path / "modules.json").is_file():

@@ -75,7 +75,7 @@ def check_indexes(folder: Path) -> None:
 
 
 def _read_index(file: Path) -> Any:
-    with _told_as_damage(file), file.open("rb") as stream:
+    with _as_damage(file), file.open("rb") as stream:
         index = _IndexUnpickler(stream).load()
         if type(index).__name__ != "Metadata":
             raise TypeError(type(index).__name__)
@@ -83,7 +83,7 @@ def _read_index(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _told_as_damage(file: Path) -> Iterator[None]:
+def _as_damage(file: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -113,7 +113,7 @@ class DistributedWeights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with _told_as_damage(folder / INDEX):
+        with _as_damage(folder / INDEX):
             index = _read_index(folder / INDEX)
             # planner_data maps flat keys to paths in the saved nested dict. Without it a key is its own path.
             paths = {key: (index.planner_data or {}).get(key, (key,)) for key in index.state_dict_metadata}

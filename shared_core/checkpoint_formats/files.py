@@ -85,8 +85,8 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         if "Weights only load failed" not in str(error):
             raise _not_whole(name, error) from error
         # torch puts the reason after, or instead of, advice on how to run the file's code.
-        told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
-        reason = next((line for line in told.splitlines() if line.strip()), "")
+        message = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
+        reason = next((line for line in message.splitlines() if line.strip()), "")
         rule = f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}"
         remedy = "its code was not run; save model.state_dict() or safetensors instead"
         raise NotPlainError(name, rule, remedy) from error

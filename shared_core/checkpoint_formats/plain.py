@@ -78,14 +78,14 @@ def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
         folder: Existing folder of the weights.
         values: Technique → plain JSON values. Tensors go to a file of their own.
     """
-    file, beside = Path(folder) / DEPLOYMENT_FILE, Path(folder) / DEPLOYMENT_TENSORS
+    file, tensors_file = Path(folder) / DEPLOYMENT_FILE, Path(folder) / DEPLOYMENT_TENSORS
     tensors: dict[str, Tensor] = {}
     values = _split(values, tensors)
     if tensors:
-        with atomic_write(beside) as temporary:
+        with atomic_write(tensors_file) as temporary:
             save_file(tensors, temporary)
     else:
-        beside.unlink(missing_ok=True)
+        tensors_file.unlink(missing_ok=True)
     if not values:
         file.unlink(missing_ok=True)  # of other weights, which an earlier run saved here
         return
@@ -131,8 +131,8 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
         file = path / LIGHTNING_META
     try:
         if file.suffix == ".json":
-            beside = file.with_name(DEPLOYMENT_TENSORS)
-            tensors = load_file(beside) if beside.is_file() else {}
+            tensors_file = file.with_name(DEPLOYMENT_TENSORS)
+            tensors = load_file(tensors_file) if tensors_file.is_file() else {}
             return dict(_joined(json.loads(file.read_text(encoding="utf-8")), tensors))
         return dict(load_checkpoint(file)[DEPLOYMENT_KEY])
     except Exception as error:  # torch.load may raise anything for a damaged file

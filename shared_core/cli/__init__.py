@@ -39,13 +39,13 @@ _SLOW = {
 }  # fmt: skip
 
 
-def tell_imports() -> None:
+def show_imports() -> None:
     """Show ``loading torch …`` on stderr while a large library is imported, only on a terminal."""
     if sys.stderr.isatty() and not is_quiet():
-        sys.meta_path.insert(0, _Telling(sys.stderr))
+        sys.meta_path.insert(0, _ShownImports(sys.stderr))
 
 
-class _Telling(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _ShownImports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, terminal: TextIO) -> None:
         self._terminal, self._found = terminal, dict[str, importlib.abc.Loader]()
 
@@ -213,7 +213,7 @@ for _panel, _commands in _PANELS.items():
 
 def main() -> None:
     """Run the command line. Our errors and those of users' functions are printed in one line, without a traceback."""
-    tell_imports()
+    show_imports()
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -223,10 +223,10 @@ def main() -> None:
     except Exception as error:
         if hasattr(error, "format_message"):
             _exit_with_usage(error)
-        told = None if wants_traceback() else _one_line(error)
-        if told is None:
+        line = None if wants_traceback() else _one_line(error)
+        if line is None:
             raise
-        echo(f"error: {EffError(told)}", err=True)
+        echo(f"error: {EffError(line)}", err=True)
         sys.exit(2 if isinstance(error, EffError) and isinstance(error, CheckpointError | ValueError) else 1)
 
 

@@ -69,7 +69,7 @@ class CommandOptions(Options):
                     check_named(one, reads, *self.named(field.name))
 
     @contextlib.contextmanager
-    def telling(self, beside: Collection[str]) -> Iterator[None]:
+    def naming_flags(self, beside: Collection[str]) -> Iterator[None]:
         """Convert a function's error about an option into one with the command and the flag.
 
         Args:
@@ -246,7 +246,7 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
             beside = None if context is None else context.meta.get(BESIDE)
             with (
                 results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext(),
-                asked.telling(beside or ()),
+                asked.naming_flags(beside or ()),
                 asked.replacing_out(),
             ):
                 asked.check_files()
@@ -265,17 +265,17 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
     kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
     flag, metavar = options.named(field.name)[1], None
     is_optional = types.NoneType in get_args(kind) or field.default in (None, ())
-    told = options.meaning(field)
+    text = options.meaning(field)
     kind = get_args(kind)[0] if types.NoneType in get_args(kind) else kind
     if get_origin(kind) is Literal:
         kind, metavar = str, type_text(kind)
     elif get_origin(kind) is tuple:
         kind, is_optional = types.GenericAlias(list, get_args(kind)[0]), True
     if field.metadata.get("argument"):
-        info = typer.Argument(help=told)
+        info = typer.Argument(help=text)
     else:
         flags = f"{flag}/--no-{flag[2:]}" if field.default is True else flag
-        info = typer.Option(flags, help=told, metavar=metavar, rich_help_panel=_panel(field))
+        info = typer.Option(flags, help=text, metavar=metavar, rich_help_panel=_panel(field))
     default = {MISSING: inspect.Parameter.empty, (): None}.get(field.default, field.default)
     annotation: Any = Annotated[kind | None if is_optional else kind, info]  # type: ignore[valid-type]
     return _keyword(field.name, default, annotation)

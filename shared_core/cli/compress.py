@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import CommandOptions, bar, force, print_report, takes
-from shared_core.cli.loading import check_new, keep_report, state_dict_of, tell_unfinished
+from shared_core.cli.loading import check_new, keep_report, note_unfinished, state_dict_of
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, require
 from shared_core.printing import counted, duration, echo, most_telling, size_text, table
@@ -147,7 +147,7 @@ def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    tell_unfinished(path)
+    note_unfinished(path)
     return state_dict_of(path, "eff compress")
 
 

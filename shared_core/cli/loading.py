@@ -133,7 +133,7 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     return prefix
 
 
-def tell_unfinished(path: Path) -> None:
+def note_unfinished(path: Path) -> None:
     """Print a note if a path is a checkpoint of a run whose techniques had more to do."""
     from shared_core.distributed.collectives import is_main
     from shared_core.engine.saving.state_file import STATE_FILE, sessions_at
@@ -197,8 +197,8 @@ def load_folder(
         model = _from_folder(
             "load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code, dequantize=dequantize
         )
-    is_float, told = not getattr(model, "is_quantized", False), f"{folder} must hold float weights, got quantized ones"
-    require(allow_codes or is_float, where, told, "give the folder that they were quantized from", CheckpointError)
+    is_float, rule = not getattr(model, "is_quantized", False), f"{folder} must hold float weights, got quantized ones"
+    require(allow_codes or is_float, where, rule, "give the folder that they were quantized from", CheckpointError)
     return model.requires_grad_(True).eval()
 
 
@@ -213,19 +213,19 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
-            told = f"{folder} is not a model folder: it has no config.json"
+            rule = f"{folder} is not a model folder: it has no config.json"
             remedy = f"for your own class, write my_module:build, a function that builds it, and --weights {folder}"
             known = ("config.json", ADAPTER_CONFIG)
             is_whole = not folder.is_dir() or any((folder / name).is_file() for name in known)  # else a student's
-            require(is_whole, where, told, remedy, CheckpointError)
+            require(is_whole, where, rule, remedy, CheckpointError)
             try:
                 loaded: nn.Module = load(str(folder), *student, **options)
             except CheckpointError as error:
                 # models are loaded with the code for teachers
-                told = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)
-                told = told.replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
-                told = told.removesuffix("; it would teach from random weights")
-                raise CheckpointError(where, f"cannot load {folder}: {told}") from error
+                reason = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)
+                reason = reason.replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
+                reason = reason.removesuffix("; it would teach from random weights")
+                raise CheckpointError(where, f"cannot load {folder}: {reason}") from error
             return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 
@@ -239,7 +239,7 @@ def open_model(
     dequantize: bool = False,
 ) -> tuple[nn.Module, Any, Path | None]:
     """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``."""
-    tell_unfinished(Path(model) if weights is None else weights)
+    note_unfinished(Path(model) if weights is None else weights)
     if (folder := Path(model)).is_dir():
         require(weights is None, where, f"--weights must be left out for a folder, got {weights}")
         return load_folder(folder, where, dequantize=dequantize), None, folder

@@ -351,60 +351,62 @@ def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | 
         return None, None
 
 
-def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
+def _lines(report: dict[str, Any]) -> Iterator[str | Table]:
     def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str, numbers: tuple[str, ...] = ()) -> Table:
         return table(title, [heading for heading in headings if heading not in numbers], headings, rows)
 
-    total = told["steps"]["total"]
+    total = report["steps"]["total"]
     title = "When" if total is None else f"When, of {counted(total, 'optimizer step')}"
-    told_of = [(event["at"], event["technique"], event["what"]) for event in told["timeline"]]
-    yield drawn(title, told_of, "at", "technique", "what")
-    if told["model"] is not None:
-        applied = [(key, _matched(entry)) for key, entry in told["techniques"].items()]
+    events = [(event["at"], event["technique"], event["what"]) for event in report["timeline"]]
+    yield drawn(title, events, "at", "technique", "what")
+    if report["model"] is not None:
+        applied = [(key, _matched(entry)) for key, entry in report["techniques"].items()]
         yield drawn("What", applied, "technique", "applies to")
     rows = []
-    for key, entry in told["techniques"].items():
+    for key, entry in report["techniques"].items():
         here = f"{entry['here']['level']}: {entry['here']['why']}".strip(" :")
         rows.append((key, here, "; ".join(entry["checkpoint"])))
     yield drawn("Here and in checkpoints", rows, "technique", "on this machine", "saved")
-    peak = sum(cost["held"] + cost["during"] for cost in told["memory"] or ())
+    peak = sum(cost["held"] + cost["during"] for cost in report["memory"] or ())
     costs = [
         (key, entry["what"], _cost(entry, peak))
-        for key, one in told["techniques"].items()
+        for key, one in report["techniques"].items()
         for entry in one["estimates"]
     ]
     if costs:
         title = "Estimates for this model, from measurements on one thread of a CPU (docs/cost.md)"
         yield drawn(title, costs, "technique", "cost", "about", numbers=("about",))
-    elif told["model"] is None:
+    elif report["model"] is None:
         yield "Add --model to see which layers each technique applies to, and estimates of time and memory."
-    if told["measured"] is not None:
+    if report["measured"] is not None:
         shares = [
             (one["technique"], duration(one["plain"]), duration(one["seconds"]),
              f"{round(100 * one['share']):+d} % ± {200 * one['error']:.0f} %")
-            for one in told["measured"] if "share" in one
+            for one in report["measured"] if "share" in one
         ]  # fmt: skip
         title = "A training step of this model, measured on this machine (median; ± two standard errors)"
         headings = ("plain", "with it", "share of a step")
         yield drawn(title, shares, "technique", *headings, numbers=headings)
-        yield from (f"not measured: {one['technique']}: {one['reason']}" for one in told["measured"] if "reason" in one)
-    elif told["model"] is not None:
+        yield from (
+            f"not measured: {one['technique']}: {one['reason']}" for one in report["measured"] if "reason" in one
+        )
+    elif report["model"] is not None:
         yield "Add --measure 10 for the share of a step. For your own script, use eff try."
-    if told["memory"] is not None:
-        held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
+    if report["memory"] is not None:
+        held, during = (sum(cost[name] for cost in report["memory"]) for name in ("held", "during"))
         figures = [
             (cost["what"], *(size_text(cost[name]) if cost[name] else "" for name in ("held", "during")),
              _share(cost["held"] + cost["during"], peak), cost["why"])
-            for cost in told["memory"]
+            for cost in report["memory"]
         ]  # fmt: skip
         figures.append(("all", size_text(held), f"at most {size_text(held + during)}", "", ""))
-        model = told["model"]
+        model = report["model"]
         trained = share_text(model["trained"] / max(model["parameters"], 1))
         title = f"Memory of one device: {counted(model['parameters'], 'parameter')}, {trained} of them trained"
         headings = ("held", "in a step", "of the peak")
         yield drawn(title, figures, "", *headings, "why", numbers=headings)
-    yield from (f"note: {line}" for line in told["remarks"])
-    yield from (f"conflict: {line}" for line in told["conflicts"])
+    yield from (f"note: {line}" for line in report["remarks"])
+    yield from (f"conflict: {line}" for line in report["conflicts"])
 
 
 def _cost(entry: dict[str, Any], peak: int) -> str:

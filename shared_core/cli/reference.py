@@ -290,17 +290,17 @@ def doctor(
     print_report(report, _lines(report), as_json=as_json, failed=not report["usable"])
 
 
-def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
+def _lines(report: dict[str, Any]) -> Iterator[str | Table]:
     rows = []
-    for device in told["devices"]:
+    for device in report["devices"]:
         if device["device"] == "cpu":
             about = f"{device['cores']} cores, torch uses {device['threads']}; {', '.join(device['instructions'])}"
         else:
             about = f"compute capability {device['capability']}, {device['memory'] / 2**30:.1f} GiB"
         rows.append((device["device"], device["name"], about))
-    yield _table(f"devices (Python {told['python']}; trains on {told['trains_on']})", rows)
-    yield _table(f"formats on {told['trains_on']}", list(told["formats"].items()))
-    yield _table("tools", [*told["tools"].items(), ("trainers", ", ".join(told["trainers"]) or "none")])
+    yield _table(f"devices (Python {report['python']}; trains on {report['trains_on']})", rows)
+    yield _table(f"formats on {report['trains_on']}", list(report["formats"].items()))
+    yield _table("tools", [*report["tools"].items(), ("trainers", ", ".join(report["trainers"]) or "none")])
     libraries = [
         (
             each["name"],
@@ -308,14 +308,14 @@ def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
             each["wanted"],
             f"{each['state']}: {each['install']}".removesuffix(": "),
         )
-        for each in told["libraries"]
+        for each in report["libraries"]
     ]
     yield _table("libraries", libraries)
-    abilities = [(key, each["level"], each["why"]) for key, each in told["techniques"].items()]
-    yield _table(f"techniques on {told['trains_on']}", abilities)
-    if not told["trainers"]:
+    abilities = [(key, each["level"], each["why"]) for key, each in report["techniques"].items()]
+    yield _table(f"techniques on {report['trains_on']}", abilities)
+    if not report["trainers"]:
         yield 'no trainer: pip install "efftrain[hf]" or pip install "efftrain[lightning]"'
-    for each in told["libraries"]:
+    for each in report["libraries"]:
         if each["state"] in _UNUSABLE:
             yield f"{each['name']} {each['found']} is {each['state']} ({each['wanted']}): {each['install']}"
 

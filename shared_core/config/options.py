@@ -215,13 +215,13 @@ class Options:
             if kind in rules:
                 yield f"{kind.replace('_', ' ').capitalize()} {rules[kind]}"
         more = [cls.named(other)[1] for others in cls._company("needs", name) for other in others]
-        if told := cls._company_text(rules.get("only_with", {}), more):
-            yield f"Required, but {told}" if rules.get("required") else f"{told[0].upper()}{told[1:]}"
+        if text := cls._company_text(rules.get("only_with", {}), more):
+            yield f"Required, but {text}" if rules.get("required") else f"{text[0].upper()}{text[1:]}"
         alike: dict[str, list[str]] = {}
         for value, others in rules.get("each", {}).items():
             alike.setdefault(cls._company_text(others), []).append(value)
         if alike:
-            yield "; ".join(f"{', '.join(values)} {told}" for told, values in alike.items())
+            yield "; ".join(f"{', '.join(values)} {text}" for text, values in alike.items())
 
     @classmethod
     def _company(cls, kind: str, name: str) -> Iterator[tuple[str, ...]]:

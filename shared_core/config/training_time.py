@@ -50,12 +50,12 @@ class ParsedPosition:
             return math.floor(steps_until(self.value, steps_per_epoch) + 0.5)
         if self.unit == "fraction" and total_steps is not None:
             return math.floor(self.value * total_steps + 0.5)
-        told = f"'{self.value:g}ep'", "length of an epoch"
+        words = f"'{self.value:g}ep'", "length of an epoch"
         remedy = "write a step, or pass a data loader with a length (in your own loop: steps_per_epoch)"
         if self.unit == "fraction":
-            told = str(self.value), "number of training steps"
+            words = str(self.value), "number of training steps"
             remedy = "write a step, or set the length of the run: max_steps, or total_steps in your own loop"
-        rule = "{} must be a step number here, because the {} is unknown".format(*told)
+        rule = "{} must be a step number here, because the {} is unknown".format(*words)
         raise UnknownLengthError(where, rule, remedy)
 
 

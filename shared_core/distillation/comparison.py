@@ -99,8 +99,8 @@ class Comparison:
     trains_others: ClassVar[bool] = False
     """True if `compare` needs gradients even when the student's soft term has weight 0."""
 
-    def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any]) -> None:
-        self.config, self.teachers, self.told = config, teachers, dict(told)
+    def __init__(self, config: DistillConfig, teachers: Teachers, report: Mapping[str, Any]) -> None:
+        self.config, self.teachers, self.report = config, teachers, dict(report)
         self.figures: dict[str, Tensor] = {}
         """Further figures of the latest micro-batch for the log, scaled like its loss."""
 
@@ -132,7 +132,7 @@ class Comparison:
             rule = f"confidence must be 0 for {outputs.kind}, which have no classes, got {config.confidence}"
             raise ConfigError("distill", rule)
         if outputs.kind != LOGITS:
-            self.told |= {"outputs": outputs.kind, "divergence": divergence}
+            self.report |= {"outputs": outputs.kind, "divergence": divergence}
         return divergence
 
     def _compare(

@@ -348,8 +348,10 @@ class ChunkedComparison(Comparison):
     its own gradient and product. The logits in memory never exceed the budget.
     """
 
-    def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> None:
-        super().__init__(config, teachers, told)
+    def __init__(
+        self, config: DistillConfig, teachers: Teachers, report: Mapping[str, Any], student: nn.Module
+    ) -> None:
+        super().__init__(config, teachers, report)
         self._budget = None if config.budget_mib is None else int(config.budget_mib * 2**20)
         self._student = make_deferring(student, "student", self._budget)
         try:
@@ -388,7 +390,7 @@ class ChunkedComparison(Comparison):
             divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
             vocab_size=config.vocab_size, chunk_rows=rows, alpha=share, labels=labels,
         )  # fmt: skip
-        self.told |= {
+        self.report |= {
             "logits": f"of at most {2 * rows} positions at a time, student's and teacher's together, never of all",
             "chunk_rows": rows,
             "logits_mib": round(2 * rows * logits.shape[-1] * wider.itemsize / 2**20, 1),

@@ -416,7 +416,7 @@ class MutualComparison(Comparison):
         """Remove the peers from the optimizers, and record which student was best."""
         names = ["student", *(f"peer {number}" for number in range(1, len(self._peers.losses)))]
         losses = dict(zip(names, self._peers.losses.tolist(), strict=True))
-        self.told |= {"task_losses": losses, "best": min(losses, key=lambda name: losses[name])}
+        self.report |= {"task_losses": losses, "best": min(losses, key=lambda name: losses[name])}
         self._peers.detach()
 
 

@@ -45,10 +45,10 @@ def open_comparison(
     if isinstance(made, Peers):
         return MutualComparison(config, model, made, context)
     if made is not None:
-        size = made.told()["teacher_mib"]
+        size = made.report()["teacher_mib"]
         context.note(f"distill: teacher self keeps a frozen copy of the student ({size} MiB), run on each micro-batch")
         copy = {"teacher": "the student as the run started", "teacher_parameters": _size(made.modules[0])}
-        copy |= {"teacher_dtype": config.teacher_dtype, **made.told()}
+        copy |= {"teacher_dtype": config.teacher_dtype, **made.report()}
         return _open(config, made, copy, student, fuses_head)
     if config.cache is not None:
         return CachedComparison(config, student)
@@ -63,7 +63,7 @@ def open_comparison(
         # Each teacher may set vocab_size, and the next one is checked against it.
         config = _with_common_vocabulary(config, student, module, given, context)
         check_heads(student, module, divergence=config.divergence, logits=config.logits, vocab_size=config.vocab_size)
-    report: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
+    report: dict[str, Any] = {**_teacher_report(modules, student, context), "teacher_dtype": config.teacher_dtype}
     if config.vocab_size is not None:
         report["vocab_size"] = config.vocab_size
     built = {
@@ -94,21 +94,21 @@ def _with_common_vocabulary(
 
 
 def _open(
-    config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module, fuses_head: bool
+    config: DistillConfig, teachers: Teachers, report: Mapping[str, Any], student: nn.Module, fuses_head: bool
 ) -> Comparison:
     if config.chunked or (fuses_head and config.can_be_chunked):
         from shared_core.distillation.deferred_logits import ChunkedComparison
 
         try:
-            return ChunkedComparison(config, teachers, told, student)
+            return ChunkedComparison(config, teachers, report, student)
         except ConfigError as error:
             if config.chunked:
                 raise
-            told = {**told, "logits": f"of all positions: {error.rule}"}
-    return Comparison(config, teachers, told)
+            report = {**report, "logits": f"of all positions: {error.rule}"}
+    return Comparison(config, teachers, report)
 
 
-def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dict[str, Any]:
+def _teacher_report(modules: list[nn.Module], student: nn.Module, context: Context) -> dict[str, Any]:
     names, sizes = [type(module).__name__ for module in modules], [_size(module) for module in modules]
     report: dict[str, Any] = {"teacher": ", ".join(names), "teacher_parameters": sum(sizes)}
     if max(sizes) < _size(student):
@@ -144,16 +144,16 @@ def common_vocabulary(
         return vocab_size
     mine = tokenizer_vocabulary(tokenizer) or _vocabulary_beside(ours)
     its = _vocabulary_in(name) or _vocabulary_beside(theirs)
-    told = name or type(teacher).__name__
+    its_name = name or type(teacher).__name__
     known = bool(mine and its)
     if mine and its:
-        _check_tokens(mine, its, told)
+        _check_tokens(mine, its, its_name)
     rows = _num_tokens(ours), _num_tokens(theirs)
     classes = num_classes(ours), num_classes(theirs)
     are_heads = classes[0] == rows[0] and classes[1] == rows[1]
     if are_heads and (vocab_size is not None or not known):
         return vocab_size  # `check_sizes` compares the sizes of the heads
-    _check_tokens_known(*rows, mine if known else None, told)
+    _check_tokens_known(*rows, mine if known else None, its_name)
     return min(rows) if are_heads and rows[0] != rows[1] else vocab_size
 
 

@@ -236,7 +236,7 @@ class StartingStudent(Teachers):
         change_dtype_(start, dtype)
         super().__init__([start])
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Return the copy's memory and digest for the receipt."""
         size = sum(tensor.nbytes for tensor in _own_tensors(self.modules[0]).values())
         return {"teacher_mib": round(size / 2**20, 3), "teacher_fingerprint": self._digest}

@@ -90,7 +90,7 @@ class Distillation(Technique):
         self._moving: dict[str, float] = {}
         self._saved_teachers: Mapping[str, Any] = {}
         self._saved_pairs: dict[str, Any] = {}
-        self._told: dict[str, Any] = {}
+        self._report: dict[str, Any] = {}
 
     # -- start and end
 
@@ -114,7 +114,7 @@ class Distillation(Technique):
         made = self._peers or self._start
         comparison = open_comparison(config, model, student, context, made, fuses_head=self.fuses_head)
         self._student, self._comparison = student, comparison
-        self._told, teachers = comparison.told, comparison.teachers.modules
+        self._report, teachers = comparison.report, comparison.teachers.modules
         if self.fuses_head and config.teaching in (SELF, EMA):
             with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal
@@ -124,10 +124,10 @@ class Distillation(Technique):
         if config.init_layers is not None:
             if student not in _BEGUN:
                 _BEGUN[student] = copy_layers_(student, teachers[0], config.init_layers)
-            self._told["init_layers"] = _BEGUN[student]
+            self._report["init_layers"] = _BEGUN[student]
         self._pairs = open_pairs(config, student, teachers, context.generator)
         for name, pairs in self._pairs.items():
-            self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
+            self._report[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
         self._fused = FusedHead(student) if self.fuses_head else None  # hooks run in this order
         self._handle = student.register_forward_hook(RunHook(self._hook), with_kwargs=True)
         return touched
@@ -176,7 +176,7 @@ class Distillation(Technique):
 
     def finish(self, context: Context) -> None:
         """Detach. The student already is a plain model."""
-        self._told |= self._examples.finish(context.model, context)
+        self._report |= self._examples.finish(context.model, context)
         if self._comparison is not None:
             self._comparison.teachers.gather()  # so that `state_dict` still works
         self._detach()
@@ -214,7 +214,7 @@ class Distillation(Technique):
                 return task_loss
         if student is None or comparison is None or forward is None:
             raise unseen(missed)
-        self._examples.check_told(unlabeled)
+        self._examples.check_prepared(unlabeled)
         if not self._batches and not torch.compiler.is_compiling():
             self._check_causal(student, labels, inputs)
         if not active:
@@ -252,8 +252,8 @@ class Distillation(Technique):
 
     def _check_causal(self, student: nn.Module, labels: Any, inputs: Mapping[str, Any]) -> None:
         """Raise if the labels look like a causal LM's but the student's class is unknown and `causal` is not set."""
-        told = self.config.causal is not None or self.is_causal or models_inside(student)
-        if not told and labels_are_inputs(labels, inputs):
+        is_known = self.config.causal is not None or self.is_causal or models_inside(student)
+        if not is_known and labels_are_inputs(labels, inputs):
             raise ConfigError(
                 "distill",
                 f"causal must be given for {type(student).__name__}, got none: its labels equal its inputs, as in a "
@@ -429,7 +429,7 @@ class Distillation(Technique):
         """Return the teacher, the options and the counts for the receipt."""
         return {
             "divergence": self.config.divergence,
-            **self._told,
+            **self._report,
             "temperature": self.config.temperature,
             "alpha": self.config.task_weight,
             "batches": self._batches,

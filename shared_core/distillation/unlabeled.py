@@ -30,8 +30,8 @@ def rows_that_count(
     so the last position and padding on the left never count.
 
     Example:
-        >>> labels, told = torch.tensor([[-100, 4, -100], [7, 7, 7]]), torch.tensor([False, True])
-        >>> rows_that_count((2, 3), labels, torch.tensor([[1, 1, 1], [1, 1, 0]]), causal=False, unlabeled=told)
+        >>> labels, unlabeled = torch.tensor([[-100, 4, -100], [7, 7, 7]]), torch.tensor([False, True])
+        >>> rows_that_count((2, 3), labels, torch.tensor([[1, 1, 1], [1, 1, 0]]), causal=False, unlabeled=unlabeled)
         tensor([[False,  True, False],
                 [ True,  True, False]])
     """
@@ -80,8 +80,8 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
     The field holds one bool, or 0 or 1, per example; True = unlabeled.
 
     Example:
-        >>> batch, told = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")
-        >>> batch, told
+        >>> batch, unlabeled = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")
+        >>> batch, unlabeled
         ({'labels': tensor([   3, -100])}, tensor([False,  True]))
     """
     is_mapping = isinstance(batch, Mapping)
@@ -95,11 +95,11 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
         return rest, torch.ones(len(first), dtype=torch.bool, device=first.device)
     if field is None:
         return rest, None
-    told = _flags(batch[field], field, rest["labels"])
+    unlabeled = _flags(batch[field], field, rest["labels"])
     for name in ("labels", "shift_labels"):
         if isinstance(rest.get(name), Tensor):
-            rest[name] = _taken_out(rest[name], told)
-    return rest, told
+            rest[name] = _taken_out(rest[name], unlabeled)
+    return rest, unlabeled
 
 
 def labeled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
@@ -146,7 +146,7 @@ class Examples:
 
     def __init__(self, field: str | None) -> None:
         self._field = field
-        self._told: Tensor | None = None
+        self._unlabeled: Tensor | None = None
         self._sums: Tensor | None = None
 
     def check(self, student: nn.Module) -> None:
@@ -157,7 +157,7 @@ class Examples:
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch without the field and labels of unlabeled examples, and remember these for the next loss."""
-        prepared, self._told = split_batch(batch, self._field)
+        prepared, self._unlabeled = split_batch(batch, self._field)
         return prepared
 
     def positions_ahead(self, batch: Mapping[str, Any], *, causal: bool, per_token: bool) -> Tensor:
@@ -166,12 +166,12 @@ class Examples:
 
     def take(self) -> Tensor | None:
         """Return and forget the mask of unlabeled examples of the next loss, ``(B,)`` bool, None if unknown."""
-        told, self._told = self._told, None
-        return told
+        unlabeled, self._unlabeled = self._unlabeled, None
+        return unlabeled
 
-    def check_told(self, told: Tensor | None) -> None:
+    def check_prepared(self, unlabeled: Tensor | None) -> None:
         """Raise if the batch of a loss was not prepared."""
-        if self._field and told is None:
+        if self._field and unlabeled is None:
             raise TrainingError(
                 "distill",
                 f"unlabeled_field {self._field!r} must be read from every micro-batch, but this one was not prepared",
@@ -180,14 +180,14 @@ class Examples:
             )
 
     def add(
-        self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor
+        self, labels: Any, unlabeled: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor
     ) -> Tensor | None:
         """Count a micro-batch; return a mask of its unlabeled examples, None if unknown.
 
-        `told` is the mask from `split_batch`, `counted` the mask of rows with a soft target (None: all), `rows` their
+        `unlabeled` is the mask from `split_batch`, `counted` that of rows with a soft target (None: all), `rows` their
         number.
         """
-        flags = told if told is not None else _unlabeled(labels, attention_mask)
+        flags = unlabeled if unlabeled is not None else _unlabeled(labels, attention_mask)
         if flags is None:
             return None
         if counted is None:
@@ -218,8 +218,8 @@ class Examples:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counts from a technique's state."""
-        told = all(name in state for name in self.NAMES)
-        self._sums = torch.tensor([int(state[name]) for name in self.NAMES]) if told else None
+        is_saved = all(name in state for name in self.NAMES)
+        self._sums = torch.tensor([int(state[name]) for name in self.NAMES]) if is_saved else None
 
 
 def _unlabeled(labels: Any, attention_mask: Any) -> Tensor | None:
@@ -239,24 +239,24 @@ def _one_each(labels: Tensor, attention_mask: Any) -> bool:
 
 
 def _flags(values: Any, field: str, labels: Any) -> Tensor:
-    told = values if isinstance(values, Tensor) else torch.as_tensor(values)
-    told = told.squeeze(1) if told.ndim == 2 and told.shape[1] == 1 else told
+    flags = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    flags = flags.squeeze(1) if flags.ndim == 2 and flags.shape[1] == 1 else flags
     wrong = ""
-    if told.is_floating_point() or told.is_complex() or tuple(told.shape) != tuple(labels.shape[:1]):
-        wrong = f"one bool for each of {len(labels)} examples, got {told.dtype} of shape {tuple(told.shape)}"
-    elif told.device.type == "cpu" and told.numel() and not 0 <= int(told.min()) <= int(told.max()) <= 1:
-        wrong = f"bools, or 0 and 1, got {told.tolist()}"
+    if flags.is_floating_point() or flags.is_complex() or tuple(flags.shape) != tuple(labels.shape[:1]):
+        wrong = f"one bool for each of {len(labels)} examples, got {flags.dtype} of shape {tuple(flags.shape)}"
+    elif flags.device.type == "cpu" and flags.numel() and not 0 <= int(flags.min()) <= int(flags.max()) <= 1:
+        wrong = f"bools, or 0 and 1, got {flags.tolist()}"
     if wrong:
         raise ConfigError("distill", f"unlabeled_field {field!r} must hold {wrong}")
-    return told.bool().to(labels.device)
+    return flags.bool().to(labels.device)
 
 
-def _taken_out(labels: Tensor, told: Tensor) -> Tensor:
+def _taken_out(labels: Tensor, unlabeled: Tensor) -> Tensor:
     if labels.dtype in (torch.bool, torch.uint8):
         raise ConfigError(
             "distill", f"labels must be signed integers or floats so that they can be ignored, got {labels.dtype}"
         )
-    return labels.masked_fill(_column(told, labels), math.nan if labels.is_floating_point() else IGNORED)
+    return labels.masked_fill(_column(unlabeled, labels), math.nan if labels.is_floating_point() else IGNORED)
 
 
 def _column(flags: Tensor, like: Tensor) -> Tensor:

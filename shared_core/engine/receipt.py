@@ -243,11 +243,11 @@ def sentences(key: str, report: Mapping[str, Any]) -> list[str]:
         >>> sentences("my_technique", {"layers": 2, "left_out": {"head": "too small"}})
         ['layers 2, left out 1']
     """
-    told: list[str] = []
+    lines: list[str] = []
     if key in REGISTRY:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # a report of another version
-            told = REGISTRY[key].technique_class.summary(report)
-    return told or [_names_and_figures(report) or "Nothing was reported."]
+            lines = REGISTRY[key].technique_class.summary(report)
+    return lines or [_names_and_figures(report) or "Nothing was reported."]
 
 
 def _names_and_figures(report: Mapping[str, Any]) -> str:

@@ -174,8 +174,8 @@ class Session:
             model_guards.refuse_not_reduced(model, reduced)
             # The run of a checkpoint was measured when it began, and knew what the optimizers hold.
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial or bool(resumed))
-            for told in coverage.frozen_notes(context.touched):
-                self.note(told)
+            for note in coverage.frozen_notes(context.touched):
+                self.note(note)
         except BaseException:
             context.undo.close()
             raise
@@ -317,9 +317,9 @@ class Session:
             self.detach()
             raise
         context.undo.callback(around_forwards(model, lambda *_: self.forward()))
-        told = functools.partial(self.progress.tell_unfinished, " without session.finish()")
-        atexit.register(told)
-        context.undo.callback(atexit.unregister, told)
+        warn = functools.partial(self.progress.note_unfinished, " without session.finish()")
+        atexit.register(warn)
+        context.undo.callback(atexit.unregister, warn)
 
     def begin_again(self) -> None:
         """Hand each technique the state that `load_state_dict` restored. `begin` does so too.
@@ -339,9 +339,9 @@ class Session:
             forget_compiled()
 
     def _leave_unheld(self, context: Context) -> None:
-        if self.techniques and (told := self.coverage.learn_held(context, self.hooks.timed)):
+        if self.techniques and (note := self.coverage.learn_held(context, self.hooks.timed)):
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial)
-            self.note(told)
+            self.note(note)
 
     @property
     def peers(self) -> list[nn.Module]:
@@ -448,8 +448,8 @@ class Session:
         self.join_buffers()
         self.experts.join()
         self.note(self._means.differing())
-        self.progress.tell()
-        self.note(self.experts.told())
+        self.progress.note_unreached()
+        self.note(self.experts.note())
         # The order of finishing differs from the order of attaching, see `finishes_after`.
         for key in in_order(self.techniques, "finish"):
             with self.hooks.timed(key):

@@ -173,7 +173,7 @@ class Context:
         for projection in self.projections:
             projection(values)
 
-    def tell_weights_replaced(self) -> None:
+    def report_weights_replaced(self) -> None:
         """Tell every technique that the weights were replaced: masks are re-applied, ranges re-estimated."""
         self.project()
         for _, following in offering(self.techniques, FollowsWeights):
@@ -263,7 +263,7 @@ class Technique:
     reaches_frozen: ClassVar[bool] = False
     """True if it also works on frozen weights. Frozen weights that it skips then count against its coverage."""
     replaces_weights: ClassVar[bool] = False
-    """True if `finish` puts other weights into the model. It then calls `context.tell_weights_replaced`, and finishes
+    """True if `finish` puts other weights into the model. It then calls `context.report_weights_replaced`, and finishes
     before the techniques that follow weights (`finishes_before`)."""
     makes_gradients_private: ClassVar[bool] = False
     """True if its `before_step` runs before that of every other technique."""

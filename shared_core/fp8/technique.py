@@ -183,7 +183,7 @@ class Fp8(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss unchanged. The first one shows in which type it was computed."""
-        self._loss_dtype.tell(task_loss, context, self.loss)
+        self._loss_dtype.warn(task_loss, context, self.loss)
         return task_loss
 
     def before_step(self, context: Context) -> None:

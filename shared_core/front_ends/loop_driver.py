@@ -511,6 +511,6 @@ class LoopDriver:
         if not self.session.has_begun:
             self.session.finish()  # notes that training never began
         elif not self.session.is_finished:
-            self.session.progress.tell_unfinished(self.ends_by)
+            self.session.progress.note_unfinished(self.ends_by)
         with contextlib.suppress(EffError):  # printed, and in the receipt
             self.leave_receipt(self.start, gather=False)

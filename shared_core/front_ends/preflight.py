@@ -79,16 +79,16 @@ def reported_names(evaluate: Callable[[], Iterable[str]]) -> tuple[list[str] | N
         evaluate: Evaluates one batch on every process. Its `EffError`s are raised, as in training.
     """
     try:
-        told = "\n".join(evaluate())
+        answer = "\n".join(evaluate())
     except EffError:
         raise
     except Exception as error:  # the user's evaluation may not expect so few examples
         first_line = (str(error).splitlines() or [""])[0]
         # A NUL marks a failure, since one text is broadcast. Metric names contain none.
-        told = f"\0{type(error).__name__}: {first_line[:200]}"
+        answer = f"\0{type(error).__name__}: {first_line[:200]}"
     # All processes use the main one's answer. Otherwise some would continue and wait for the rest.
-    told = from_main(told)
-    return (None, told[1:]) if told.startswith("\0") else (told.split("\n") if told else [], "")
+    answer = from_main(answer)
+    return (None, answer[1:]) if answer.startswith("\0") else (answer.split("\n") if answer else [], "")
 
 
 @contextlib.contextmanager

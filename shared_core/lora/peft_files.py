@@ -271,15 +271,15 @@ def read_base(folder: Path) -> dict[str, Any]:
 def merge_(base: nn.Module, folder: Path) -> nn.Module:
     """Return the base model with the adapters in a folder merged; where they were trained on codes, on these codes."""
     peft = optional("peft", "lora", "lora")
-    told = read_base(folder)
-    for name, found in told.get("digests", {}).items():
+    saved = read_base(folder)
+    for name, found in saved.get("digests", {}).items():
         mine, kept = digest(base.get_submodule(name).weight), str(found)  # type: ignore[arg-type]
         # Loaded in another type it is not compared.
         if mine != kept and mine.split()[0] == kept.split()[0]:
             rule = f"base model must be the one that the adapters were trained on, but its {name} has other weights"
             raise CheckpointError(folder, rule, f"{name} may be new in the trained model; {_MERGED} next time")
-    if told.get("base", "none") != "none":
-        options = LoraConfig(rank=1, base=told["base"], double_quant=told["double_quant"])
+    if saved.get("base", "none") != "none":
+        options = LoraConfig(rank=1, base=saved["base"], double_quant=saved["double_quant"])
         for layer in lora_layers(open_adapter(folder)):
             module: Any = base.get_submodule(layer.module)
             rounded = on_grid(as_rows(module, module.weight.detach()), options)

@@ -80,7 +80,7 @@ class Lora(Technique):
         self._begun = False
         self._undo: Undo = []
         self._required: list[tuple[nn.Module, str, bool]] = []
-        self._told: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
         self._stacks: list[str] = []
         self._parameters = {"trained_parameters": 0, "adapter_parameters": 0, "frozen_parameters": 0}
         self._device = torch.device("cpu")
@@ -134,9 +134,9 @@ class Lora(Technique):
             "adapter_parameters": in_adapters,
             "frozen_parameters": counts - in_whole,
         }
-        self._told = {name: self._measure(layer) for name, layer in self.layers.items()}
+        self._entries = {name: self._measure(layer) for name, layer in self.layers.items()}
         stacks = self._stacks = [name for name, layer in self.layers.items() if isinstance(layer, AdaptedStack)]
-        self._tell_base(context)
+        self._note_base(context)
         if stacks and self.config.base != "none":
             context.note(
                 f"lora: base {self.config.base} applies to linear layers only; these keep their format under "
@@ -167,15 +167,15 @@ class Lora(Technique):
         ]
         return Layout(model, layers, [*self.whole, *changed], self.config)
 
-    def _tell_base(self, context: Context) -> None:
-        ratios = [told["base_sqnr_db"] for told in self._told.values() if told["base_sqnr_db"] is not None]
+    def _note_base(self, context: Context) -> None:
+        ratios = [entry["base_sqnr_db"] for entry in self._entries.values() if entry["base_sqnr_db"] is not None]
         if self.config.base != "none" and ratios:
             context.note(
                 f"lora: frozen weights are rounded to {self.config.base} (SQNR {min(ratios):.1f} dB or better); "
                 "--lora_base none does not round them"
             )
 
-    def _tell_files(self, context: Context) -> None:
+    def _note_files(self, context: Context) -> None:
         if self.config.save == "merged":
             return
         if context.part_alone:
@@ -247,7 +247,7 @@ class Lora(Technique):
             layer = self.layers.pop(name)
             in_adapters = sum(matrix.numel() for matrix in adapters(layer))
             restore_layer(model, layer, None)
-            del self._told[name]
+            del self._entries[name]
             self.left_out[name] = UNHELD
             for count in ("trained_parameters", "adapter_parameters"):
                 self._parameters[count] -= in_adapters
@@ -271,7 +271,7 @@ class Lora(Technique):
         if self.config.base != "none" and not isinstance(first, AdaptedStack):
             with on_device(self._device, self.config.base), torch.no_grad():
                 first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
-        self._tell_files(context)
+        self._note_files(context)
         # From here on the float weights are not needed: this is where memory falls.
         for layer in self.layers.values():
             release_(layer)
@@ -314,24 +314,24 @@ class Lora(Technique):
         """Merge in float, round to the base's grid again if asked to, and leave the user's own layers."""
         # Those that qat quantizes it still does: it bakes the merged weight when its own turn comes.
         reshard_(context.model)
-        self._tell_loaded(context)
+        self._note_loaded(context)
         self._last = self._state()  # a run that trains on goes on from here, not from a newly quantized base
         for name, layer in self.layers.items():
             # The merge in float64 is the measure of how large the adapters are, and of what rounding loses.
             merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))
-            told = self._told[name]
-            told["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
-            told["merge_error"] = relative_error(exact, whole(merged))
+            entry = self._entries[name]
+            entry["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
+            entry["merge_error"] = relative_error(exact, whole(merged))
             if self.config.requantize and not isinstance(layer, AdaptedStack):
                 # Rounding after training: no gradient has seen it, so its cost is told.
                 merged = self._on_grid(layer, merged)
-                told |= _cost(exact, merged)
+                entry |= _cost(exact, merged)
             elif is_quantized(layer.user_layer):
-                told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
+                entry |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
             restore_layer(context.model, layer, merged)
         self.layers = {}
 
-    def _tell_loaded(self, context: Context) -> None:
+    def _note_loaded(self, context: Context) -> None:
         ratios = [getattr(layer, "eff_loaded_db", None) for layer in self.layers.values()]
         if found := [ratio for ratio in ratios if ratio is not None]:
             context.note(
@@ -343,7 +343,7 @@ class Lora(Technique):
     def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that merged weights stay what they are, and that no adapter is left."""
         claims: dict[str, Claim] = {}
-        for name in self._told:
+        for name in self._entries:
             if name in self._stacks:
                 module, _, stack = name.rpartition(".")
                 claims[name] = Same()
@@ -395,7 +395,7 @@ class Lora(Technique):
         if self.layers:
             return {name: digest(layer.base_layer.weight) for name, layer in self.layers.items()}
         found = (self._last or {}).get("base", {}).get("digests", {})
-        return {name: found[key] for name in self._told if (key := f"{name}.base_layer.weight") in found}
+        return {name: found[key] for name in self._entries if (key := f"{name}.base_layer.weight") in found}
 
     def load_part(self, context: Context, folder: Path) -> bool:
         """Load adapters and whole modules from a folder of PEFT's files."""
@@ -465,8 +465,8 @@ class Lora(Technique):
                     if value.shape != matrix.shape:
                         raise ValueError(f"adapters of {name} have shape {tuple(value.shape)}")
                     fill_(matrix, value)
-            told = dict(state["base"]) if "base" in state else None
-            device, digests = (str(told["device"]), dict(told["digests"])) if told else ("", {})
+            base = dict(state["base"]) if "base" in state else None
+            device, digests = (str(base["device"]), dict(base["digests"])) if base else ("", {})
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             rule = f"the saved state does not fit these layers, rank and base: {error!r}"
             remedy = "resume with the options of the saved run, or start from its plain weights"
@@ -478,11 +478,11 @@ class Lora(Technique):
 
     def figures(self) -> dict[str, float]:
         """Return how many layers are adapted and how many parameters are trained."""
-        return {"lora/layers": float(len(self._told)), "lora/trained": float(self._parameters["trained_parameters"])}
+        return {"lora/layers": float(len(self._entries)), "lora/trained": float(self._parameters["trained_parameters"])}
 
     def report(self) -> dict[str, Any]:
         """Return what was frozen in how many bytes, what was trained, how good the base is, and by what."""
-        per_layer = [{"name": name, **told} for name, told in self._told.items()]
+        per_layer = [{"name": name, **entry} for name, entry in self._entries.items()]
         before, after = (sum(entry[key] for entry in per_layer) for key in ("bytes_before", "bytes_after"))
         ratios = [entry["base_sqnr_db"] for entry in per_layer if entry["base_sqnr_db"] is not None]
         libraries = ["peft", *([] if self.config.base == "none" else ["bitsandbytes"])]

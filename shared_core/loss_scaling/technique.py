@@ -90,7 +90,7 @@ class LossScaling(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss unchanged. The first one shows in which type it was computed."""
-        self.loss_dtype.tell(task_loss, context, self.loss)
+        self.loss_dtype.warn(task_loss, context, self.loss)
         return task_loss
 
     def before_step(self, context: Context) -> None:

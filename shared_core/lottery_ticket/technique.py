@@ -339,7 +339,7 @@ class LotteryTicket(Technique):
         for optimizer in context.optimizers:
             optimizer.state.clear()  # it belongs to the replayed weights
         if others_begun:
-            context.tell_weights_replaced()
+            context.report_weights_replaced()
 
     def _set_masks(self) -> None:
         if self._ticket is None:
@@ -375,11 +375,11 @@ class LotteryTicket(Technique):
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of a validation, without timings."""
-        told = numeric_metrics(metrics)
+        figures = numeric_metrics(metrics)
         if self._history and self._history[-1]["step"] == context.step:
-            self._history[-1]["metrics"].update(told)
+            self._history[-1]["metrics"].update(figures)
         else:
-            self._history.append({"step": context.step, "metrics": told})
+            self._history.append({"step": context.step, "metrics": figures})
 
     # -- the end
 

@@ -113,14 +113,14 @@ def read_ticket(path: Path | str) -> Ticket:
         CheckpointError: If the file is missing, damaged, not a ticket, or has a newer format.
     """
     path = Path(path)
-    told = f"ticket must be an existing ticket file, got {path}"
-    require(path.is_file(), "lottery", told, "check the path", CheckpointError)
+    rule = f"ticket must be an existing ticket file, got {path}"
+    require(path.is_file(), "lottery", rule, "check the path", CheckpointError)
     try:
         with safe_open(path, framework="pt") as file:
-            told = parse_json((file.metadata() or {})["eff_ticket"])
+            header = parse_json((file.metadata() or {})["eff_ticket"])
             names = list(file.keys())
             newer = f"{path} was written by a newer efftrain"
-            is_known = int(told["format"]) <= _FORMAT
+            is_known = int(header["format"]) <= _FORMAT
             require(is_known, "lottery", newer, "update efftrain to read it", CheckpointError)
             masks = {}
             for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
@@ -129,11 +129,11 @@ def read_ticket(path: Path | str) -> Ticket:
                     raise ValueError(f"{packed.numel()} bytes of mask for {math.prod(shape)} weights")
                 masks[name] = unpack_bits(packed, shape)
         weights = _InFile(path, [name.removeprefix(_WEIGHT) for name in names if name.startswith(_WEIGHT)])
-        rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
-        return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
+        rates = tuple(tuple(map(float, groups)) for groups in header["learning_rates"])
+        return Ticket(masks, weights, int(header["step"]), str(header["rewind"]), rates)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        told = f"{path} is not a complete ticket file: {error!r}"
-        raise CheckpointError("lottery", told, "it is damaged; copy it again or rerun the round") from error
+        rule = f"{path} is not a complete ticket file: {error!r}"
+        raise CheckpointError("lottery", rule, "it is damaged; copy it again or rerun the round") from error
 
 
 class _InFile(Mapping[str, Tensor]):

@@ -131,13 +131,13 @@ def factorize(
         coverage.count(model), Touched(sizes, left, "factorized layers"), config, model, where="low_rank",
         allow_partial=allow_partial,
     )  # fmt: skip
-    told = apply(model, plan, moments)
-    for layer in told:
+    entries = apply(model, plan, moments)
+    for layer in entries:
         model.get_submodule(layer["name"]).release()  # type: ignore[operator]
     fast_paths_off(model, (LowRankLayer,))
     after = sum(parameter.numel() for parameter in model.parameters())
     seconds = time.perf_counter() - started
-    return LowRankReport(told, left, (before, after), config.decomposition, len(data), seconds, reached.to_dict())
+    return LowRankReport(entries, left, (before, after), config.decomposition, len(data), seconds, reached.to_dict())
 
 
 Plan = Mapping[str, tuple[Candidate, int]]
@@ -155,8 +155,8 @@ def plan_ranks(
     if rule.kind == "report":
         structure = read_report(rule.value)
         unfit = [
-            name for name, told in structure.items()
-            if name not in layers or told["scheme"] not in schemes(layers[name])
+            name for name, entry in structure.items()
+            if name not in layers or entry["scheme"] not in schemes(layers[name])
         ]  # fmt: skip
         if unfit:
             got = {name: structure[name]["scheme"] for name in unfit[:5]}
@@ -164,10 +164,10 @@ def plan_ranks(
             remedy = "use the model that it was written for, and the same include, skip and min_size"
             raise ConfigError("low_rank", wrong, remedy)
         plan = {}
-        for name, told in structure.items():
-            scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
+        for name, entry in structure.items():
+            scheme = LowRankConfig(rank=1, conv="auto" if entry["scheme"] == "linear" else entry["scheme"])
             each = candidates({name: layers[name]}, scheme, moments)[name]
-            plan[name] = (each, min(told["rank"], each.full))
+            plan[name] = (each, min(entry["rank"], each.full))
         return plan, {name: "the report does not factorize it" for name in layers if name not in structure}
     found = candidates(layers, config, moments)
     worth = measure_worth(found, loss, config.multiple_of, progress) if rule.kind == "sensitivity" and loss else None

@@ -236,9 +236,9 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRankLayer]:
     """Replace layers by factorized ones of zeros, into which weights are loaded later."""
     layers = {}
-    for name, told in structure.items():
+    for name, entry in structure.items():
         dense = model.get_submodule(name)
-        layers[name] = LowRankLayer(dense, int(told["rank"]), str(told["scheme"]))
+        layers[name] = LowRankLayer(dense, int(entry["rank"]), str(entry["scheme"]))
         for part in ("first", "second"):
             nn.init.zeros_(layers[name]._part(part))  # other techniques read weights before these are loaded
         replace_(model, dense, layers[name])

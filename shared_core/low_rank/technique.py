@@ -61,7 +61,7 @@ class LowRank(Technique):
         self.layers: dict[str, LowRankLayer] = {}
         self.left_out: dict[str, str] = {}
         self._structure: dict[str, dict[str, Any]] = {}
-        self._told: list[dict[str, Any]] = []
+        self._per_layer: list[dict[str, Any]] = []
         self._undo: Undo = []
         self._stays = self._is_fresh = self._is_checked = False
         self._looked_at = 0
@@ -92,7 +92,7 @@ class LowRank(Technique):
                 raise ConfigError("low_rank", rule, remedy)
             chosen, left_out = select(model, config)
             plan, kept_out = plan_ranks(config, chosen, {})
-            self._told, self.left_out = apply(model, plan, {}), left_out | kept_out
+            self._per_layer, self.left_out = apply(model, plan, {}), left_out | kept_out
             self.layers, self._is_fresh = factorized(model), True
         self._structure = structure_of(self.layers)
         every_name = model.named_modules(remove_duplicate=False)  # a layer used twice has two names
@@ -143,7 +143,7 @@ class LowRank(Technique):
             replace_(model, layer, layer.dense.to(layer.first.weight))
             del self.layers[name]
         self.left_out |= dict.fromkeys(out, UNHELD)
-        self._told = [entry for entry in self._told if entry["name"] not in out]
+        self._per_layer = [entry for entry in self._per_layer if entry["name"] not in out]
         self._structure = structure_of(self.layers)
         self._of_name = {name: layer for name, layer in self._of_name.items() if layer not in out.values()}
         self._parameters = (self._parameters[0], sum(parameter.numel() for parameter in model.parameters()))
@@ -214,7 +214,7 @@ class LowRank(Technique):
             for layer in self.layers.values():
                 layer.observer = None
         found = moments.read()
-        report = {entry["name"]: entry for entry in self._told}
+        report = {entry["name"]: entry for entry in self._per_layer}
         for name, layer in self.layers.items():
             moment = found[name, layer.scheme]
             spectrum = decompose(as_matrix(layer.dense.weight, layer.scheme, layer.transposed), moment)
@@ -268,7 +268,7 @@ class LowRank(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank and scheme of each layer, and how they were found, for the receipt."""
-        found = {"batches": self._looked_at, "per_layer": self._told, "left_out": dict(self.left_out)}
+        found = {"batches": self._looked_at, "per_layer": self._per_layer, "left_out": dict(self.left_out)}
         return {"layers": self._structure, "found": found}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
@@ -284,7 +284,7 @@ class LowRank(Technique):
         self._is_fresh = False
         if found := state.get("found"):
             self._looked_at, self.left_out = int(found["batches"]), dict(found["left_out"])
-            self._told = [dict(entry) for entry in found["per_layer"]]
+            self._per_layer = [dict(entry) for entry in found["per_layer"]]
 
     # -- figures
 
@@ -304,7 +304,7 @@ class LowRank(Technique):
             "left_out": dict(self.left_out),
             "merged": self.config.merge,
             "structure": self._structure,
-            "per_layer": self._told,
+            "per_layer": self._per_layer,
         }
 
     @staticmethod

@@ -82,7 +82,7 @@ class MatmulPrecision(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss unchanged, and record the dtype of the first one."""
-        self.loss_dtype.tell(task_loss, context, self.loss)
+        self.loss_dtype.warn(task_loss, context, self.loss)
         return task_loss
 
     @property

@@ -36,9 +36,9 @@ def output_axis_of_experts(module: nn.Module) -> int | None:
     stacked = [value for value in module._parameters.values() if value is not None and value.ndim == STACKED_DIMS]
     if not stacked or len({len(value) for value in stacked}) > 1:
         return None
-    told = vars(module).get("is_transposed")
-    if isinstance(told, bool) and "has_gate" in vars(module):
-        return 2 if told else 1
+    is_transposed = vars(module).get("is_transposed")
+    if isinstance(is_transposed, bool) and "has_gate" in vars(module):
+        return 2 if is_transposed else 1
     sizes = vars(module).get("output_size"), vars(module).get("input_size")
     if len(stacked) == 1 and None not in sizes and sizes[0] != sizes[1]:  # JetMoE
         shape = tuple(stacked[0].shape[1:])

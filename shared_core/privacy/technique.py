@@ -139,8 +139,8 @@ class DifferentialPrivacy(Technique):
         seed = self.config.seed
         key = secrets.token_bytes(16) if seed is None else hashlib.sha256(str(seed).encode()).digest()[:16]
         device = next(self._known(self._model).parameters()).device
-        told = broadcast_(torch.tensor(list(key), dtype=torch.uint8, device=device))
-        return Secret(bytes(told.tolist()))
+        shared = broadcast_(torch.tensor(list(key), dtype=torch.uint8, device=device))
+        return Secret(bytes(shared.tolist()))
 
     def _known(self, value: Any) -> Any:
         if value is None:

@@ -326,7 +326,7 @@ def prune(
             calibrating.run(config, batches, progress)
         masks = policy.choose(context, config.sparsity, targets.own)
     policy.take(context, masks)
-    told = policy.report()
+    report = policy.report()
     reached = coverage.after_training(counted, policy.touched(), config, model, where="prune", allow_partial=True)
     return PruneReport(
         masks=dict(policy.store),
@@ -340,7 +340,7 @@ def prune(
         seconds=time.perf_counter() - started,
         **policy.layers_report(),
         coverage=reached.to_dict(),
-        **{name: told[name] for name in ("units", "groups_left_out") if name in told},
+        **{name: report[name] for name in ("units", "groups_left_out") if name in report},
     )
 
 

@@ -169,8 +169,8 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
 
 def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
     if (marked := _marked(scores, num_pruned)) is not None:
-        masks, told = marked
-        for index, nan in enumerate(told[:, 1].bool().unbind()):
+        masks, counts = marked
+        for index, nan in enumerate(counts[:, 1].bool().unbind()):
             refuse(nan, partial(_nan_in, index))
         return masks
     # Sampling returns None where it cannot be exact. The histogram always is.

@@ -146,7 +146,7 @@ class Pruning(Technique):
             policy.restore(state)
             self._note_share()
         elif self._last_update < 0 and context.step == 0:
-            self._tell_refilled(context)
+            self._note_refilled(context)
         if not policy.is_final:
             policy.scorer.attach()  # final masks remove its hooks; a loaded earlier state needs them again
             if self._costs:
@@ -158,7 +158,7 @@ class Pruning(Technique):
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_batches:
             self._update(context)
 
-    def _tell_refilled(self, context: Context) -> None:
+    def _note_refilled(self, context: Context) -> None:
         """Report that the model is already sparse if the first masks keep fewer zeros than it has."""
         found = [weight.detach() for weight in self._policy.weights.values() if not is_sharded(weight)]
         filled = read_together([weight.count_nonzero() for weight in found])

@@ -207,19 +207,19 @@ class QatConfig(OverridableConfig):
         if self.is_open:
             source = "scheme released" if self.scheme else "init without scheme"
             odd = [name for name in _FORMATS if self.is_given(name)]
-            told = f"{source} takes the formats of layers from a folder, got {', '.join(odd)} too"
-            self.require(not odd, told, "leave them out; skip keeps layers in float")
+            rule = f"{source} takes the formats of layers from a folder, got {', '.join(odd)} too"
+            self.require(not odd, rule, "leave them out; skip keeps layers in float")
         keeps = self.scheme == "released" or self.init is not None
-        told = f"range {self.range} learns weight scales, but scheme released and init keep those of a folder"
-        self.require(not keeps or self.range not in ("lsq", "lsq_plus"), told, "use another range")
+        rule = f"range {self.range} learns weight scales, but scheme released and init keep those of a folder"
+        self.require(not keeps or self.range not in ("lsq", "lsq_plus"), rule, "use another range")
         both = self.init is not None and self.scheme == "released"
         self.require(not both, "scheme released and init are two sources of weight scales", "give one of them")
-        told = self.layer_scheme.mismatch
-        self.require(not told, f"weights and inputs cannot be combined, because {told}", "choose other inputs, or none")
+        why = self.layer_scheme.mismatch
+        self.require(not why, f"weights and inputs cannot be combined, because {why}", "choose other inputs, or none")
         if self.activation_bits is not None:
-            told = "one bit stands for signs, and these inputs have 2 to 8 bits, got 1"
+            rule = "one bit stands for signs, and these inputs have 2 to 8 bits, got 1"
             is_binary = self.layer_scheme.has_binary_inputs
-            self.require((self.activation_bits == 1) == is_binary, told, "set inputs=binary without activation_bits")
+            self.require((self.activation_bits == 1) == is_binary, rule, "set inputs=binary without activation_bits")
         hints = self.hints()
         for pattern, name, value in self.override_options():
             is_float = name in ("scheme", "weights") and value.lower() in ("none", "null")

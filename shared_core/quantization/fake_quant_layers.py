@@ -413,13 +413,13 @@ def grid_of(
     largest = scheme.weight_qmax + is_folded if kind == "channel" else None
     if element is not None and kind != "nvfp4":
         largest = int(FORMATS[element].largest)
-    told = [1.0] if is_mx else None if is_folded else entry.get("weight_scale")
+    scales = [1.0] if is_mx else None if is_folded else entry.get("weight_scale")
     return Grid(
         functools.partial(_mx_codes if is_mx else _rows_of_scales, module, scheme),
         levels,
         scheme.group_size if kind == "group" else 0 if is_mx else scheme.block,
         largest,
-        None if told is None else torch.tensor(told),
+        None if scales is None else torch.tensor(scales),
         element,
         any_step=is_folded,
         holds=Where.SAVED,

@@ -287,9 +287,9 @@ def _load_(model: Any, start: Start) -> Mapping[str, Tensor]:
     if start.entries is None:
         weights, odd = _dequantized(model, start.path)
     elif (start.path / "config.json").is_file() and hasattr(model, "from_pretrained"):
-        loaded, told = type(model).from_pretrained(start.path, dtype=torch.float32, output_loading_info=True)
+        loaded, info = type(model).from_pretrained(start.path, dtype=torch.float32, output_loading_info=True)
         weights = loaded.state_dict()
-        odd = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in told[f"{kind}_keys"]]
+        odd = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in info[f"{kind}_keys"]]
     else:
         opened = open_ingredient(start.path)
         weights, odd = {name: opened.tensor(name) for name in (*opened.specs, *opened.ties)}, []

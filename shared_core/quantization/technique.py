@@ -277,7 +277,7 @@ class QuantizationAwareTraining(Technique):
         self._total_steps = context.total_steps
         moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
         return Plan(
-            moments_told(self.config, moments, context.total_steps),
+            planned_events(self.config, moments, context.total_steps),
             missing=self._missing(context),
             guards=self.layers,
             acts_on_gradients=self.config.learns_ranges,  # learned ranges get no weight decay
@@ -358,9 +358,9 @@ class QuantizationAwareTraining(Technique):
         try:
             changed = self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches))
         except TrainingError as error:
-            if not (told := not_finite_note(context.model)):
+            if not (note := not_finite_note(context.model)):
                 raise
-            raise TrainingError("qat", told, "lower the learning rate, or clip the gradients") from error
+            raise TrainingError("qat", note, "lower the learning rate, or clip the gradients") from error
         context.unvalidated |= changed
 
     def _freeze_norms(self, context: Context) -> None:
@@ -555,7 +555,7 @@ def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]
     return begin, freeze, freeze_bn
 
 
-def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: int | None) -> list[Event]:
+def planned_events(config: QatConfig, moments: tuple[int, int, int], total_steps: int | None) -> list[Event]:
     """Return the events at the steps of `resolve_moments`, without those at the end of the run."""
     begin, freeze, freeze_bn = moments
     lines: list[tuple[int, str]] = [(0, "ranges are observed, layers compute in float")] if begin else []

@@ -263,8 +263,8 @@ def check_place(path: Path, where: str, made: Path | None = None) -> None:
     is_page = path.suffix == ".html" and exists
     require(is_page, f"{where} must be an .html file in an existing folder, got {path}", "")
     for target in (path, path.with_suffix(".md")):
-        told, is_free = f"{where} must be a file, got {target}", target.is_file() or not target.exists()
-        require(is_free, told, "", "choose another name", CheckpointError)
+        rule, is_free = f"{where} must be a file, got {target}", target.is_file() or not target.exists()
+        require(is_free, rule, "", "choose another name", CheckpointError)
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int = 0) -> None:

@@ -57,8 +57,8 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
         for key, options in values["recipe"].items()
     }
     figures = [[key, " ".join(sentences(key, report))] for key, report in values["techniques"].items()]
-    told = Table(["technique", "what happened"], figures)
-    blocks: list[Block] = [intro, told, "Options that differ from their defaults:", asked(recipe)]
+    table = Table(["technique", "what happened"], figures)
+    blocks: list[Block] = [intro, table, "Options that differ from their defaults:", asked(recipe)]
     return "\n\n".join([markdown(Section("Efficient training", blocks)), *_loading(recipe, has_deployment)])
 
 
@@ -116,8 +116,8 @@ def achieved(values: Mapping[str, Any]) -> list[Block]:
 
 def happened(values: Mapping[str, Any]) -> list[Block]:
     """Return the techniques that were left out and why, notes and the environment."""
-    told = values["techniques"]
-    left = [[key, name, why] for key, report in told.items() for name, why in report.get("left_out", {}).items()]
+    reports = values["techniques"]
+    left = [[key, name, why] for key, report in reports.items() for name, why in report.get("left_out", {}).items()]
     environment = values["environment"]
     found = {
         "device": environment["device"], "trainer": values["front_end"], "python": environment["python"],

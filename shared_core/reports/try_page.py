@@ -30,9 +30,9 @@ def try_page(found: Findings, script: str, steps: int, block: int) -> tuple[str,
     """Return the title and sections of the page."""
     shares = {name: 100 * value for name, value in FLOORS.items()}
     rules = [rule.format(block=block, steps=steps, trimmed=TRIMMED, **shares) for rule in _RULES]
-    told = f"{script}, {steps:,} steps a run, {found.num_plain} plain runs."
+    summary = f"{script}, {steps:,} steps a run, {found.num_plain} plain runs."
     sections = [
-        Section("What to keep", [told, _table(found), *found.notes]),
+        Section("What to keep", [summary, _table(found), *found.notes]),
         Section("How it was judged", rules),
     ]
     names = sorted({name for row in found.rows for name in row.metrics} | found.plain_metrics.keys())

@@ -361,16 +361,16 @@ class TeacherChain:
         self._write()
 
     def _row(self, stage: Stage) -> ChainRow:
-        told, out = self._distilled(stage), self.folder / stage.name
+        report, out = self._distilled(stage), self.folder / stage.name
         model = find_model(out, self._model)
         parameters = count_parameters(model, self.stages[-1].flags.get("distill_student"))
-        of_teacher = told.get("teacher_parameters")
+        of_teacher = report.get("teacher_parameters")
         return ChainRow(
             **stage.plan(),
             model=str(model.relative_to(self.folder)),
             parameters=parameters,
             teacher_parameters=of_teacher,
-            batches=int(told.get("batches", 0)),
+            batches=int(report.get("batches", 0)),
             metrics=model_metrics(out, model, self._receipt(stage)),
             seconds=self._trained["seconds"],
             warnings=tuple(_size_warnings(stage, parameters, of_teacher)),

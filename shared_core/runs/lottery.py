@@ -165,9 +165,9 @@ def curve_of(
 
 def _metric(dense: dict[str, Any], metric: str | None) -> str | None:
     known = sorted({name for entry in dense["history"] for name in entry["metrics"]})
-    told = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric or "", known)
+    hint = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric or "", known)
     is_known = metric is None or metric in known
-    require(is_known, "lottery", f"metric must be one that validation reports, got {metric!r}{told}")
+    require(is_known, "lottery", f"metric must be one that validation reports, got {metric!r}{hint}")
     metric = metric or usual_metric(known)
     require(metric or not known, "lottery", "metric must be chosen, got none", f"known: {', '.join(known)}")
     return metric

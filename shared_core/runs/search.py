@@ -225,11 +225,11 @@ class ModelSearch:
     def _trial(self, optuna: Any, study: Any, trainings: _Trainings) -> bool:
         """Ask Optuna for a candidate, finish it, and tell its result. Return False if it was known before."""
         states = optuna.trial.TrialState
-        told = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
-        study.sampler = self._sampler_of(optuna, len(told))
+        finished = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+        study.sampler = self._sampler_of(optuna, len(finished))
         recipes = [self.candidates.uncut, *self.candidates.uniform()]
-        if len(told) < len(recipes) and not study.get_trials(deepcopy=False, states=(states.WAITING,)):
-            study.enqueue_trial(self._indices(recipes[len(told)]))
+        if len(finished) < len(recipes) and not study.get_trials(deepcopy=False, states=(states.WAITING,)):
+            study.enqueue_trial(self._indices(recipes[len(finished)]))
         values = self.candidates.values
         # Places in the ascending list of values: TPE then knows their order.
         spaces = {name: optuna.distributions.IntDistribution(0, len(of) - 1) for name, of in values.items()}
@@ -316,17 +316,17 @@ class ModelSearch:
         if not has_ended:
             seen = [point for point in watch.seen if math.isfinite(point[1])] if watch else []
             return replace(row, state="stopped", validations=tuple(seen))
-        told = read_object(receipt) if receipt.is_file() else {}
-        check_distilled(told, "search", row.name)
+        report = read_object(receipt) if receipt.is_file() else {}
+        check_distilled(report, "search", row.name)
         if plan is not None:
-            check_bits(told, {layer: plan.bits[layer] for layer in plan.quantized}, "search", row.name)
+            check_bits(report, {layer: plan.bits[layer] for layer in plan.quantized}, "search", row.name)
         found = find_model(out, self._trained, "search", "--trained")
         student_part = getattr(self._recipe["distill"], "student", None)
         parameters, given = count_parameters(found, student_part), count_parameters(student)
         wrong = f"{row.name} must be trained from {{student}}, which has {given:,} parameters, got {parameters:,}"
         remedy = "the script must load its model from that folder, and save all of it"
         require(parameters == given, "search", wrong, remedy, TrainingError)
-        metrics = model_metrics(out, found, told)
+        metrics = model_metrics(out, found, report)
         self._choose_metric(metrics, row.name)
         metrics = {key: value for key, value in metrics.items() if math.isfinite(value)}
         seen = [point for point in validations(out, str(self._metric)) if math.isfinite(point[1])]

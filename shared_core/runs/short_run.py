@@ -135,11 +135,11 @@ class ShortRun(Technique):
         save(model)
         written, packed = _sizes(model)
         reports = session.receipt().values["techniques"]
-        told = {key: report | {"note": ""} if "note" in report else report for key, report in reports.items()}
+        plain = {key: report | {"note": ""} if "note" in report else report for key, report in reports.items()}
         write_result(self.config.folder, {
             "steps": self._done, "seconds": self._seconds, "memory": memory, "metrics": found,
             "bytes": written, "packed": packed, "learning": self._learning(),
-            "techniques": {key: " ".join(sentences(key, report)) for key, report in told.items() if key != KEY},
+            "techniques": {key: " ".join(sentences(key, report)) for key, report in plain.items() if key != KEY},
         })  # fmt: skip
         sys.stdout.flush()
         sys.stderr.flush()

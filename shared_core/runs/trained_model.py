@@ -114,14 +114,14 @@ def check_distilled(receipt: Mapping[str, Any], where: str, name: str) -> Mappin
     Raises:
         TrainingError: If the run did not learn from its teacher.
     """
-    told: Mapping[str, Any] = receipt.get("techniques", {}).get("distill", {})
-    found = "its receipt has no distilled batch" if told else "its receipt has no distillation"
+    report: Mapping[str, Any] = receipt.get("techniques", {}).get("distill", {})
+    found = "its receipt has no distilled batch" if report else "its receipt has no distillation"
     remedy = (
         "the command must train to its end with the Hugging Face Trainer or Lightning, and use its recipe: "
         "`python my_train.py` does, any other command must read it from the file that EFF_RECIPE and {recipe} name"
     )
-    require(told.get("batches"), where, f"{name} must learn from its teacher, but {found}", remedy, TrainingError)
-    return told
+    require(report.get("batches"), where, f"{name} must learn from its teacher, but {found}", remedy, TrainingError)
+    return report
 
 
 def check_bits(receipt: Mapping[str, Any], bits: Mapping[str, int], where: str, name: str) -> None:

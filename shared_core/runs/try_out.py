@@ -133,7 +133,7 @@ class TryOut:
         for config in recipe.values():
             config.check_files()
         # why some combinations are not run
-        self.refused = {name: told for name, tried in self.variants.items() if (told := _refusal(tried))}
+        self.refused = {name: reason for name, tried in self.variants.items() if (reason := _refusal(tried))}
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -158,8 +158,8 @@ class TryOut:
         turns = self.steps // self.block + 2  # one before the first step, one after the last
         total, pairs = len(self.pairs) * 2 * turns, list[Pair]()
         for number, names in enumerate(self.pairs):
-            if (told := self.refused.get(names[1])) is not None:
-                refused = Reading(names[1], number, {"error": told})
+            if (reason := self.refused.get(names[1])) is not None:
+                refused = Reading(names[1], number, {"error": reason})
                 pairs.append((refused, refused))
                 continue
             with contextlib.ExitStack() as stack:
@@ -168,10 +168,10 @@ class TryOut:
                     progress(min(2 * turns * number + count, 2 * turns * (number + 1)), total)
                 first, second = (Reading(name, number, run.result()) for name, run in zip(names, runs, strict=True))
             for reading, run in ((first, runs[0]), (second, runs[1])):
-                told = f"the script failed without techniques: {reading.error}"
+                rule = f"the script failed without techniques: {reading.error}"
                 remedy = f"its output: {run.log}; put options of eff try before the script, its own after it"
                 is_sound = reading.variant != PLAIN or reading.error is None
-                require(is_sound, _WHERE, told, remedy, TrainingError)
+                require(is_sound, _WHERE, rule, remedy, TrainingError)
             pairs.append((first, second))
             if not number:
                 check(pairs[0])

@@ -72,9 +72,9 @@ def check_number_of(what: str, given: Sequence[Any] | None, count: int) -> None:
 def check_able(able: Sized, least: int, what: str, left_out: Mapping[str, str]) -> None:
     """Raise `CheckpointError` if fewer than `least` ingredients have finite weights and `what`."""
     if len(able) < least:
-        told = "; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"
+        reasons = "; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"
         needed = "two ingredients" if least > 1 else "one ingredient"
-        raise CheckpointError("soup", f"at least {needed} must have finite weights and {what}, got {told}")
+        raise CheckpointError("soup", f"at least {needed} must have finite weights and {what}, got {reasons}")
 
 
 def _differences(first: Ingredient, other: Ingredient) -> Iterator[str]:

@@ -293,8 +293,8 @@ class Scoring:
         """Store the scores that have arrived, on disk at once."""
         for ticket in [ticket for ticket in waiting if job.has(f"score {ticket}")]:
             position, _ = waiting.pop(ticket)
-            if told := job.get(f"score {ticket}"):
-                self._keep(str(position), float(told))
+            if score := job.get(f"score {ticket}"):
+                self._keep(str(position), float(score))
 
     def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
         """Return the score of one ingredient and ``""``, or None and why it is left out."""

@@ -90,7 +90,7 @@ class ModelSoup(Technique):
                 # First load the tensors, then shard again, then have others re-read the weights.
                 self._adapter.load(candidate)
             reshard_(model)
-            context.tell_weights_replaced()
+            context.report_weights_replaced()
 
         def written(candidate: dict[str, Tensor]) -> None:
             load(candidate)

@@ -150,14 +150,14 @@ def compress(
         if not is_plain_name(name) or not isinstance(content, bytes):
             rule = f"files must be bytes by plain name, got {type(content).__name__} as {name!r}"
             raise ConfigError("compress", rule)
-    entries, told, other = [], [], []
+    entries, lines, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         # The header needs the index's position: leave room for it, and write it at the end.
         file.write(bytes(HEADER.size))
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             entry, line = _write_tensor(file, name, tensor, widths[name])
             entries.append(entry)
-            told.append(line)
+            lines.append(line)
             if progress is not None:
                 progress(number, len(tensors))
         for name, content in (files or {}).items():
@@ -175,7 +175,7 @@ def compress(
         file.write(HEADER.pack(MAGIC, VERSION, size, offset, len(packed), zlib.crc32(packed)))
     original, others = sum(entry.num_bytes for entry in entries), sum(entry.bytes for entry in other)
     seconds = time.perf_counter() - started
-    return Compression(Path(path), original, file_bytes, others, seconds, tuple(told), ties)
+    return Compression(Path(path), original, file_bytes, others, seconds, tuple(lines), ties)
 
 
 def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -101,11 +101,11 @@ def explain(
     Example:
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> told = explain(Recipe.from_dict({"prune": {"sparsity": 0.5, "skip": "last"}}), model, total_steps=100)
-        >>> dict(told.touched["prune"].tensors), [event["step"] for event in told.timeline]
+        >>> found = explain(Recipe.from_dict({"prune": {"sparsity": 0.5, "skip": "last"}}), model, total_steps=100)
+        >>> dict(found.touched["prune"].tensors), [event["step"] for event in found.timeline]
         ({'0.weight': 32}, [0, 50])
     """
-    told = Explanation()
+    report = Explanation()
     where = device or default_device()
     techniques = {key: REGISTRY[key].technique_class(config) for key, config in recipe.items()}
     # Without a model use an empty one: timelines and abilities need none.
@@ -114,38 +114,40 @@ def explain(
     try:
         compatibility.check(recipe, run_environment)
     except CompatibilityError as error:
-        told.conflicts.extend(str(error).removeprefix("recipe: ").splitlines())
+        report.conflicts.extend(str(error).removeprefix("recipe: ").splitlines())
     if model is not None:
-        _preview(techniques, context, told, allow_partial=recipe.allow_partial)
-    told.remarks.extend(compatibility.remarks(recipe))
+        _preview(techniques, context, report, allow_partial=recipe.allow_partial)
+    report.remarks.extend(compatibility.remarks(recipe))
     for key, technique in techniques.items():
-        told.timeline.extend(_events(key, technique, context, told.conflicts))
-        told.abilities[key] = type(technique.config).ability(where)
-        told.checkpoint[key] = _saved(technique, trainer)
+        report.timeline.extend(_events(key, technique, context, report.conflicts))
+        report.abilities[key] = type(technique.config).ability(where)
+        report.checkpoint[key] = _saved(technique, trainer)
     # By step: first those without a step, last those after training.
-    told.timeline.sort(key=lambda event: (event["at"] == AFTER, event["step"] or 0))
-    return told
+    report.timeline.sort(key=lambda event: (event["at"] == AFTER, event["step"] or 0))
+    return report
 
 
-def _preview(techniques: Mapping[str, Technique], context: Context, told: Explanation, *, allow_partial: bool) -> None:
+def _preview(
+    techniques: Mapping[str, Technique], context: Context, report: Explanation, *, allow_partial: bool
+) -> None:
     counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
             # Techniques attach one after another, as in a run: the next one sees a factorized layer.
             if isinstance(technique, LooksFirst):
                 technique.before_attach(context)
-            told.touched[key] = technique.attach(context)
-            coverage.refuse_empty(key, told.touched[key])
+            report.touched[key] = technique.attach(context)
+            coverage.refuse_empty(key, report.touched[key])
         except EffError as error:
-            told.conflicts.append(str(error))
-    for key in told.touched:
+            report.conflicts.append(str(error))
+    for key in report.touched:
         config, frozen = techniques[key].config, techniques[key].reaches_frozen
-        found = coverage.reach(counted, told.touched[key], config, context.model, reaches_frozen=frozen)
+        found = coverage.reach(counted, report.touched[key], config, context.model, reaches_frozen=frozen)
         if found is not None:
-            told.coverage[key] = found
+            report.coverage[key] = found
             refusal = None if allow_partial else found.refusal(key, config)
-            told.conflicts.extend([] if refusal is None else [str(refusal)])
-    told.remarks.extend(coverage.lines(told.coverage))
+            report.conflicts.extend([] if refusal is None else [str(refusal)])
+    report.remarks.extend(coverage.lines(report.coverage))
 
 
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:

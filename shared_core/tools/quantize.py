@@ -146,13 +146,13 @@ class QuantizationStudy:
             model, report = self._quantized(self.config, advance, job=self.job)
         found = self._costs(report)
         costs, errors, traces = (None, None, None) if found is None else found
-        config, plan, told = self.config, None, None
+        config, plan, plan_values = self.config, None, None
         if costs is not None and self.options.largest_loss is not None:
             config, selected, keep = self._planned(costs)
-            plan, told = selected.plan, self._plan_values(selected, keep)
+            plan, plan_values = selected.plan, self._plan_values(selected, keep)
         elif costs is not None and self.options.average_bits is not None:
             config, plan, keep = self._allocated(costs, report, self.options.average_bits)
-            told = {
+            plan_values = {
                 "bits": plan.bits, "average_bits": plan.average_bits, "conversions": plan.conversions, "kept": keep,
                 "curves": {},
             }  # fmt: skip
@@ -177,7 +177,7 @@ class QuantizationStudy:
                 "traces": None if traces is None else {name: vars(one) for name, one in traces.items()},
                 "errors": errors,
             },
-            "plan": told,
+            "plan": plan_values,
             "attacks": None,
         }
         if self.images is not None:

@@ -311,7 +311,7 @@ class WeightAverage(Technique):
         self._gathered: RunningAverage | None = None
         self._merged: dict[str, Tensor] = {}
         self._first = self._projection_changes = 0
-        self._told: dict[str, Any] = {}
+        self._report: dict[str, Any] = {}
         self._validations = {"validations_of_average": 0, "validations_of_weights": 0}
 
     def _new(self) -> RunningAverage:
@@ -486,14 +486,14 @@ class WeightAverage(Technique):
             return
         swapped = self._swapped
         context.unvalidated |= not self.config.evaluate
-        self._told |= self._size()
+        self._report |= self._size()
         with writing():
             live = swapped.live()
-            self._told["distance"] = _distance(live, {name: running.average(name) for name in swapped.parameters})
+            self._report["distance"] = _distance(live, {name: running.average(name) for name in swapped.parameters})
             # Before `weights_replaced`, so that others (qat) estimate ranges of the new weights.
             self._put_in()
             norms = {name: buffer.clone() for name, buffer in swapped.norms.items()}
-            context.tell_weights_replaced()
+            context.report_weights_replaced()
             for name, buffer in norms.items():  # estimating ranges in train mode changed them
                 swapped.norms[name].copy_(buffer)
             self._settle_norms(context)
@@ -589,7 +589,7 @@ class WeightAverage(Technique):
             "first_update_step": self._first,
             **self._size(),
             **self._validations,
-            **self._told,
+            **self._report,
         }
 
     @staticmethod

@@ -148,7 +148,7 @@ class WeightClustering(Technique):
         """0 for a zero, i for the i-th cluster, in the weight's shape and on its device. Sharded like the weight."""
         self._bundles = Bundles()
         self._gathered: dict[str, Tensor] | None = None
-        self._told: list[dict[str, Any]] = []
+        self._counted: list[dict[str, Any]] = []
         self._errors: dict[str, float] = {}
         self._num_values = 0
         self._begin = 0
@@ -246,7 +246,7 @@ class WeightClustering(Technique):
         reshard_(context.model)
         self._tie()
         if any(map(is_sharded, self._weights.values())):
-            self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
+            self._gathered, self._counted = self._whole_codes(), self._tensors(gather=True)
 
     def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return the claim that each weight has at most as many values as its bits allow."""
@@ -301,7 +301,7 @@ class WeightClustering(Technique):
     def report(self) -> dict[str, Any]:
         """Return the distinct nonzero values of each tensor, counted in the weights, and the size of their codes."""
         # Sharded weights are counted when the run has ended.
-        tensors = self._told or self._tensors()
+        tensors = self._counted or self._tensors()
         return {
             "tensors": tensors,
             "bytes": sum(entry["bytes"] for entry in tensors),

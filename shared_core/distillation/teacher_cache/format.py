@@ -132,8 +132,8 @@ def _wrong_in(content: Any) -> str:
             return f"{name} {content.get(name)!r:.80}"
     if unknown := content.keys() - rules.keys() - {"format", "examples"}:
         return f"the unknown {min(unknown)!r}"
-    told, found = content.get("examples"), sum(content["shards"])
-    return "" if told == found else f"{told!r} examples in shards of {found}"
+    stated, found = content.get("examples"), sum(content["shards"])
+    return "" if stated == found else f"{stated!r} examples in shards of {found}"
 
 
 def _rules(content: Mapping[str, Any]) -> dict[str, Any]:

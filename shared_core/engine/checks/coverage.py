@@ -321,13 +321,13 @@ class Coverage(dict[str, Reach]):
         if not context.unheld:
             return ""
         # Before techniques remove what they added to these layers.
-        told = unheld_note(context.model, context.unheld)
+        note = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
         for key, technique in context.techniques.items():
             with timed(key), torch.device("cpu"):
                 context.touched[key] = returned(key, "leave_unheld", technique.leave_unheld(context), Touched)
         self._counted = replace(self._counted, unheld=places)
-        return told
+        return note
 
 
 def after_training(

@@ -65,7 +65,7 @@ class LossDtype:
                 nodes += found[: max(_MAX_NODES - len(nodes), 0)]
         return self.is_narrow
 
-    def tell(self, loss: Tensor, context: Context, hook: Callable[..., Any]) -> None:
+    def warn(self, loss: Tensor, context: Context, hook: Callable[..., Any]) -> None:
         """Check the first loss, warn about 16 bits, and remove `hook`."""
         if self.see(loss):
             context.services.say(self.warning())

@@ -258,7 +258,7 @@ class OptimizerParameters:
         for group in self._groups():
             group["params"][:] = [replaced.get(held, held) for held in group["params"]]
         # Drop all references to the whole parameters, which would stay in memory.
-        self._before = {now[held]: told for held, told in self._before.items() if held in now}
+        self._before = {now[held]: value for held, value in self._before.items() if held in now}
         self._held = {now[held]: index for held, index in self._held.items() if held in now}
         self._joined = {now[held] for held in self._joined if held in now}
 

@@ -14,7 +14,7 @@ from shared_core.errors import CheckpointError
 from shared_core.modules.calls import RunHook
 from shared_core.modules.matching import StackedExperts, expert_weights, plain_name
 
-_TOLD = 5
+_SHOWN = 5
 
 
 class ExpertUse:
@@ -57,13 +57,13 @@ class ExpertUse:
         found = {name: (reached[:-1] == 0).nonzero().view(-1).tolist() for name, reached in self._reached.items()}
         return {name: experts for name, experts in found.items() if experts}
 
-    def told(self) -> str:
+    def note(self) -> str:
         """Return a note about experts without tokens, empty if there are none."""
         found = self.without_tokens()
         if not found:
             return ""
-        lines = [f"{name} {', '.join(map(str, experts))}" for name, experts in [*found.items()][:_TOLD]]
-        more = f"; and in {len(found) - _TOLD} more modules" if len(found) > _TOLD else ""
+        lines = [f"{name} {', '.join(map(str, experts))}" for name, experts in [*found.items()][:_SHOWN]]
+        more = f"; and in {len(found) - _SHOWN} more modules" if len(found) > _SHOWN else ""
         return f"experts that received no token in training and so learned nothing: {'; '.join(lines)}{more}"
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class MicroBatchMeans:
     def __init__(self, front_end: str) -> None:
         self._front_end = front_end
         self._counts: list[Tensor | int] = []
-        self._is_new = self._is_told = False
+        self._is_new = self._has_warned = False
         self._spread: Tensor | None = None
         """Least and most positions per micro-batch, in the first step in which they differ, if any."""
 
@@ -67,7 +67,7 @@ class MicroBatchMeans:
     def close(self) -> str:
         """End a step. Return the line of `differing` if the counts are on the CPU; do not wait for a GPU."""
         counts, self._counts = self._counts, []
-        if self._is_told or len(counts) < 2:
+        if self._has_warned or len(counts) < 2:
             return ""
         home = next((count.device for count in counts if isinstance(count, Tensor)), None)
         both = torch.stack(torch.stack([torch.as_tensor(count, device=home).reshape(()) for count in counts]).aminmax())
@@ -77,11 +77,11 @@ class MicroBatchMeans:
 
     def differing(self) -> str:
         """Return a warning the first time that a step's micro-batches have different numbers of positions, else ""."""
-        if self._is_told or self._spread is None:
+        if self._has_warned or self._spread is None:
             return ""
         least, most = self._spread.tolist()
-        self._is_told = least != most
-        if not self._is_told:
+        self._has_warned = least != most
+        if not self._has_warned:
             return ""
         other = "; pass normalize= to Session.loss to average differently" if self._front_end == "bare" else ""
         return (

@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._final: dict[str, str] | None = None
-        self._tells_of_best = self._is_on_plan = True
+        self._may_note_best = self._is_on_plan = True
         self._early_skips = 0
 
     def unreached(self) -> dict[str, str]:
@@ -36,8 +36,8 @@ class Progress:
     def may_be_best(self) -> bool:
         """Return True if the present weights reach all targets, so that they may be the best. Warns the first time."""
         unreached = self.unreached()
-        if unreached and self._tells_of_best:
-            self._tells_of_best = False
+        if unreached and self._may_note_best:
+            self._may_note_best = False
             so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
             self._session.note(f"a checkpoint can only be the best once all targets are reached; so far {so_far}")
         return not unreached
@@ -47,7 +47,7 @@ class Progress:
         self._final = self.unreached()
         return self._final
 
-    def tell(self) -> None:
+    def note_unreached(self) -> None:
         """Note unreached targets before techniques finish, and keep them for the receipt."""
         context, unreached = self._session.context_for("finish"), self.keep()
         planned, (applied, skipped) = context.total_steps, context.furthest
@@ -61,7 +61,7 @@ class Progress:
         if is_short or (planned is not None and applied > planned):
             context.note(f"steps: {applied} were applied, {planned} were planned")
 
-    def tell_unfinished(self, ends_by: str = "") -> None:
+    def note_unfinished(self, ends_by: str = "") -> None:
         """Note that the loop ended without finishing the model.
 
         Args:

@@ -152,8 +152,8 @@ class StepWatch:
         if torch._C._current_graph_task_id() != -1:  # in a backward
             if not self.inside_backward and _holds(optimizer, self._ids):
                 name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
-                told = name if package == "torch" else f"{package}.{name}"  # GaLore's is called AdamW, too
-                self._refuse_inside(told if name in self._names else f"{told} of {self._names}")
+                label = name if package == "torch" else f"{package}.{name}"  # GaLore's is called AdamW, too
+                self._refuse_inside(label if name in self._names else f"{label} of {self._names}")
         elif not self._known:
             return  # `begin` got no optimizers, so no step is wrong
         elif id(optimizer) in self._known:

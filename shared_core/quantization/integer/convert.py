@@ -235,7 +235,7 @@ def _fast(module: Any) -> tuple[nn.Module | None, str]:
         return None, module.use_int8()
     if isinstance(module, IntConv2d):
         why = _why_no_convolution(module)
-        return (None, why) if why else (OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d")), "")
+        return (None, why) if why else (OneDnnConv2d.take(module, _named("oneDNN int8 static", "onednn.qconv2d")), "")
     kind = stock_kind(STOCK.get(type(module), nn.Module))
     if kind is nn.RNN:
         return None, "torch has no int8 kernel for RNN"
@@ -253,14 +253,14 @@ def _fast_static(module: IntLinear) -> tuple[nn.Module | None, str]:
     why = _why_no_int8_linear(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
     why = _why_no_wide(module) or why
     if not why and _is_of_onednn(device):
-        return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
+        return OneDnnLinear.take(module, _named("oneDNN int8 static", "onednn.qlinear")), ""
     if not why and module.activation_bits != 8:
         why = f"torchao does not support {module.activation_bits}-bit inputs"
     why = why or _why_no_torchao()
     if why:
         return None, why
     weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
-    return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static")), ""
+    return TorchaoLinear(weight, module.bias, True, _named("torchao int8 static")), ""
 
 
 def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
@@ -284,8 +284,8 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
         if float_weight.shape[1] > _MOST_INPUTS:
             return None, f"sums of {float_weight.shape[1]} products of int8 and uint8 can overflow 32 bits"
         codes, scale = channel_codes(float_weight, scheme, entry)
-        told = _told("oneDNN int8 dynamic", "onednn.qlinear")
-        return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""
+        kernel = _named("oneDNN int8 dynamic", "onednn.qlinear")
+        return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, kernel), ""
     if dynamic and scheme.activation_bits != 8:
         why = f"torchao does not support {scheme.activation_bits}-bit inputs"
     why = why or _why_no_torchao()
@@ -293,8 +293,8 @@ def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
         return None, why
     codes, scale = channel_codes(float_weight, scheme, entry)
     weight = _int8(codes, scale, float_weight.dtype, "token" if dynamic else None)
-    told = _told("torchao int8 dynamic") if dynamic else "torchao int8 weight-only: a product in float"
-    return TorchaoLinear(weight, module.bias, False, told), ""
+    kernel = _named("torchao int8 dynamic") if dynamic else "torchao int8 weight-only: a product in float"
+    return TorchaoLinear(weight, module.bias, False, kernel), ""
 
 
 def _is_of_onednn(device: torch.device) -> bool:
@@ -334,7 +334,7 @@ def _why_no_wide(module: IntegerLayer) -> str:
     return "no kernel here multiplies int16 by int8" if module.activation_bits > 8 else ""
 
 
-def _told(kind: str, call: str = "torch._int_mm") -> str:
+def _named(kind: str, call: str = "torch._int_mm") -> str:
     return f"{kind}: int8 x int8 -> int32 ({call})"
 
 

@@ -219,9 +219,9 @@ def quantize_with_report(
     if kv_cache and batches is not None:
         cache = calibrate_kv_cache(quantized, batches, kv_cache)
         ranges |= cache.scales
-    told = reached.to_dict()
+    reach = reached.to_dict()
     left_out = report["left_out"] | {name: f"keep_sensitive: {why}" for name, why in kept.items()}
-    return quantized, QuantizationReport(layers, left_out, used, ranges, notes, whole, cache, told)
+    return quantized, QuantizationReport(layers, left_out, used, ranges, notes, whole, cache, reach)
 
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
@@ -367,9 +367,9 @@ def _everyones(
                 "model and calibration differ between processes",
                 "set the seed in the functions that return them",
             )
-    told = job.exchange("windows", save({str(n): one.cpu() for n, one in windows.items()}))
+    received = job.exchange("windows", save({str(n): one.cpu() for n, one in windows.items()}))
     device = next(model.parameters()).device
-    return {int(n): one.to(device) for content in told for n, one in load(content).items()}
+    return {int(n): one.to(device) for content in received for n, one in load(content).items()}
 
 
 def _digest(value: Any) -> str:

@@ -158,10 +158,10 @@ def _grid_of_rows(rows: Tensor, scheme: LayerScheme) -> Grid:
 
 def check_grid(name: str, rows: Tensor, grid: Grid) -> None:
     """Raise `CheckpointError` if a grid does not have one valid scale for each group of a weight's rows."""
-    told, shape = "", (len(rows), -(-rows.shape[1] // grid.group_size))
+    rule, shape = "", (len(rows), -(-rows.shape[1] // grid.group_size))
     if tuple(grid.scale.shape) != shape or (grid.zero_point is not None and grid.zero_point.shape != shape):
-        told = f"scales of {name} must have the shape {shape}, got {tuple(grid.scale.shape)}"
+        rule = f"scales of {name} must have the shape {shape}, got {tuple(grid.scale.shape)}"
     elif not bool((grid.scale.isfinite() & (grid.scale >= 0)).all()):
-        told = f"scales of {name} must be finite and not negative"
-    if told:
-        raise CheckpointError("qat", told, "the file belongs to another model, or is damaged")
+        rule = f"scales of {name} must be finite and not negative"
+    if rule:
+        raise CheckpointError("qat", rule, "the file belongs to another model, or is damaged")

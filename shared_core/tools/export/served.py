@@ -228,8 +228,8 @@ def codes_of(
     qmax = 448 if is_float else scheme.weight_qmax
     grid = _saved_grid(entry, scheme, where)
     if grid is not None or "weight_scale" in entry:
-        told = torch.tensor(entry["weight_scale"]) if grid is None else grid.scale
-        scale = told.to(torch.float32).view(-1)
+        scales = torch.tensor(entry["weight_scale"]) if grid is None else grid.scale
+        scale = scales.to(torch.float32).view(-1)
         codes = (groups / scale.unsqueeze(1)).round()
         found = (codes, scale) if torch.equal((codes * scale.unsqueeze(1)).to(dtype), groups.to(dtype)) else None
     elif scheme.affine:

@@ -176,8 +176,8 @@ def _accepted(
             smaller = build(tried)
             gap = measuring.difference(expected, measuring.outputs(smaller, work.example_inputs))
         except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
-            told = _first_line(error)
-            return told if isinstance(error, EffError) else f"the model's code does not run without them: {told}"
+            line = _first_line(error)
+            return line if isinstance(error, EffError) else f"the model's code does not run without them: {line}"
         # `not <=` catches NaN. Inexact changes were requested, and are reported in the notes.
         if not gap <= work.tolerance and work.is_exact(tried):
             return f"without them the outputs differ by {gap:.1e}"

@@ -382,8 +382,9 @@ def _shapes(model: nn.Module, config: Any) -> configured.Shapes:
     try:
         return configured.built_shapes(model, type(config).from_dict(config.to_dict()))
     except Exception as error:  # a config's checks and a model's code may raise anything
-        told = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-        raise ConfigError("shrink", f"{type(config).__name__} does not allow these sizes: {told}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1] if lines else type(error).__name__
+        raise ConfigError("shrink", f"{type(config).__name__} does not allow these sizes: {reason}") from error
 
 
 def _described(

@@ -12,7 +12,7 @@ from commands import eff
 from safetensors.torch import save_file
 
 from shared_core import Session
-from shared_core.cli import _WORKING, tell_imports
+from shared_core.cli import _WORKING, show_imports
 from shared_core.cli.arguments import bar
 from shared_core.errors import ConfigError
 from shared_core.printing import QUIET
@@ -116,7 +116,7 @@ def test_the_import_of_a_large_library_is_told_on_a_terminal_alone(tmp_path, mon
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv(QUIET, quiet)
-    tell_imports()
+    show_imports()
     module = importlib.import_module("pytorch_lightning")
     sys.modules.pop("pytorch_lightning")  # monkeypatch would put it back at the end
     before, _, after = sys.stderr.getvalue().partition("[its own]")

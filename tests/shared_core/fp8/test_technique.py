@@ -68,7 +68,7 @@ def test_a_past_scale_saturates_and_a_first_step_does_not():
     torch.testing.assert_close(far_outside(), 100 * x)  # no history yet: the current magnitude
     step(session, optimizer, model, [x])
     torch.testing.assert_close(far_outside(), x)  # 100 lies outside the scale of 1
-    session.context.tell_weights_replaced()
+    session.context.report_weights_replaced()
     torch.testing.assert_close(far_outside(), 100 * x)
 
 
@@ -258,7 +258,7 @@ def stepped(model, session, optimizer):
 
 def replaced_unseen(model, session, optimizer):
     model[2].weight.data.mul_(2)
-    session.context.tell_weights_replaced()
+    session.context.report_weights_replaced()
 
 
 def evaluated_with_others(model, session, optimizer):

@@ -52,7 +52,7 @@ def test_a_copy_takes_over_what_others_changed_and_keeps_the_rest():
     weight.data[0] = 0.25  # in a way that no version counter sees
     copy = step()
     torch.testing.assert_close(copy, torch.tensor([0.2499, 0.9998, 0.9998, 0.9998]), rtol=0, atol=1e-7)
-    session.context.tell_weights_replaced()
+    session.context.report_weights_replaced()
     torch.testing.assert_close(copies_of(session)["0"], weight.detach().float(), rtol=0, atol=0)
 
 

@@ -204,7 +204,7 @@ def test_a_live_weight_that_is_zero_is_not_taken_for_a_pruned_one_on_resume():
     session, _ = make_session(model, schedule="one_shot", sparsity=0.5, state=state)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    session.context.tell_weights_replaced()
+    session.context.report_weights_replaced()
     assert model.weight.tolist() == [[0.0] * 4, [1.0] * 4]
 
 

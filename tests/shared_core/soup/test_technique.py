@@ -18,7 +18,7 @@ from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
 def test_the_model_holds_the_soup_of_its_checkpoints():
     model, context, services, technique = a_run()
     replaced = []
-    context.tell_weights_replaced = lambda: replaced.append(1)
+    context.report_weights_replaced = lambda: replaced.append(1)
     parameters = [id(parameter) for parameter in model.parameters()]
     technique.begin(context, None)
     technique.finish(context)

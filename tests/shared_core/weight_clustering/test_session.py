@@ -206,7 +206,7 @@ def test_weights_from_elsewhere_are_tied_again():
     train(session, opt, model, range(12))
     with torch.no_grad():
         model[0].weight.add_(1e-3 * torch.randn_like(model[0].weight))
-    session.context.tell_weights_replaced()
+    session.context.report_weights_replaced()
     assert len(values_of(model[0].weight)) == 8
 
 
