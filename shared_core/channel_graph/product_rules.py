@@ -105,7 +105,7 @@ def _product(
         results.append(labels)
     value = None
     if tracer.constants:
-        _note_summed(tracer, found, (first, second), columns, rows)
+        _note_summed(tracer, found, columns, rows)
         value = _known_product(found, first, second)
     parameter = all(item.is_parameter for item in found)
     return Tracked(join(tracer, results), value, parameter)
@@ -149,7 +149,7 @@ def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None
                     tracer.positions.pin(label, f"several heads share it in {here}")
 
 
-def _note_summed(tracer: Tracer, found: list[Tracked], tensors: tuple[Tensor, Tensor], columns: int, rows: int) -> None:
+def _note_summed(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None:
     """Record the constants at the summed positions of a weight."""
     # To remove inputs without changing outputs: constants at removed columns move into the bias, W[:, gone] c.
     for weight, other, dim, other_dim in ((0, 1, columns, rows), (1, 0, rows, columns)):

@@ -268,25 +268,20 @@ def weight_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, value in model.named_parameters() if value.ndim > 1)
 
 
-def released_grids(model: nn.Module, folder: Path | str, names: Iterable[str]) -> dict[str, Grid]:
+def grids_of(
+    released: Released, rows: Mapping[str, SavedRows], model: nn.Module, names: Collection[str]
+) -> dict[str, Grid]:
     """Return (parameter → its released grid).
 
     Args:
+        released: The released folder.
+        rows: `saved_rows` of at least these parameters.
         model: A transformers model of the architecture in the folder.
-        folder: The released folder.
         names: Parameters of the model. Stacked experts have the rows of all experts.
 
     Raises:
         CheckpointError: If the folder holds no codes of a parameter, or parts of it differ in their format.
     """
-    names = tuple(names)
-    return grids_of(Released(folder), saved_rows(model, names), model, names)
-
-
-def grids_of(
-    released: Released, rows: Mapping[str, SavedRows], model: nn.Module, names: Collection[str]
-) -> dict[str, Grid]:
-    """Return the grids that `released_grids` does, of an opened folder. `rows` may be those of more parameters."""
     grids: dict[str, Grid] = {}
     for key, saved in rows.items():
         if not saved.held.keys() <= {*names}:

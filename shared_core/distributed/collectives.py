@@ -56,10 +56,10 @@ def all_reduce_(tensor: Tensor, op: Literal["sum", "min", "max"]) -> Tensor:
     return tensor
 
 
-def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
-    """Overwrite `tensor` with process `source`'s in place and return it; every process must call it."""
+def broadcast_(tensor: Tensor) -> Tensor:
+    """Overwrite `tensor` with the main process's in place and return it; every process must call it."""
     if world_size() > 1:
-        dist.broadcast(tensor, src=source)
+        dist.broadcast(tensor, src=0)
     return tensor
 
 

@@ -288,11 +288,11 @@ def _reason(
     config: PruneConfig,
 ) -> str | None:
     """Return why a tensor is left dense, or None if it is pruned."""
-    outside = [held for held in held_by if held[1] not in places or not _is_pruned(held[1], held[2], parameter)]
+    outside = [held for held in held_by if held[1] not in places or not _is_pruned(held[1], held[2])]
     if outside:
         place, module, name = outside[0]
         tied = f"shared with {place or 'the model'}: " if len(outside) < len(held_by) else ""
-        if isinstance(module, types) and _is_pruned(module, name, parameter):
+        if isinstance(module, types) and _is_pruned(module, name):
             return f"{tied}{_LEFT_OUT}"
         return f"{tied}{type(module).__name__}.{name} is not a prunable weight"
     if not parameter.is_floating_point():
@@ -322,7 +322,7 @@ def _reason(
     return None
 
 
-def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
+def _is_pruned(module: nn.Module, name: str) -> bool:
     """Return True if a tensor that a chosen module holds under this name is prunable."""
     if isinstance(module, StackedExperts):
         return name in expert_weights(module)

@@ -310,7 +310,6 @@ class Wanda(GatheringScorer):
 
     criterion: ClassVar[str] = "wanda"
     needs: ClassVar[frozenset[str]] = frozenset({"activations"})
-    per_row: ClassVar[bool] = True
     _former: dict[str, Tensor]
     _missed: dict[str, int]
 

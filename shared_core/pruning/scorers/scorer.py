@@ -41,8 +41,6 @@ class Scorer:
     criterion: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     """What it gathers in training, of ``gradients``, ``activations`` and ``per_example_gradients``."""
-    per_row: ClassVar[bool] = False
-    """True if scores can only be compared within the row of one output unit (`layouts.output_rows`)."""
     zero_is_lowest: ClassVar[bool] = True
     """True if a weight that was 0 since the last update scores 0, and no score is lower."""
     keeps_going: ClassVar[bool] = False

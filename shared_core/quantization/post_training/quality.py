@@ -153,7 +153,6 @@ def output_noise(
     quantized: nn.Module,
     layers: Iterable[str],
     batches: list[Any],
-    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Return the SQNR in dB of the quantized model's output and of each layer's own output.
 
@@ -180,7 +179,7 @@ def output_noise(
 
     where = "quantize: calibration"
     with evaluating(reference), evaluating(quantized):
-        for done, batch in enumerate(batches, 1):
+        for batch in batches:
             with contextlib.ExitStack() as stack:
                 for name in layers:
                     handle = reference.get_submodule(name).register_forward_hook(compared(name), with_kwargs=True)
@@ -195,8 +194,6 @@ def output_noise(
                     "pass inputs for which the output's shape does not depend on small changes",
                 )
             _add(whole, exact, rounded)
-            if progress is not None:
-                progress(done, len(batches))
     return whole.decibels, {name: sums.decibels for name, sums in found.items()}
 
 

@@ -9,8 +9,8 @@ from released_models import KINDS, load_released, tensors_of, write_released
 
 from shared_core.checkpoint_formats.released import (
     Released,
+    grids_of,
     released_config,
-    released_grids,
     released_options,
 )
 from shared_core.checkpoint_formats.released_layouts import Fp8Layout, over_blocks, spread
@@ -57,7 +57,7 @@ def test_grids_hold_the_weights_that_transformers_loads_in_exactly_the_layers_wi
     schemes = layer_schemes(config, layers)
 
     names = {f"{name}.{own}": layer for name, layer in layers.items() for own in weights_of(layer)}
-    grids = released_grids(model, folder, names)
+    grids = grids_of(Released(folder), saved_rows(model, [*names]), model, names)
     assert grids.keys() == names.keys()
     for name, grid in grids.items():
         rows = as_rows(names[name], model.get_parameter(name).detach()).double()
@@ -138,7 +138,7 @@ def test_float_weights_have_no_grid_and_odd_blocks_cannot_be_trained(released):
     folder = released("qwen3_fp8")
     model = load_released(folder)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
-        released_grids(model, folder, ["lm_head.weight"])
+        grids_of(Released(folder), saved_rows(model, ["lm_head.weight"]), model, ["lm_head.weight"])
     config = released_config(folder)[1] | {"weight_block_size": [64, 64]}
     with pytest.raises(CheckpointError, match="weight_block_size"):
         released_options(config)

@@ -66,7 +66,6 @@ def test_wanda_is_magnitude_times_the_norm_of_the_input_over_all_data(kind):
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.double(), expected, rtol=1e-6, atol=1e-9)
     assert torch.equal(scorer.part("weight", layer.weight, slice(3, 9)), scores.flatten()[3:9])
-    assert scorer.per_row
 
 
 @pytest.mark.parametrize("kind", LAYERS)
