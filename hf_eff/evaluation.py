@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from hf_eff._adapters.distillation import load_teacher
-from hf_eff.evaluation_data import IGNORED, ImageExamples, TextExamples, first_line
+from hf_eff.evaluation_data import IGNORED, ImageExamples, TextExamples
 from shared_core.checkpoint_formats import storage_key
-from shared_core.errors import CheckpointError, ConfigError, EffError
+from shared_core.errors import CheckpointError, ConfigError, EffError, first_line
 
 
 def class_score(task: str, logits: Tensor, truth: Tensor) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, ConfigError, first_line
 from shared_core.libraries import optional
 
 READERS = {".json": "from_json", ".jsonl": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
@@ -46,12 +46,7 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # datasets, pyarrow, pandas, NumPy and PIL each raise their own
-        raise CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line(error):.300}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its class if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line(error)}") from error
 
 
 def load_from(stock: Any, folder: Path, what: str, instead: str) -> Any:

@@ -95,6 +95,17 @@ def require(holds: object, where: object, rule: str, remedy: str = "", error: ty
         raise error(where, rule, remedy)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 300 characters of it, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def in_short(error: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 def by_reason(left_out: Mapping[str, str]) -> str:
     """Return each reason once, rare ones first, with one of its names and the number of others.
 

@@ -27,7 +27,7 @@ from shared_core.checkpoint_formats.plain import check_values
 from shared_core.checkpoint_formats.released import saved_dequantized
 from shared_core.checkpoint_formats.saved_rows import save_as_float_
 from shared_core.engine.session import Session
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, require
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, first_line, require
 from shared_core.files.hub_names import check_named
 from shared_core.files.json_yaml import parse_json
 
@@ -299,7 +299,7 @@ def _loaded(
         except Exception as error:  # transformers, safetensors and the Hub client each raise their own
             if not trust_remote_code and _TRUST in str(error):
                 raise _untrusted(name) from error
-            rule = f"teacher must be a readable model folder or Hub name, got {name!r}: {_first_line(error)}"
+            rule = f"teacher must be a readable model folder or Hub name, got {name!r}: {first_line(error)}"
             raise CheckpointError("distill", rule) from error
     absent = {*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])}
     lacking = sorted(absent - {*provided})
@@ -327,15 +327,11 @@ def empty_model(name: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # otherwise it prompts on the terminal
     except Exception as error:  # transformers and the Hub client each raise their own
-        rule = f"teacher must have a readable config.json, got {name!r}: {_first_line(error)}"
+        rule = f"teacher must have a readable config.json, got {name!r}: {first_line(error)}"
         raise CheckpointError("distill", rule) from error
     with torch.device("meta"):
         model: nn.Module = _class_of(config, nn.Module(), name, False)._from_config(config)
     return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def _is_composed(student: nn.Module) -> bool:
@@ -381,7 +377,7 @@ def _check_hub(name: str) -> None:
         pass  # it answers: transformers reports why it rejects the model
     except Exception as error:  # of the client's HTTP library, which depends on the version
         rule = f"teacher must be an existing folder or a Hub name, got {name!r}: there is no such folder, and the Hub "
-        raise CheckpointError("distill", f"{rule}cannot be reached ({_first_line(error)})", "check the path") from error
+        raise CheckpointError("distill", f"{rule}cannot be reached ({first_line(error)})", "check the path") from error
 
 
 _TRUST = "trust_remote_code"  # the name in transformers' error

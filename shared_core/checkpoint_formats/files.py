@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared_core.distributed.collectives import local_part
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, first_line
 from shared_core.files.journal import read_object
 
 
@@ -91,7 +91,7 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         remedy = "its code was not run; save model.state_dict() or safetensors instead"
         raise NotPlainError(name, rule, remedy) from error
     except Exception as error:  # torch's readers raise RuntimeError, EOFError, KeyError, UnicodeDecodeError and more
-        raise _not_whole(name, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+        raise _not_whole(name, first_line(error)) from error
 
 
 def _check_file(file: Path) -> None:

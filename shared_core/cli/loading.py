@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import CheckpointError, ConfigError, MissingExtraError, require
+from shared_core.errors import CheckpointError, ConfigError, MissingExtraError, first_line, require
 from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, is_free
 from shared_core.files.journal import read_object
 from shared_core.files.json_yaml import json_text
@@ -94,8 +94,9 @@ def device_name(name: str, where: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(where, f"--device must exist on this machine, got {name!r}: {first_line:.120}") from error
+        raise ConfigError(
+            where, f"--device must exist on this machine, got {name!r}: {first_line(error):.120}"
+        ) from error
     return name
 
 

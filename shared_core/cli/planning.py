@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.cli.arguments import CommandOptions, print_report, takes
 from shared_core.config.options import option
-from shared_core.errors import ConfigError, EffError
+from shared_core.errors import ConfigError, EffError, in_short
 from shared_core.printing import counted, duration, listed, share_text, size_text, table
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | 
         try:
             return saved_bytes(model, inputs), None
         except Exception as error:  # the user's forward or a technique's layer may need values
-            return f"forward raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]:.100}", None
+            return f"forward raised {in_short(error):.100}", None
     try:
         return None, ModelShape.of_config(Path(name)) if Path(name).is_dir() else None
     except ConfigError:  # not a language model

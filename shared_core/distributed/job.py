@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from shared_core.errors import CompatibilityError, EffError
+from shared_core.errors import CompatibilityError, EffError, first_line
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _VARIABLES = (
@@ -105,10 +105,8 @@ class Job:
         try:
             return call()
         except RuntimeError as error:  # from torch's store, whose message is about sockets
-            line = (str(error).splitlines() or [""])[0]
-            raise EffError(
-                "job", f"lost the connection to the other processes ({line}); one has ended early"
-            ) from error
+            rule = f"lost the connection to the other processes ({first_line(error)}); one has ended early"
+            raise EffError("job", rule) from error
 
     def __enter__(self) -> Job:
         return self

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from shared_core.errors import ConfigError, EffError, nearest, require
+from shared_core.errors import ConfigError, EffError, in_short, nearest, require
 
 
 def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
@@ -157,12 +157,6 @@ def place(error: Exception, frame: FrameType, line: int) -> str:
     """Return an error and its location."""
     code = frame.f_code
     return f"{in_short(error)} at {_short(code.co_filename)}:{line} in {code.co_name}"
-
-
-def in_short(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}{f': {first:.300}' if first else ''}"
 
 
 def broken_module(error: Exception, file: Path | None) -> str:

@@ -13,6 +13,7 @@ from eff_kernels import fp8 as kernels
 from torch import Tensor
 from torch.nn import functional
 
+from shared_core.errors import in_short
 from shared_core.fp8.scaling import inner_major, outer_major, whole_blocks
 
 _TENSOR, _ROW, _MX = (0, 0), (1, 0), (1, 32)
@@ -72,7 +73,6 @@ _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _ACCUMULATION, _FAST_ACCUMULATION = 2.0**-9, 2.0**-7
 # ... and a result may be rounded to bfloat16, also float32 with a scale per row; float16 has a last bit of 2^-24
 _ROUNDING, _SMALLEST = 2.0**-8, 2.0**-24
-_LONGEST = 160
 
 
 @functools.cache
@@ -117,8 +117,7 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # with any error, training can continue without this product
-                line = next(iter(str(error).splitlines()), "")[:_LONGEST]
-                return f"{device} refuses {_named(product, recipe, dtype)} ({type(error).__name__}: {line})"
+                return f"{device} refuses {_named(product, recipe, dtype)} ({in_short(error):.180})"
             if found.dtype != dtype or not bool((apart <= allowed).all()):  # NaN is not within bounds
                 worst = (apart / sizes).max().item()
                 return f"{device} computes {_named(product, recipe, dtype)} wrongly (off by {worst:.2g} of its terms)"

@@ -14,7 +14,7 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
 from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.session import Session
-from shared_core.errors import ConfigError, EffError, nearest
+from shared_core.errors import ConfigError, EffError, in_short, nearest
 from shared_core.modules.calls import modes_restored
 
 
@@ -83,9 +83,8 @@ def reported_names(evaluate: Callable[[], Iterable[str]]) -> tuple[list[str] | N
     except EffError:
         raise
     except Exception as error:  # the user's evaluation may not expect so few examples
-        first_line = (str(error).splitlines() or [""])[0]
         # A NUL marks a failure, since one text is broadcast. Metric names contain none.
-        answer = f"\0{type(error).__name__}: {first_line[:200]}"
+        answer = f"\0{in_short(error)}"
     # All processes use the main one's answer. Otherwise some would continue and wait for the rest.
     answer = from_main(answer)
     return (None, answer[1:]) if answer.startswith("\0") else (answer.split("\n") if answer else [], "")

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, in_short, nearest
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.like_stock import stock_kind
 from shared_core.modules.weight_views import CONVOLUTIONS
@@ -195,8 +195,7 @@ def _trace_symbolically(model: nn.Module, where: str) -> Flow:
     except Exception as error:  # tracing runs the user's code, which may raise anything
         raise CompatibilityError(
             where,
-            f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''})",
+            f"torch.fx cannot trace {type(model).__name__} ({in_short(error)})",
             "pass example_inputs",
         ) from error
     flow, made = Flow(model), dict[fx.Node, Node]()

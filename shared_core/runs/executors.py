@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 from shared_core.config.options import checked
-from shared_core.errors import ConfigError, TrainingError, require
+from shared_core.errors import ConfigError, TrainingError, first_line, require
 from shared_core.files.journal import read_object, write_object
 from shared_core.libraries import optional
 
@@ -197,9 +197,7 @@ class RayExecutor:
             try:
                 return int(self._ray.get(reference))
             except self._ray.exceptions.RayError as error:
-                first = (str(error).splitlines() or [""])[0]
-                rule = f"the Ray task failed: {first}"
-                raise TrainingError(self._where, rule, f"see {log}") from error
+                raise TrainingError(self._where, f"the Ray task failed: {first_line(error)}", f"see {log}") from error
 
         return RemoteRun(
             lambda: bool(self._ray.wait([reference], timeout=0)[0]), result, lambda: self._ray.cancel(reference)

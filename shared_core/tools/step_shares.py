@@ -14,7 +14,7 @@ from torch import nn
 
 from shared_core.channel_graph.groups import outputs_of
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, first_line
 from shared_core.front_ends.bare_loop import training
 from shared_core.hardware import now
 from shared_core.modules.calls import call
@@ -56,7 +56,7 @@ def step_shares(make: Make, recipe: Recipe, *, steps: int = 10, total_steps: int
         try:
             entries.append({"technique": name, **_measured(make, Recipe(configs, allow_partial=True), steps, total)})
         except Exception as error:  # techniques may need the user's loader, trainer or processes
-            entries.append({"technique": name, "reason": (str(error).splitlines() or [type(error).__name__])[0]})
+            entries.append({"technique": name, "reason": first_line(error)})
     return entries
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import trace
 from shared_core.config.options import checked
-from shared_core.errors import CompatibilityError, ConfigError, EffError
+from shared_core.errors import CompatibilityError, ConfigError, EffError, first_line
 from shared_core.modules.matching import check_model
 from shared_core.printing import counted, duration, size_text
 from shared_core.tools import measuring
@@ -131,7 +131,7 @@ def shrink(
     try:
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        text = f"{type(example_inputs).__name__} ({_first_line(error)})"
+        text = f"{type(example_inputs).__name__} ({first_line(error)})"
         rule = f"example_inputs must be what the model takes, got {text}"
         raise ConfigError("shrink", rule, "pass a tensor, a tuple or a mapping of keyword arguments") from error
     described = is_configured(model) if from_config is None else from_config
@@ -158,10 +158,6 @@ def shrink(
     return _result(work, accepted, smaller, gap, latency_repeats)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _accepted(
     work: Work, changes: list[Change], build: Callable[[list[Change]], nn.Module]
 ) -> tuple[list[Change], nn.Module, float]:
@@ -176,7 +172,7 @@ def _accepted(
             smaller = build(tried)
             gap = measuring.difference(expected, measuring.outputs(smaller, work.example_inputs))
         except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
-            line = _first_line(error)
+            line = first_line(error)
             return line if isinstance(error, EffError) else f"the model's code does not run without them: {line}"
         # `not <=` catches NaN. Inexact changes were requested, and are reported in the notes.
         if not gap <= work.tolerance and work.is_exact(tried):

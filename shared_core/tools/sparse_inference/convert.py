@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.config.options import checked
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, first_line
 from shared_core.modules.matching import match_modules
 from shared_core.tools.sparse_inference.layers import (
     Layout,
@@ -286,7 +286,7 @@ def _candidate(
         try:
             speed = measure_sparse_speed(*shape, batch=batch, layout=layout, block=size, dtype=weight.dtype)
         except (RuntimeError, NotImplementedError) as error:
-            why = f"torch has no {layout} product here: {str(error).splitlines()[0]}"
+            why = f"torch has no {layout} product here: {first_line(error)}"
             return LayerChoice(name, shape, density, "dense", why)
     limit = speed.break_even if speed else cast("float", max_density)
     speedup = speed.at(stored) if speed else None
@@ -344,7 +344,7 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
             try:
                 made[module] = _checked(module, compress)
             except (RuntimeError, NotImplementedError) as error:
-                why = f"torch refused it: {str(error).splitlines()[0]}"
+                why = f"torch refused it: {first_line(error)}"
         density = int(weight.count_nonzero()) / weight.numel()
         shape = (module.out_features, module.in_features)
         choices.append(LayerChoice(name, shape, density, "dense" if why else "2:4", why))
