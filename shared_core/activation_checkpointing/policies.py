@@ -25,7 +25,7 @@ from shared_core.activation_checkpointing.profiler import PeakBytes, StepProfile
 from shared_core.activation_checkpointing.segments import Handle, apply_segments, selective_contexts
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
-from shared_core.modules.calls import buffers_restored, modes_restored
+from shared_core.modules.calls import buffers_restored, call, loss_of, modes_restored
 from shared_core.modules.matching import own_class, plain_name
 
 _Group = list[tuple[str, nn.Module]]
@@ -165,16 +165,12 @@ def profile_blocks(
 
 
 def _loss(model: nn.Module, inputs: Any) -> Tensor:
-    if isinstance(inputs, Tensor):
-        output = model(inputs)
-    elif isinstance(inputs, Mapping):
-        output = model(**inputs)
-    elif len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
-        output = model(*inputs[0], **inputs[1])
-    else:
-        output = model(*inputs)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
+    match inputs:
+        case [tuple() as args, dict() as kwargs]:
+            output = model(*args, **kwargs)
+        case _:
+            output = call(model, inputs)
+    if isinstance(loss := loss_of(output), Tensor):
         return loss
     # A model without a loss is profiled on the sum of its outputs: only memory and time matter.
     values = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.modules.calls import loss_of
 from shared_core.printing import printable
 
 
@@ -84,7 +85,7 @@ class Services:
             TrainingError: If the model returns no loss. Then pass services whose `task_loss` computes it.
         """
         output = forward()
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        found = loss_of(output)
         if not isinstance(found, Tensor):
             raise TrainingError(
                 "bare loop",

@@ -34,7 +34,7 @@ from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_ex
 from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.attention import OpenAttention, project
-from shared_core.modules.like_stock import stock_kind, taking_look_alikes, why_not_stock
+from shared_core.modules.like_stock import stock_kind, taking_look_alikes, why_not_float, why_not_stock
 from shared_core.modules.made_classes import derived
 from shared_core.modules.matching import (
     StackedExperts,
@@ -674,11 +674,7 @@ def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | Non
         return why_not_stock(module)
     if config.backend == "torchao" and own_class(module) is not nn.Linear:
         return "torchao supports only nn.Linear; leave backend out"
-    if not matrices_of(module):
-        return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
-    if not weight_of(module).is_floating_point():
-        return f"its weight is {weight_of(module).dtype}, not floating point"
-    return None
+    return why_not_float(matrices_of(module))
 
 
 def _why_odd_size(module: nn.Module) -> str | None:

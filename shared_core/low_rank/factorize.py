@@ -36,7 +36,7 @@ from shared_core.low_rank.layers import (
     schemes,
 )
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
-from shared_core.modules.calls import call_on_batch, evaluated
+from shared_core.modules.calls import call_on_batch, evaluated, loss_of
 from shared_core.modules.like_stock import taking_look_alikes
 from shared_core.modules.matching import check_model
 from shared_core.modules.own_forward import fast_paths_off
@@ -243,7 +243,7 @@ def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
     with _evaluated(model):
         found = [call_on_batch(model, batch, loss, "low_rank: batches") for batch in data]
     if loss is None:
-        found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
+        found = [*map(loss_of, found)]
     if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):
         remedy = "pass loss(model, batch), or use batches with labels and a model whose output has a loss"
         raise ConfigError("low_rank", "loss must be a number for sensitivity", remedy)

@@ -116,6 +116,11 @@ def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any],
     return loss(model, batch) if loss else call_model(model, batch, where, "or pass loss(model, batch)")
 
 
+def loss_of(output: Any) -> Any:
+    """Return the loss in a model's output, None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
 def forget_compiled() -> None:
     """Drop earlier results of ``torch.compile`` in this process, which ignore hooks registered since."""
     # dynamo does not check if a module got its first hook (torch 2.13, skip_nnmodule_hook_guards)

@@ -16,7 +16,7 @@ import copy
 import copyreg
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -71,6 +71,14 @@ def why_not_stock(module: nn.Module) -> str:
     if parametrize.is_parametrized(module):
         return "its weight is computed by a parametrization"
     return f"{kind.__name__} has a forward of its own, which is not that of a stock layer"
+
+
+def why_not_float(weights: Collection[Tensor]) -> str | None:
+    """Return why these are not a layer's weights in floating point, None if they are."""
+    if not weights:
+        return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
+    odd = next((weight.dtype for weight in weights if not weight.is_floating_point()), None)
+    return None if odd is None else f"its weight is {odd}, not floating point"
 
 
 def take_look_alikes(model: nn.Module) -> list[nn.Module]:

@@ -22,7 +22,7 @@ from shared_core.distributed.collectives import all_finite, local_part, world_si
 from shared_core.engine.checks import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
-from shared_core.modules.calls import call_on_batch, evaluating, solve_in_order
+from shared_core.modules.calls import call_on_batch, evaluating, loss_of, solve_in_order
 from shared_core.modules.like_stock import taking_look_alikes
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, from_rows
@@ -125,7 +125,7 @@ class Calibration:
 
     def _observe(self, config: PruneConfig, output: Any) -> bool:
         """Show the gradients of one batch to the criterion. Return True if they are finite."""
-        found = output if self._loss is not None else _loss_of(output)
+        found = output if self._loss is not None else loss_of(output)
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
             kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             rule = f"loss must be a scalar that depends on the weights for criterion {config.criterion}, got {kind}"
@@ -180,10 +180,6 @@ class Calibration:
             for tensor, gradient, required in before:
                 tensor.grad = gradient
                 tensor.requires_grad_(required)
-
-
-def _loss_of(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def _num_examples(batch: Any) -> int:

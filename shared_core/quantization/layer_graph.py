@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, in_short, nearest
 from shared_core.modules.calls import call_model, evaluated
-from shared_core.modules.like_stock import stock_kind
+from shared_core.modules.like_stock import stock_kind, why_not_float
 from shared_core.modules.weight_views import CONVOLUTIONS
 
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
@@ -110,11 +110,9 @@ class Flow:
         if module._forward_hooks or module._forward_pre_hooks:
             return "a forward hook may change its input or output"
         weight = module._parameters.get("weight")
-        if isinstance(module, LAYERS) and weight is None:
-            return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
-        if weight is not None and not weight.is_floating_point():
-            return f"its weight is {weight.dtype}, not floating point"
-        return None
+        if weight is None and not isinstance(module, LAYERS):
+            return None
+        return why_not_float([] if weight is None else [weight])
 
 
 def sole_user(node: Node) -> tuple[Node | None, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
-from shared_core.modules.like_stock import why_not_stock
+from shared_core.modules.like_stock import why_not_float, why_not_stock
 from shared_core.modules.matching import (
     Matched,
     StackedExperts,
@@ -158,11 +158,7 @@ def _originals(module: nn.Module) -> Iterable[nn.Module]:
 def _why_not(module: nn.Module) -> str | None:
     if own_class(module) not in FAKE_QUANT:
         return why_not_stock(module)
-    weights = weights_of(module)
-    if not weights:
-        return "its weight is computed by other code (a parametrization, torch.nn.utils.prune)"
-    dtypes = {weight.dtype for weight in weights.values() if not weight.is_floating_point()}
-    return f"its weight is {dtypes.pop()}, not floating point" if dtypes else None
+    return why_not_float(weights_of(module).values())
 
 
 _GROUP_SIZES = (128, 64, 32)

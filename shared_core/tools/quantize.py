@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.job import Job, check_alone
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.hardware import cpu_capabilities
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, loss_of
 from shared_core.modules.weight_views import PACKED
 from shared_core.printing import listed
 from shared_core.quantization import (
@@ -385,7 +385,7 @@ class QuantizationStudy:
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss in a model's output."""
     output = call_model(model, batch, "quantize: batches of sensitivity hessian", "or pass loss(model, batch)")
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = loss_of(output)
     if not isinstance(found, Tensor):
         rule = "loss must be given for sensitivity hessian, because the model's output has none for these batches"
         raise ConfigError("quantize", rule, "name a function of (model, batch), or add labels to the batches")
