@@ -222,12 +222,12 @@ class LotteryTicket(Technique):
         context.projections.append(self._masks.apply)
         if is_main() and not context.is_preview:
             self._folder.make()
-        return self._touched()
+        return self._targets.touched()
 
     def leave_unheld(self, context: Context) -> Touched:
         """Leave weights dense that no optimizer holds."""
         self._targets = self._targets.without(context.unheld, "lottery")
-        return self._touched()
+        return self._targets.touched()
 
     def plan(self, context: Context) -> Plan:
         """Return when the run rewinds, or saves the weights to rewind to, and when its ticket is found."""
@@ -245,10 +245,6 @@ class LotteryTicket(Technique):
             missing="" if self._rewound else f"rewind_to, step {self._at}, is not reached",
             guards=self._weights,
         )
-
-    def _touched(self) -> Touched:
-        """Return the weights that tickets cover."""
-        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve step k, then restore masks in a resumed run, or rewind now if k is 0."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -131,11 +131,11 @@ class Targets:
         """Sparsities of the pruned weights that have one of their own."""
         return {name: share for name, share in self.sparsities.items() if name in self.modules}
 
-    def without(self, unheld: Container[Tensor], where: str) -> Targets:
+    def without(self, unheld: Container[Tensor], where: str, verb: str = "prune") -> Self:
         """Return the targets without the weights that no optimizer holds."""
         out = {name: UNHELD for name, weight in self.weights().items() if weight in unheld}
         if len(out) == len(self.modules):
-            raise MatchError(where, "no optimizer trains any of the weights to prune")
+            raise MatchError(where, f"no optimizer trains any of the weights to {verb}")
         modules = {name: module for name, module in self.modules.items() if name not in out}
         return replace(self, modules=modules, left_out=self.left_out | out)
 

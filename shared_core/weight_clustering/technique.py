@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,20 +22,18 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, MatchError, by_reason, require
 from shared_core.modules.matching import (
-    UNHELD,
     Matched,
     StackedExperts,
     chosen_modules,
     match_modules,
     plain_name,
-    weight_of,
 )
 from shared_core.modules.own_forward import why_computed
 from shared_core.modules.weight_views import PACKED, weights_of
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.printing import amount, counted, size_text
 from shared_core.pruning.masks import WEIGHTS, clear_moments_, refuse_sparse
-from shared_core.pruning.targets import prunable_types, refuse_adapters
+from shared_core.pruning.targets import Targets, prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
     SHARED_DTYPES,
     Bundle,
@@ -49,17 +47,10 @@ from shared_core.weight_clustering.config import MAX_BITS, ClusterConfig
 
 
 @dataclass(frozen=True)
-class SharedTargets:
-    """The weights to cluster: a module that holds each, and the bits of its codes, by name."""
+class SharedTargets(Targets):
+    """The weights to cluster, and the bits of the codes of each."""
 
-    modules: dict[str, nn.Module]
-    bits: dict[str, int]
-    left_out: dict[str, str]
-    """Weights of chosen modules that are left unchanged → why."""
-
-    def weights(self) -> dict[str, nn.Parameter]:
-        """Return the current parameters of the modules: a wrapper may have replaced them."""
-        return {name: weight_of(name, module) for name, module in self.modules.items()}
+    bits: dict[str, int] = field(default_factory=dict)
 
 
 def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
@@ -87,7 +78,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
                 whole = f"{plain_name(module_name)}.{name}".removeprefix(".")
                 holders.setdefault(parameter, []).append((whole, module))
 
-    targets = SharedTargets({}, {}, {})
+    targets = SharedTargets({}, {})
     for found, own in [(one, own) for one in chosen for own in _weights_in(one)]:
         name = f"{found.name}.{own}".removeprefix(".")
         weight = found.module._parameters.get(own)
@@ -142,7 +133,7 @@ class WeightClustering(Technique):
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
-        self._targets = SharedTargets({}, {}, {})
+        self._targets = SharedTargets({}, {})
         self._weights: dict[str, nn.Parameter] = {}
         self._codes: dict[str, Tensor] = {}
         """0 for a zero, i for the i-th cluster, in the weight's shape and on its device. Sharded like the weight."""
@@ -164,17 +155,12 @@ class WeightClustering(Technique):
             "merge first, and share the weights of the merged model",
         )  # fmt: skip
         context.projections.append(self._tie)
-        return self._touched()
+        return self._targets.touched()
 
     def leave_unheld(self, context: Context) -> Touched:
         """Leave weights unchanged that no optimizer holds."""
-        targets, weights = self._targets, self._targets.weights()
-        out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
-        rule = "no optimizer trains any of the weights to share"
-        require(len(out) < len(weights), "cluster", rule, "", MatchError)
-        modules = {name: module for name, module in targets.modules.items() if name not in out}
-        self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)
-        return self._touched()
+        self._targets = self._targets.without(context.unheld, "cluster", "share")
+        return self._targets.touched()
 
     def plan(self, context: Context) -> Plan:
         """Return when weights are clustered."""
@@ -189,10 +175,6 @@ class WeightClustering(Technique):
             usable_from=self._begin,
             guards=self._weights,
         )
-
-    def _touched(self) -> Touched:
-        """Return the weights whose values will be shared."""
-        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve `begin`, then restore saved clusters, or make them if they are due."""
