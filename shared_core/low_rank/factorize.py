@@ -32,13 +32,12 @@ from shared_core.low_rank.layers import (
     is_transposed,
     put_in_,
     relative_error,
-    replace_,
     schemes,
 )
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
 from shared_core.modules.calls import call_on_batch, evaluated, loss_of
 from shared_core.modules.like_stock import taking_look_alikes
-from shared_core.modules.matching import check_model
+from shared_core.modules.matching import check_model, replaced
 from shared_core.modules.own_forward import fast_paths_off
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -287,7 +286,7 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
         _check(model, state)
     except CheckpointError:
         for layer in layers.values():
-            replace_(model, layer, layer.dense)
+            replaced(model, {layer: layer.dense})
         raise
     for layer in layers.values():
         layer.release()

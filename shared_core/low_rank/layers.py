@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.distributed.sharded_tensors import fill_
 from shared_core.errors import TrainingError
+from shared_core.modules.matching import replaced
 from shared_core.modules.own_forward import close_attention
 
 LINEAR, CHANNEL, SPATIAL = "linear", "channel", "spatial"
@@ -225,14 +226,6 @@ def factorized(model: nn.Module) -> dict[str, LowRankLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LowRankLayer)}
 
 
-def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module by another, everywhere in the model."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                parent._modules[name] = new
-
-
 def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRankLayer]:
     """Replace layers by factorized ones of zeros, into which weights are loaded later."""
     layers = {}
@@ -241,7 +234,7 @@ def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dic
         layers[name] = LowRankLayer(dense, int(entry["rank"]), str(entry["scheme"]))
         for part in ("first", "second"):
             nn.init.zeros_(layers[name]._part(part))  # other techniques read weights before these are loaded
-        replace_(model, dense, layers[name])
+        replaced(model, {dense: layers[name]})
     return layers
 
 
@@ -268,7 +261,7 @@ def merge(model: nn.Module) -> list[str]:
     """
     layers = factorized(model)
     for layer in layers.values():
-        replace_(model, layer, layer.merged())
+        replaced(model, {layer: layer.merged()})
     close_attention(model)
     return list(layers)
 

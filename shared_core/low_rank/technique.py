@@ -24,11 +24,10 @@ from shared_core.low_rank.layers import (
     decompose,
     factorized,
     put_in_,
-    replace_,
     structure_of,
 )
 from shared_core.low_rank.rank_selection import select
-from shared_core.modules.matching import UNHELD, plain_name
+from shared_core.modules.matching import UNHELD, plain_name, replaced
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.printing import amount, counted, listed, share_text
 
@@ -118,7 +117,7 @@ class LowRank(Technique):
         for layer in layers.values():
             dense = layer.dense
             untouched = not dense.weight.is_meta
-            replace_(model, layer, dense.to(layer.first.weight.device) if untouched else layer.merged())
+            replaced(model, {layer: dense.to(layer.first.weight.device) if untouched else layer.merged()})
         fast_paths_on(self._undo)
 
     @property
@@ -140,7 +139,7 @@ class LowRank(Technique):
         if not self._is_fresh or not out or len(out) == len(self.layers):
             return self._touched()
         for name, layer in out.items():
-            replace_(model, layer, layer.dense.to(layer.first.weight))
+            replaced(model, {layer: layer.dense.to(layer.first.weight)})
             del self.layers[name]
         self.left_out |= dict.fromkeys(out, UNHELD)
         self._per_layer = [entry for entry in self._per_layer if entry["name"] not in out]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, first_line
-from shared_core.modules.matching import match_modules
+from shared_core.modules.matching import match_modules, replaced
 from shared_core.tools.sparse_inference.layers import (
     Layout,
     SemiStructuredLinear,
@@ -261,8 +261,9 @@ def sparse_layers(
         choices.append(best)
         if best.layout != "dense":
             size = _block(weight, block) if best.layout == "bsr" else None
-            made[module] = SparseLinear(weight, module.bias, "csr" if size is None else "bsr", size)
-    _replace(model, made)
+            sparse = SparseLinear(weight, module.bias, "csr" if size is None else "bsr", size)
+            made[module] = sparse.train(module.training)
+    replaced(model, made)
     return choices
 
 
@@ -342,13 +343,13 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
         why = left or two_four_obstacle(weight, backend)
         if not why:
             try:
-                made[module] = _checked(module, compress)
+                made[module] = _checked(module, compress).train(module.training)
             except (RuntimeError, NotImplementedError) as error:
                 why = f"torch refused it: {first_line(error)}"
         density = int(weight.count_nonzero()) / weight.numel()
         shape = (module.out_features, module.in_features)
         choices.append(LayerChoice(name, shape, density, "dense" if why else "2:4", why))
-    _replace(model, made)
+    replaced(model, made)
     return choices
 
 
@@ -413,12 +414,3 @@ def _linears(
             why = f"not floating point ({module.weight.dtype})"
         linears.append((found.name, module, why))
     return linears
-
-
-def _replace(model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
-    for old, new in made.items():
-        new.train(old.training)
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and child in made:
-                parent._modules[name] = made[child]
