@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "shared_core": {"eff_kernels", "shared_core"},
     "hf_eff": {"eff_kernels", "shared_core", "hf_eff"},
     "lightning_eff": {"eff_kernels", "shared_core", "lightning_eff"},
-    "efftrain": {"hf_eff", "lightning_eff", "shared_core"},
+    "efftrain": {"efftrain", "hf_eff", "lightning_eff", "shared_core"},
 }
 ONLY_ON = {
     "triton": {"eff_kernels"},
@@ -27,6 +27,9 @@ ONLY_ON = {
     "accelerate": {"hf_eff"},
     "lightning": {"lightning_eff"},
     "pytorch_lightning": {"lightning_eff"},
+    "fastai": {"efftrain"},
+    "skorch": {"efftrain"},
+    "ultralytics": {"efftrain"},
 }
 SOURCES = [(floor, path) for floor, folder in FLOORS.items() for path in sorted(folder.rglob("*.py"))]
 

@@ -420,6 +420,37 @@ class Session:
         """
         return self.swaps.during(purpose)
 
+    def bake(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the state dict of the finished model, as if training ended now. Training goes on unchanged.
+
+        Call it between steps. Activation ranges are not part of it.
+
+        Args:
+            weights: The state dict of an average that other code keeps, by default the model's. It gets the present
+                masks and grids.
+
+        Raises:
+            CheckpointError: If a technique replaced some of these weights in training, for example by factors.
+
+        Example:
+            >>> model = nn.Linear(8, 4)
+            >>> average = {name: value.clone() for name, value in model.state_dict().items()}
+            >>> session = Session({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}})
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> session.start(model, optimizer, total_steps=2)
+            >>> session.loss(model(torch.ones(2, 8)).square().mean()).backward()
+            >>> session.before_step()
+            >>> optimizer.step()
+            >>> _ = session.after_step()
+            >>> int((session.bake(average)["weight"] == 0).sum())
+            16
+            >>> session.detach()
+        """
+        if weights is not None:
+            return self.files.bake_average(weights)
+        with self.swapped("export"):
+            return self.files.bake(self.context_for("bake").model.state_dict())
+
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of the user's validation of the current weights. A no-op before `begin`."""
         self.history.validated(self.step, metrics if self.has_begun else {})

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from shared_core.distributed.collectives import from_main
@@ -15,7 +16,7 @@ from shared_core.engine.protocols import Bakes, Deploys, SavesPart, TrainedPart,
 from shared_core.engine.registry import in_order
 from shared_core.engine.saving.session_state import unstepped
 from shared_core.engine.technique import Purpose, returned
-from shared_core.errors import ReceiptError
+from shared_core.errors import CheckpointError, ReceiptError
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session
@@ -119,6 +120,30 @@ class SavedFiles:
         if session.plain is not None:
             session.plain.check(baked)
         return baked
+
+    def bake_average(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return an average of the weights as the finished model would hold them, see `Session.bake`."""
+        session, model = self._session, self._session.context_for("bake").model
+        if not session.is_live:
+            return dict(weights)
+        own, state = {*map(id, [*model.parameters(), *model.buffers()])}, model.state_dict(keep_vars=True)
+        if unknown := sorted(weights.keys() - state.keys()):
+            rule = f"another average cannot follow weights that a technique replaced: {', '.join(unknown[:5])}"
+            raise CheckpointError("bake", rule, "leave the technique out, or average with the technique average")
+        # The values of merged adapters are no tensors of the model.
+        names = {name: tensor for name, tensor in state.items() if id(tensor) in own and name in weights}
+        with torch.inference_mode(False), torch.no_grad():
+            lent = {tensor: weights[name].to(tensor, copy=True) for name, tensor in names.items()}
+            session.context_for("bake").project(lent)
+            kept = {tensor: tensor.detach().clone() for tensor in lent}
+            try:
+                # Grids of folded batch norms depend on the norm's statistics, so all values must be in the model.
+                for tensor, value in lent.items():
+                    tensor.copy_(value)
+                return self.bake({**weights, **{name: lent[tensor] for name, tensor in names.items()}})
+            finally:
+                for tensor, value in kept.items():
+                    tensor.copy_(value)
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs in addition to the plain weights, by technique. Also works after `finish`."""
