@@ -17,6 +17,7 @@ help:
 	@echo "make gpu-check    check GPU code without a GPU: every launch, machine code, training steps (5 to 11 minutes)"
 	@echo "make package      build the sdist and the wheel into dist/, test them in a clean environment"
 	@echo "make test-matrix  run a share of the tests with five sets of torch and trainer versions, each in its own environment"
+	@echo "make test-libraries test the callbacks for fastai, skorch and ultralytics with these libraries, each in its own environment"
 	@echo "make test-serving run exported models in vLLM, llama.cpp and other engines, compare them with training"
 	@echo "make test-deepspeed  test every technique under DeepSpeed on CPU, in one and two processes; installs it into .venv"
 	@echo "make check        run ruff, its format check and mypy; rewrites nothing"
@@ -70,6 +71,9 @@ package: $(VENV)/.dev # needs a package index; 3 minutes of CPU, plus downloads
 test-matrix: $(VENV)/.dev # POINT=oldest, 5.0, 5.5, 5.16 or newest runs one
 	$(BIN)/nox --session $(if $(POINT),"matrix($(POINT))",matrix)
 
+test-libraries: $(VENV)/.dev # LIBRARY=fastai, skorch or ultralytics runs one
+	$(BIN)/nox --session $(if $(LIBRARY),"libraries($(LIBRARY))",libraries)
+
 test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; about 10 minutes plus downloads, and 10 to compile llama.cpp
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py
 
@@ -119,5 +123,5 @@ docs: $(VENV)/.dev # SITE=FOLDER also adds this version to a folder with one sit
 	SITE_NAME="$(if $(SITE),efftrain,$$($(BIN)/eff --version))" SITE_VERSIONS=$(if $(SITE),mike,none) $(BIN)/zensical build --clean --strict
 	$(if $(SITE),$(BIN)/python docs/building/versions.py site $(SITE))
 
-.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts notebooks docs
+.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-libraries test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts notebooks docs
 .DEFAULT_GOAL := help

@@ -42,10 +42,8 @@ POINTS = [
 ]
 
 
-@nox.session
-@nox.parametrize("python,torch,pins", POINTS)
-def matrix(session: nox.Session, torch: str, pins: list[str]) -> None:
-    """Run the tests marked ``matrix`` with one set of versions; MATRIX_CUDA=1 also takes a torch with CUDA."""
+def skip_cuda(session: nox.Session, torch: str) -> None:
+    """Skip if the index has this torch only with CUDA, which takes gigabytes; MATRIX_CUDA=1 takes it."""
     session.install("--upgrade", "pip")  # an older one downloads wheels only to read what they require
     report = Path(session.create_tmp()) / "torch.json"
     session.install("--dry-run", "--ignore-installed", "--no-deps", "--report", str(report), torch)
@@ -53,9 +51,30 @@ def matrix(session: nox.Session, torch: str, pins: list[str]) -> None:
     cuda = any("cudnn" in line and "extra ==" not in line for line in about.get("requires_dist", []))
     if cuda and sys.platform == "linux" and os.environ.get("MATRIX_CUDA") != "1":
         session.skip(f"torch {about['version']} is only found with CUDA, which MATRIX_CUDA=1 takes")
+
+
+@nox.session
+@nox.parametrize("python,torch,pins", POINTS)
+def matrix(session: nox.Session, torch: str, pins: list[str]) -> None:
+    """Run the tests marked ``matrix`` with one set of versions; MATRIX_CUDA=1 also takes a torch with CUDA."""
+    skip_cuda(session, torch)
     session.install("--editable", ".[dev]", torch, *pins)
     files = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.matrix" in path.read_text("utf-8")]
     session.run("python", "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "matrix", *files, env=ENV)
+
+
+LIBRARIES = {"fastai": ["fastai>=2.8"], "skorch": ["skorch>=1.4"], "ultralytics": ["ultralytics>=8.4", "torchvision"]}
+
+
+@nox.session
+@nox.parametrize("library", [*LIBRARIES], ids=[*LIBRARIES])
+def libraries(session: nox.Session, library: str) -> None:
+    """Run the tests of a callback with the library itself; MATRIX_CUDA=1 also takes a torch with CUDA."""
+    torch = "torch==2.13.*"
+    skip_cuda(session, torch)
+    session.install("--editable", ".[dev]", torch, *LIBRARIES[library])
+    test, options = f"tests/libraries/test_{library}.py", ("-m", "slow or not slow")
+    session.run("python", "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, test, env=ENV)
 
 
 @nox.session

@@ -50,7 +50,8 @@ class EffCallback(Callback):
         self._completes = _BeforeClipping(self.eff)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.recipe, self.folder)  # `learn.export` keeps the recipe, not the run
+        # `learn.export` keeps the recipe, not the run.
+        return type(self), (self.recipe, self.folder), {"learn": self.learn}
 
     def before_fit(self) -> None:
         """Start the session."""

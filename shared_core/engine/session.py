@@ -449,7 +449,9 @@ class Session:
         if weights is not None:
             return self.files.bake_average(weights)
         with self.swapped("export"):
-            return self.files.bake(self.context_for("bake").model.state_dict())
+            baked = self.files.bake(self.context_for("bake").model.state_dict())
+            # These may be the tensors of the model, which gets its training weights again.
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in baked.items()}
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of the user's validation of the current weights. A no-op before `begin`."""

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from shared_core.checkpoint_formats.files import load_torch_file
 from shared_core.checkpoint_formats.plain import write_deployment
@@ -107,7 +109,9 @@ class LibraryRun:
         context = self.session.context_for("save")
         with self.session.swapped("checkpoint"), atomic_write(file) as temporary:
             state = {"model": context.model.state_dict(), "optimizer": context.optimizers[0].state_dict()}
-            torch.save({**more, **state, "session": self.session.state_dict()}, temporary)
+            # Schedules write numpy's numbers into optimizers, which torch's restricted reader refuses.
+            plain = tree_map(lambda one: one.item() if isinstance(one, np.generic) else one, {**more, **state})
+            torch.save({**plain, "session": self.session.state_dict()}, temporary)
 
     def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
         """Wrap methods of an object until the end, see `Wrapped`."""
