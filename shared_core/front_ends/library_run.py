@@ -20,7 +20,7 @@ from shared_core.distributed.collectives import world_size
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.services import looking
@@ -91,6 +91,9 @@ class LibraryRun:
         self._saved, self._compared_at = {}, 0
         state = {} if resumed is None else load_torch_file(resumed)
         if state:
+            if state["model"].keys() != model.state_dict().keys():
+                rule = "cannot resume from weights that a technique replaced in training"
+                raise CheckpointError(resumed, rule, "train again, or with the HF Trainer or Lightning")
             model.load_state_dict(state["model"])
             optimizer.state.clear()  # techniques add parameters first
         self.session.start(
@@ -136,7 +139,8 @@ class LibraryRun:
             return
 
         def finished(model: nn.Module, state: dict[str, Any], prefix: str, about: object) -> None:
-            baked = self.session.files.bake({name.removeprefix(prefix): value for name, value in state.items()})
+            own = [name for name in state if name.startswith(prefix)]
+            baked = self.session.files.bake({name.removeprefix(prefix): state.pop(name) for name in own})
             state.update({f"{prefix}{name}": value for name, value in baked.items()})
 
         model = self.session.context_for("publishing").model
