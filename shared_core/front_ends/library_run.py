@@ -42,7 +42,7 @@ class LibraryRun:
         >>> model = nn.Linear(8, 4)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> run = LibraryRun({"prune": {"sparsity": 0.5, "end": 1}}, "mine", lambda: iter(()))
-        >>> run.start(model, optimizer, total_steps=2)
+        >>> _ = run.start(model, optimizer, total_steps=2)
         >>> for _ in range(2):
         ...     run.session.loss(model(torch.ones(2, 8)).square().mean()).backward()
         ...     run.session.before_step()
@@ -86,7 +86,7 @@ class LibraryRun:
         """
         self.cut_short()
         if world_size() > 1:
-            rule = f"{self.library} with several processes is not supported"
+            rule = "several processes are not supported"
             raise CompatibilityError(self.library, rule, "train in one process, or with the HF Trainer or Lightning")
         self._saved, self._compared_at = {}, 0
         state = {} if resumed is None else load_torch_file(resumed)
