@@ -47,7 +47,7 @@ class EffCallback(Callback):
     ) -> None:
         self.recipe, self.folder, self.resume = recipe, folder, resume
         self.eff = LibraryRun(recipe, "fastai", self._forwards)
-        self._completes = _BeforeClipping(self.eff)
+        self._completes, self._is_cancelled = _BeforeClipping(self.eff), False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `learn.export` keeps the recipe, not the run.
@@ -57,6 +57,7 @@ class EffCallback(Callback):
         """Start the session."""
         if hasattr(self.learn, "lr_finder"):
             return
+        self._leave()  # a `fit` that another callback stopped at its start
         resumed, first = None, max((skip._skip_to for skip in self.learn._grab_cbs(SkipToEpoch)), default=0)
         if self.resume is not None:
             resumed, self.resume, first = self._models / f"{self.resume}.eff.pt", None, 0
@@ -76,14 +77,16 @@ class EffCallback(Callback):
         self.learn.loss_grad = self.eff.session.loss(self.loss_grad)
 
     def after_cancel_step(self) -> None:
-        """Count a step that a gradient scaler skipped."""
-        self._completes.is_cancelled = True
+        """Remember that the step is skipped, for example by a gradient scaler."""
+        self._is_cancelled = True
+        if self.eff.session.is_live and not self._completes.is_complete:
+            self.eff.session.before_step()
 
     def after_step(self) -> None:
         """Count the step."""
         if self.eff.session.is_live:
-            self.eff.session.after_step(applied=not self._completes.is_cancelled)
-        self._completes.is_cancelled = False
+            self.eff.session.after_step(applied=not self._is_cancelled)
+        self._is_cancelled = self._completes.is_complete = False
 
     def before_validate(self) -> None:
         """Validate the weights that a finished model would have."""
@@ -112,7 +115,7 @@ class EffCallback(Callback):
 
     def _leave(self) -> None:
         self.learn.remove_cb(self._completes)
-        if isinstance(native := self.opt.opt, NativeOptimizer):
+        if isinstance(native := getattr(self.opt, "opt", None), NativeOptimizer):
             self.learn.opt = native.give_back()
 
     def _save(self, save: Any, file: Any, **options: Any) -> Any:
@@ -145,8 +148,9 @@ class _BeforeClipping(Callback):
     order, run_valid = GradientClip.order - 0.5, False
 
     def __init__(self, eff: LibraryRun) -> None:
-        self.eff, self.is_cancelled = eff, False
+        self.eff, self.is_complete = eff, False
 
     def before_step(self) -> None:
         """Pass on complete gradients. A batch that only accumulates does not come here."""
+        self.is_complete = True
         self.eff.session.before_step()

@@ -31,10 +31,8 @@ class EffCallback(Callback):
     """
 
     def __init__(self, recipe: Recipe | Mapping[str, Any] | str | Path, folder: Path | str = ".") -> None:
-        self.recipe, self.folder = (
-            recipe,
-            folder,
-        )  # unchanged, and all others with a final underscore, as `clone` requires
+        # `clone` requires these unchanged, and a final underscore in all other names.
+        self.recipe, self.folder = recipe, folder
 
     def __getstate__(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "folder": self.folder}  # nets are pickled and copied without the run

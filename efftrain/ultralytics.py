@@ -48,7 +48,7 @@ def attach(model: Any, recipe: Recipe | Mapping[str, Any] | str | Path) -> None:
 
 class _Callback:
     def __init__(self, recipe: Recipe | Mapping[str, Any] | str | Path) -> None:
-        self._recipe, self._has_stepped = recipe, False
+        self._recipe, self._has_stepped, self._is_merged = recipe, False, False
         self._trainer: Any = None
         self._run = LibraryRun(recipe, "ultralytics", self._forwards)
         self.session = self._run.session
@@ -63,6 +63,8 @@ class _Callback:
                 raise CompatibilityError("ultralytics", f"{name}= is not supported", remedy)
         self._trainer, model, per_epoch = trainer, unwrap_model(trainer.model), _steps(trainer)
         self._resumes_from = trainer.wdir / "last.eff.pt"
+        if trainer.args.resume and Path(trainer.args.resume).name != trainer.last.name:
+            raise CompatibilityError("ultralytics", "resume= must be last.pt", "earlier epochs cannot be resumed")
         state = self._run.start(
             model,
             trainer.optimizer,
@@ -73,6 +75,8 @@ class _Callback:
         if state:
             trainer.ema.ema.load_state_dict(state["average"])
         self.session.bake(trainer.ema.ema.state_dict())  # raises an error if the average does not fit
+        own = {*map(id, [*model.parameters(), *model.buffers()])}
+        self._is_merged = any(id(value) not in own for value in model.state_dict(keep_vars=True).values())
         self._run.until_end(trainer.optimizer.register_step_post_hook(self._stepped).remove)
         self._run.wrap(trainer.scaler, scale=self._scale, unscale_=self._unscale, step=self._step)
         self._run.wrap(trainer, validate=self._with_baked, save_model=self._save)
@@ -99,7 +103,8 @@ class _Callback:
         self._has_stepped = False
         step(optimizer)
         self.session.after_step(applied=self._has_stepped)
-        self._trainer.ema._pairs = None  # it keeps tensors of the state dict, which adapters make anew each time
+        if self._is_merged:
+            self._trainer.ema._pairs = None  # it keeps tensors of the state dict, which adapters make anew each time
 
     def _stepped(self, *_: Any) -> None:
         self._has_stepped = True
@@ -117,9 +122,13 @@ class _Callback:
 
     def _save(self, save: Any) -> Any:
         trainer = self._trainer
-        is_best = trainer.best_fitness == trainer.fitness
-        for file in [trainer.last, *([trainer.best] if is_best else [])]:
-            self._run.saved(file.name, "the finished average that ultralytics keeps,")
+        files = [trainer.last.name]
+        if trainer.best_fitness == trainer.fitness:
+            files.append(trainer.best.name)
+        if trainer.save_period > 0 and trainer.epoch % trainer.save_period == 0:
+            files.append(f"epoch{trainer.epoch}.pt")
+        for file in files:
+            self._run.saved(file, "the finished average that ultralytics keeps,")
         saved = self._with_baked(save)
         self._run.save(self._resumes_from, average=trainer.ema.ema.state_dict())
         return saved

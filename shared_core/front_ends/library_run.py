@@ -88,7 +88,6 @@ class LibraryRun:
         if world_size() > 1:
             rule = "several processes are not supported"
             raise CompatibilityError(self.library, rule, "train in one process, or with the HF Trainer or Lightning")
-        self._saved, self._compared_at = {}, 0
         state = {} if resumed is None else load_torch_file(resumed)
         if state:
             if state["model"].keys() != model.state_dict().keys():
@@ -105,6 +104,7 @@ class LibraryRun:
         )
         if state:
             optimizer.load_state_dict(state["optimizer"])
+        self._saved, self._compared_at = {}, self.session.step
         return state
 
     def save(self, file: Path, **more: Any) -> None:
@@ -160,7 +160,9 @@ class LibraryRun:
         return before < self.session.context_for("forgets_best").first_usable_step
 
     def finish(self, folder: Path | str) -> None:
-        """Finish the model, write the receipt into a folder and print it."""
+        """Finish the model, write the receipt into a folder and print it. Does nothing before `start`."""
+        if not self.session.has_begun:
+            return
         for told in self._saved.values():
             self.session.note(told)
         self.session.finish()
