@@ -202,6 +202,23 @@ def test_an_error_leaves_the_users_model_and_learner(tmp_path):
     assert receipt["finished"]
 
 
+def test_a_fit_that_another_callback_stopped_at_its_start_is_forgotten(tmp_path):
+    class Refuses(core.Callback):
+        order = 70
+
+        def before_fit(self):
+            raise ZeroDivisionError("not yet")
+
+    learn = learner(tmp_path, RECIPES["prune"], cbs=[Refuses()])
+    with pytest.raises(ZeroDivisionError):
+        fit(learn)
+    learn.remove_cb(Refuses)
+    fit(learn)
+    (receipt,) = receipts(tmp_path).values()
+    assert receipt["steps"] == {"applied": STEPS, "skipped": 0, "planned": STEPS}
+    assert type(learn.opt) is Optimizer
+
+
 def test_each_fit_leaves_its_own_receipt(tmp_path):
     learn = fit(fit(learner(tmp_path, RECIPES["prune"]), 1), 2)
     found = receipts(tmp_path)

@@ -131,6 +131,12 @@ def test_early_stopping_finishes_the_model(tmp_path):
     assert type(trained.module_.first) is nn.Linear
 
 
+def test_a_fit_without_epochs_changes_nothing(tmp_path):
+    trained = net(tmp_path, RECIPES["lora"]).fit(X, Y, epochs=0)
+    assert type(trained.module_.first) is nn.Linear
+    assert not receipts(tmp_path)
+
+
 def test_an_error_leaves_the_users_net(tmp_path):
     class Fails(Callback):
         def on_batch_end(self, net, training=False, **kwargs):

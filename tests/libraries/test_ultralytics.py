@@ -161,6 +161,11 @@ def test_a_resumed_run_ends_with_the_whole_recipe(train, tmp_path, recipe):
         train(recipe, epochs=4, callback={"on_train_epoch_start": stop})
     folder = tmp_path / "run"
     assert not (folder / "eff_receipt.json").exists()
+    other = (folder / "weights" / "best.pt").rename(folder / "weights" / "epoch1.pt")
+    model = YOLO(other)
+    attach(model, recipe)
+    with pytest.raises(CompatibilityError, match=r"resume= must be last\.pt"):
+        model.train(resume=True)
     model = YOLO(folder / "weights" / "last.pt")
     attach(model, recipe)
     model.train(resume=True)
@@ -171,6 +176,31 @@ def test_a_resumed_run_ends_with_the_whole_recipe(train, tmp_path, recipe):
             assert share_of_zeros(saved(folder, name)) == pytest.approx(0.75, abs=1e-4)
         else:
             assert most_values(saved(folder, name)) <= 255
+
+
+def test_the_average_follows_merged_adapters(tmp_path):
+    random, before = np.random.default_rng(0), {}
+    for split in ("train", "val"):
+        for name, brightest in (("dark", 100), ("bright", 255)):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for index in range(4):
+                image = random.integers(0, brightest, (32, 32, 3), dtype=np.uint8)
+                cv2.imwrite(str(folder / f"{index}.png"), image)
+
+    def keep(trainer):
+        before.update({name: value.clone().half() for name, value in trainer.ema.ema.state_dict().items()})
+
+    model, key = YOLO("yolo11n-cls.yaml"), "model.10.linear.weight"
+    attach(model, {"lora": {"rank": 1, "include": ["model.10.linear"], "save": "merged"}})
+    model.add_callback("on_train_start", keep)
+    model.train(
+        data=str(tmp_path / "data"), epochs=2, imgsz=32, batch=4, nbs=4, device="cpu", plots=False, verbose=False,
+        project=str(tmp_path), name="run", optimizer="AdamW", lr0=0.01,
+    )  # fmt: skip
+    after = saved(tmp_path / "run", "last.pt")
+    change = after[key].float() - before[key].float()
+    assert change.abs().max() > 1e-3
 
 
 def test_a_teacher_is_refused_at_once():
