@@ -352,6 +352,7 @@ class Session:
         """Return a context manager for one micro-batch's forward pass and loss. A no-op before `begin`."""
         if self.context is None or not self.is_live:
             return contextlib.nullcontext()
+        self.steps.check_reported()
         around = self.hooks.around_forward(self.context)
         # In the first steps, weights are recorded after the forward pass.
         return self.steps.marking(around) if self.steps.is_comparing else around

@@ -213,6 +213,26 @@ def kinds_of(optimizers: Iterable[Any]) -> set[str]:
     return {"lbfgs"} if any(isinstance(getattr(one, "optimizer", one), lbfgs) for one in optimizers) else set()
 
 
+def with_wrapped(optimizer: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield an optimizer and the optimizers that it wraps.
+
+    Example:
+        >>> class Lookahead(torch.optim.Optimizer):
+        ...     def __init__(self, inner):
+        ...         self.inner = inner
+        >>> inner = torch.optim.SGD([torch.ones(2)])
+        >>> [type(one).__name__ for one in with_wrapped(Lookahead(inner))]
+        ['Lookahead', 'SGD']
+    """
+    yield optimizer
+    if depth and hasattr(optimizer, "__dict__"):
+        for value in vars(optimizer).values():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for one in held:
+                if isinstance(one, torch.optim.Optimizer):
+                    yield from with_wrapped(one, depth - 1)
+
+
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer is known to update each element from its own gradient only.
 

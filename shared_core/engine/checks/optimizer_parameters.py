@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from shared_core.engine.checks.model_guards import optimizers_of
+from shared_core.engine.checks.model_guards import optimizers_of, with_wrapped
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.modules.matching import plain_name
 
@@ -46,6 +46,20 @@ def unheld(
         return {}
     inside = [one for module in untrained_modules(model, found).values() for one in own_parameters(module)]
     return found | {value: named[value] for owner, name, value in inside if (owner, name) in trained}
+
+
+def ids_of_held(optimizers: Iterable[Any]) -> set[int]:
+    """Return the ids of the parameters that optimizers hold, or the optimizers that they wrap.
+
+    Layerwise optimizers hold a dummy, and wrap an optimizer for each parameter.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> ids_of_held([torch.optim.SGD([weight])]) == {id(weight)}
+        True
+    """
+    all_of_them = (one for optimizer in optimizers for one in with_wrapped(optimizer))
+    return {id(held) for one in all_of_them for group in one.param_groups for held in group["params"]}
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

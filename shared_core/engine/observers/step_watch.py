@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.engine.checks.model_guards import with_wrapped
 from shared_core.errors import TrainingError
 
 _FIRST_STEPS = 8
@@ -43,6 +44,7 @@ class StepWatch:
         self._ids: set[int] = set()
         self._acting = self._other = ""
         self._is_bare = self._is_step = self._stepped = self._has_stepped = False
+        self._first: Any = None  # the first to step since the last `after_step`
         self._steps_left = 0
         self._marked: dict[str, int] = {}
         self.inside_backward = ""
@@ -68,7 +70,7 @@ class StepWatch:
         self.close()
         reshard_(model)
         self._optimizers, self._acting, self._is_bare = tuple(optimizers), acting, is_bare
-        self._known = {id(one) for optimizer in self._optimizers for one in _inner(optimizer)}
+        self._known = {id(one) for optimizer in self._optimizers for one in with_wrapped(optimizer)}
         self._held = {id(held) for one in self._optimizers for group in one.param_groups for held in group["params"]}
         self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._ids = {*map(id, self._parameters.values())}
@@ -97,6 +99,23 @@ class StepWatch:
         with forward:
             yield
         self.mark()
+
+    def check_reported(self) -> None:
+        """Check, before a forward, that no optimizer stepped without a call of `after_step`, until the first call.
+
+        Raises:
+            TrainingError: If an optimizer that another one wraps did: no front end sees its steps.
+        """
+        first = self._first
+        if first is None or self._has_stepped or any(first is one for one in self._optimizers):
+            return
+        outer = next(type(one).__name__ for one in self._optimizers if any(first is it for it in with_wrapped(one)))
+        inner = type(first).__name__
+        raise TrainingError(
+            "session",
+            f"{inner}, which {outer} wraps, stepped outside {outer}.step, so no technique saw the step",
+            f"call {outer}.step(closure) instead of its other methods, such as second_step",
+        )
 
     def before_step(self) -> None:
         """Check that backward changed no weight. The session's optimizers step next.
@@ -136,7 +155,7 @@ class StepWatch:
             TrainingError: If another optimizer did.
         """
         stepped, other = self._stepped, self._other
-        self._stepped, self._other, self._is_step = False, "", False
+        self._stepped, self._other, self._is_step, self._first = False, "", False, None
         if not stepped and (other or (self._is_bare and self._has_stepped and not skipped)):
             raise self._others(other)
         if not skipped:
@@ -157,7 +176,7 @@ class StepWatch:
         elif not self._known:
             return  # `begin` got no optimizers, so no step is wrong
         elif id(optimizer) in self._known:
-            self._stepped = True
+            self._stepped, self._first = True, self._first or optimizer
         # The user's own loop may also step with another optimizer, if no technique acts on gradients.
         elif _holds(optimizer, self._ids if self._acting else self._held):
             self._other = type(optimizer).__name__
@@ -201,17 +220,6 @@ def _look_at_steps() -> None:
 
 def _holds(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
     return any(id(held) in ids for group in optimizer.param_groups for held in group["params"])
-
-
-def _inner(optimizer: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield an optimizer and the optimizers that it wraps."""
-    yield optimizer
-    if depth and hasattr(optimizer, "__dict__"):
-        for value in vars(optimizer).values():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            for one in held:
-                if isinstance(one, torch.optim.Optimizer):
-                    yield from _inner(one, depth - 1)
 
 
 def _taken_by(parameter: Any) -> str:
