@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shared_core.checkpoint_formats.adapter import is_adapter_folder
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.checks.claims import Claim, Gone, Same
-from shared_core.engine.checks.optimizer_parameters import layers_of_copies
+from shared_core.engine.checks.optimizer_parameters import ids_of_held, layers_of_copies
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
@@ -259,7 +259,7 @@ class Lora(Technique):
         if state is not None:
             self._restore(state)
         self._check_wrapping()
-        held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = ids_of_held(context.optimizers)
         for name, layer in self.layers.items() if context.optimizers else ():
             if name not in self._copied and not held.issuperset(id(matrix) for matrix in adapters(layer)):
                 rule = f"the optimizer does not hold the adapters of {name}, because it was created before them"

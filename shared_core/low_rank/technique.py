@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import broadcast_
 from shared_core.engine.checks.claims import Claim, Gone, Rank, Shape, Where
-from shared_core.engine.checks.optimizer_parameters import layers_of_copies
+from shared_core.engine.checks.optimizer_parameters import ids_of_held, layers_of_copies
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
@@ -153,7 +153,7 @@ class LowRank(Technique):
     def prepare_optimizers(self, context: Context) -> None:
         """Check that the factors will be trained, before other techniques give the optimizer copies."""
         self._is_checked = True
-        held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = ids_of_held(context.optimizers)
         unheld = {id(parameter) for parameter in context.unheld}
         if all(id(layer.first.weight) in unheld for layer in self.layers.values()):
             unheld = set()
