@@ -42,6 +42,7 @@ from shared_core.primary_weights.optimizer_swap import (
     trained_in_16_bit,
     updates_each_by_itself,
 )
+from shared_core.primary_weights.step_order import ClosureOrder, refuse_second_derivatives, refuse_wrappers
 from shared_core.printing import amount, share_text, size_text
 
 _OTHER_TENSORS = (
@@ -99,6 +100,7 @@ class PrimaryWeights(Technique):
         """The gradients and versions of the parameters when their primaries were handed to the optimizer."""
         self._small_updates: dict[str, int] = {}
         self._sliced: SlicedStep | None = None
+        self._order = ClosureOrder(())
         self._in_slices = False
         """True if the current step is done in slices."""
         self._versions: list[int] = []
@@ -133,6 +135,7 @@ class PrimaryWeights(Technique):
         """
         self._put_back()
         self._optimizers = context.optimizers
+        refuse_wrappers(self._optimizers)
         parameters = trained_in_16_bit(self._optimizers)
         # Sharded ones are loaded by `distributed.checkpoint`, and `begin` restores their moments.
         if any(map(is_sharded, parameters)):
@@ -151,11 +154,14 @@ class PrimaryWeights(Technique):
         # A second `begin` (after a resume) must not exchange again.
         self._put_back()
         self._optimizers = context.optimizers
+        refuse_wrappers(self._optimizers)
         check_match(parameters_of(self._optimizers))
         if moving := next((type(one).__name__ for one in self._optimizers if has_modes(one)), None):
             rule = f"{moving} changes the weights in its train() and eval(), in 16 bits, which is not supported"
             remedy = "use an optimizer without these modes, or leave primary_weights out"
             raise CompatibilityError("primary_weights", rule, remedy)
+        self._order.close()
+        self._order = ClosureOrder(self._optimizers)
         if self.config.kind != "fp32_copy":
             self._slice_steps()
         if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):
@@ -190,6 +196,7 @@ class PrimaryWeights(Technique):
         """Restore the optimizers' parameters and their gradients' format. The state stays readable."""
         self._put_back()
         self._close_slices()
+        self._order.close()
         if self._optimizers:
             self._state = self.state_dict()
             self._gradients.end(trained_in_16_bit(self._optimizers))
@@ -210,6 +217,8 @@ class PrimaryWeights(Technique):
         """Put float32 values and gradients into the optimizers, for clipping and the step."""
         self._put_back()
         self._optimizers, sliced = context.optimizers, self._sliced
+        self._order.check()
+        refuse_second_derivatives(self._optimizers, trained_in_16_bit(self._optimizers))
         # Sliced only if one optimizer trains everything. With two it is unclear which step must round.
         if sliced is not None and self._trained_by() == [sliced.optimizer]:
             parameters = trained_in_16_bit(self._optimizers)
