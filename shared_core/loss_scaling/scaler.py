@@ -175,6 +175,9 @@ class LossScaler(GradScaler):
         # torch accepts a positional closure, which would compute scaled gradients again; Accelerate passes None
         if "closure" in kwargs or any(argument is not None for argument in args[:1]):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if needs_closure(optimizer):
+            rule = f"{type(optimizer).__name__}.step needs a closure, which would compute scaled gradients"
+            raise CompatibilityError("loss_scale", rule, "use an optimizer that steps without one, or train in bf16")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -390,6 +393,12 @@ def has_scaled_step(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and (
         "grad_scaler" not in inspect.signature(optimizer.step).parameters
     )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the step cannot be called without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _coalesced(parameter: Tensor) -> Tensor | None:
