@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
+from shared_core.engine.checks.model_guards import with_wrapped
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
@@ -233,8 +234,9 @@ class HidesMoments(Protocol):
         ...
 
 
-WEIGHTS = frozenset({"z", "ax"})
-"""Optimizer state that holds weights instead of moments: schedule-free averages and ASGD's average."""
+WEIGHTS = frozenset({"z", "ax", "slow_params", "slow_buffer", "lookahead_slow_buff"})
+"""Optimizer state that holds weights instead of moments: schedule-free averages, ASGD's, and Lookahead's slow weights
+(pytorch_optimizer, Ranger, timm)."""
 
 
 @torch.no_grad()
@@ -245,9 +247,10 @@ def clear_moments_(
 
     That covers every floating-point state tensor whose last dimensions are the weight's (moments, momentum, their
     maxima), and bitsandbytes' 8-bit codes. For those, zero is the position of 0.0 in the code book ``qmap<i>`` of
-    ``state<i>`` (127 if signed, 0 if unsigned), and the block scales need not change.
+    ``state<i>`` (127 if signed, 0 if unsigned), and the block scales need not change. Optimizers that others wrap are
+    included.
     """
-    for optimizer in optimizers:
+    for optimizer in (one for given in optimizers for one in with_wrapped(given)):
         for name, weight in weights.items():
             if isinstance(optimizer, HidesMoments):
                 optimizer.clear_moments_(weight, masks[name])
@@ -264,7 +267,7 @@ def clear_moments_(
                 if value.is_floating_point():
                     apply_mask_([value], [mask.to(value.device)])
                 # bitsandbytes stores moments as codes of a table: use the code whose entry is nearest to 0.
-                elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
+                elif value.dtype == torch.uint8 and key.startswith("state") and key.replace("state", "qmap") in state:
                     zero = int(state[key.replace("state", "qmap")].abs().argmin())
                     value.masked_fill_(~mask.to(value.device), zero)
 

@@ -13,7 +13,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.pruning import PruneConfig, prune_masks
-from shared_core.pruning.masks import MaskStore
+from shared_core.pruning.masks import MaskStore, clear_moments_
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -350,6 +350,16 @@ def test_half_precision_weights():
     model = make_net().bfloat16()
     make_session(model, schedule="one_shot")
     assert sum(int(zero.sum()) for zero in zeros(model).values()) == 90
+
+
+def test_codes_without_a_code_book_stay():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    codes = torch.arange(200, 216, dtype=torch.uint8).reshape(4, 4)
+    optimizer.state[weight] = {"quantized": codes.clone(), "moment": torch.ones(4, 4)}
+    clear_moments_([optimizer], {"weight": weight}, {"weight": torch.eye(4, dtype=torch.bool)})
+    assert torch.equal(optimizer.state[weight]["quantized"], codes)
+    assert torch.equal(optimizer.state[weight]["moment"], torch.eye(4))
 
 
 def test_eight_bit_states_hold_zero_and_training_goes_on():
