@@ -179,7 +179,7 @@ class PrimaryWeights(Technique):
             for optimizer in self._optimizers:
                 narrow_moments_(optimizer, parameters)
         else:
-            self._widen_moments(parameters, None if saved is None else saved["moments"])
+            self._widen_moments(parameters, saved or {"moments": None, "moments_in_16_bit": ()})
             self._gradients.begin(parameters)
             context.widen_gradients = self._widen_gradients
         # First copy the weights. Values from a checkpoint then replace them in the same tensors.
@@ -448,13 +448,14 @@ class PrimaryWeights(Technique):
         for parameter in trained_in_16_bit([optimizer]):
             self._gradients.widen(parameter)
 
-    def _widen_moments(self, parameters: list[Tensor], saved: str | None) -> None:
+    def _widen_moments(self, parameters: list[Tensor], saved: Mapping[str, Any]) -> None:
+        own = saved["moments_in_16_bit"]  # the optimizer itself stores them so
         for optimizer in self._optimizers:
             for parameter in parameters:
                 for name, value in moments(optimizer, parameter).items():
-                    if value.dtype not in HALF or saved == "16 bit":  # the optimizer itself stores them in 16 bit
+                    if value.dtype not in HALF or saved["moments"] == "16 bit" or name in own:
                         continue
-                    if saved == "float32":
+                    if saved["moments"] == "float32":
                         raise CheckpointError(
                             "primary_weights",
                             f"the optimizer's saved state must be loaded in float32, got {name} in "
@@ -498,17 +499,22 @@ class PrimaryWeights(Technique):
             return dict(self._state)
         names = self._names()
         # State is stored under the primaries while they are in the optimizer, else under the parameters.
-        is_16_bit = {
-            value.dtype in HALF
+        formats = {
+            (name, value.dtype in HALF)
             for optimizer in self._optimizers
             for parameter in (*self._copies.parameters, *self._copies.values, *trained_in_16_bit([optimizer]))
-            for value in moments(optimizer, parameter).values()
+            for name, value in moments(optimizer, parameter).items()
         }
+        is_16_bit = {is_half for _, is_half in formats}
         return {
             "copies": {names[parameter]: primary.detach() for parameter, primary in self._kept().items()}
             | self._shards.copies,
             "moments_of_shards": self._shards.moments,
             "moments": "none" if not is_16_bit else "float32" if False in is_16_bit else "16 bit",
+            # some optimizers store only one of their moments in 16 bit
+            "moments_in_16_bit": sorted(
+                {name for name, is_half in formats if is_half and (name, False) not in formats}
+            ),
             "small_updates": dict(self._small_updates),
         }
 
@@ -516,8 +522,9 @@ class PrimaryWeights(Technique):
         """Restore the counts of a saved state; return its copies and moments."""
         try:
             self._small_updates = {key: int(value) for key, value in state["small_updates"].items()}
-            of_shards = dict(state.get("moments_of_shards", {}))
-            return {"copies": dict(state["copies"]), "moments": str(state["moments"]), "moments_of_shards": of_shards}
+            of_shards, in_16_bit = dict(state.get("moments_of_shards", {})), list(state.get("moments_in_16_bit", ()))
+            moments = {"moments": str(state["moments"]), "moments_in_16_bit": in_16_bit, "moments_of_shards": of_shards}
+            return {"copies": dict(state["copies"]), **moments}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
                 "primary_weights", f"this state was not saved by primary_weights: {error!r}"

@@ -269,3 +269,48 @@ def test_two_processes(tmp_path):
 
 if __name__ == "__main__":
     be_a_rank(two_processes)
+
+
+class HalfMomentum(torch.optim.Optimizer):
+    """Stores its momentum in bfloat16 and its second moments in float32, and loads both as they are."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            momentum = state.setdefault("momentum", torch.zeros_like(weight, dtype=torch.bfloat16))
+            second = state.setdefault("second", torch.zeros_like(weight, dtype=torch.float32))
+            momentum.lerp_(weight.grad.bfloat16(), 0.1)
+            second.lerp_(weight.grad.float().square(), 0.1)
+            weight.sub_(0.01 * momentum / (second.sqrt() + 1e-3))
+
+    def load_state_dict(self, state):
+        held = self.param_groups[0]["params"]
+        self.state.clear()
+        self.state.update({held[index]: dict(values) for index, values in state["state"].items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_stores_one_moment_in_16_bit_resumes(kind):
+    def trained(steps, resumed=None):
+        model = net(torch.bfloat16)
+        optimizer = HalfMomentum(model.parameters())
+        session = Session(recipe(kind, False))
+        session.attach(model)
+        if resumed:
+            weights, state, own = resumed
+            model.load_state_dict(weights)
+            session.load_state_dict(own)
+            session.prepare_optimizers([optimizer])
+            optimizer.load_state_dict(state)
+        session.begin([optimizer], total_steps=8)
+        train(model, optimizer, session, steps)
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+
+    whole, half = trained(range(8)), trained(range(4))
+    resumed = trained(range(4, 8), half)
+    assert all(torch.equal(value, whole[0][name]) for name, value in resumed[0].items())
+    assert resumed[1]["state"][0]["momentum"].dtype == torch.bfloat16
