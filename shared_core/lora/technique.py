@@ -34,6 +34,7 @@ from shared_core.lora.adapters import (
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.peft_files import AdapterFiles, Layout, digest
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
+from shared_core.lora.untrained import ZeroAdapters
 from shared_core.modules.like_stock import class_of_user
 from shared_core.modules.matching import UNHELD, StackedExperts, conv1d_kind, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
@@ -78,6 +79,7 @@ class Lora(Technique):
         self.whole: list[str] = []
         self._copied: set[str] = set()
         self._begun = False
+        self._unmoved: ZeroAdapters | None = None
         self._undo: Undo = []
         self._required: list[tuple[nn.Module, str, bool]] = []
         self._entries: dict[str, dict[str, Any]] = {}
@@ -276,6 +278,9 @@ class Lora(Technique):
         for layer in self.layers.values():
             release_(layer)
         self._begun = True
+        # Shards of a matrix may be zero on one process alone.
+        watched = bool(context.optimizers) and not self._is_sharded
+        self._unmoved = ZeroAdapters([adapters(layer)[1] for layer in self.layers.values()]) if watched else None
 
     def _check_wrapping(self) -> None:
         for name, layer in self.layers.items():
@@ -307,6 +312,16 @@ class Lora(Technique):
             yield
         finally:
             self._gathered = None
+
+    # -- the first steps
+
+    def after_step(self, context: Context, applied: bool) -> None:
+        """Check that the optimizer moves the adapters."""
+        if self._unmoved is None:
+            return context.drop(self.after_step)
+        if applied and self._unmoved.after_step(context.optimizers):
+            self._unmoved = None
+        return None
 
     # -- end
 

@@ -163,6 +163,28 @@ def test_a_closure_trains_as_without_and_keeps_zeros():
         assert torch.equal(at_last[name][kept], value[kept]), name
 
 
+def test_moments_of_the_wrapped_optimizer_are_pruned_too():
+    model = make_net()
+    session = Session(PRUNE)
+    session.attach(model)
+    optimizer = SharpnessAware(model.parameters())
+    session.begin([optimizer], total_steps=4)
+    for batch in batches(1)[:3]:
+
+        def backward(batch=batch):
+            with session.forward():
+                loss = session.loss(model(**batch)["loss"])
+            loss.backward()
+
+        backward()
+        optimizer.step(lambda backward=backward: (backward(), session.before_step()))
+        session.after_step()
+    for weight in (model.conv.weight, model.hidden.weight, model.head.weight):
+        momentum = optimizer.inner.state[weight]["momentum_buffer"]
+        assert (momentum[weight == 0] == 0).all()
+        assert momentum.any()
+
+
 def half():
     return make_net(batch_norm=False).bfloat16()
 
@@ -223,3 +245,34 @@ def test_layerwise_optimizers_refuse_copies_by_name():
     with pytest.raises(CompatibilityError, match="OfDummy wraps SGD"):
         session.begin([OfDummy(model.parameters())], total_steps=1)
     session.detach()
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Scales an update by the norm of the weights, as LAMB and LARS do (You et al. 2020, arXiv:1904.00962)."""
+
+    def __init__(self, parameters):
+        super().__init__([one for one in parameters if one.requires_grad], {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for one in self.param_groups[0]["params"]:
+            one.sub_(0.1 * one.norm() * one.grad / (one.grad.norm() + 1e-12))
+        return loss
+
+
+def test_adapters_that_stay_zero_are_told():
+    recipe = {"lora": {"rank": 2, "save": "merged"}}
+    with pytest.raises(TrainingError, match="ByNorm has left all adapters at zero for 4 steps"):
+        run_manually(recipe, None, make_net(recipe=recipe), ByNorm)
+    assert run_manually.batches == 4
+
+
+def test_a_learning_rate_of_zero_leaves_adapters_at_zero():
+    recipe = {"lora": {"rank": 2, "save": "merged"}}
+
+    def frozen(parameters):
+        return torch.optim.SGD([one for one in parameters if one.requires_grad], lr=0.0)
+
+    run_manually(recipe, None, make_net(recipe=recipe), frozen)
+    assert run_manually.batches == 8
