@@ -109,8 +109,8 @@ class StepWatch:
         first = self._first
         if first is None or self._has_stepped or any(first is one for one in self._optimizers):
             return
-        outer = next(type(one).__name__ for one in self._optimizers if any(first is it for it in with_wrapped(one)))
-        inner = type(first).__name__
+        holders = (type(one).__name__ for one in self._optimizers if any(first is it for it in with_wrapped(one)))
+        outer, inner = next(holders, self._names), type(first).__name__
         raise TrainingError(
             "session",
             f"{inner}, which {outer} wraps, stepped outside {outer}.step, so no technique saw the step",
