@@ -3,6 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+from plain_loop import plain_step
 from promise_drivers import batches, hf_trainer
 from promise_table import make_net, recipe_of, train_examples
 from torch.utils.data import DataLoader
@@ -42,6 +43,26 @@ class SharpnessAware(torch.optim.Optimizer):
         with torch.enable_grad():
             closure()
         self.second_step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Moves weights half way back to slow ones every fourth step (Zhang et al. 2019, arXiv:1907.08610)."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.01)
+        self.param_groups, self.count = self.inner.param_groups, 0
+        for one in (one for group in self.param_groups for one in group["params"]):
+            self.state[one]["slow_params"] = one.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        self.count += 1
+        for one, state in self.state.items() if self.count % 4 == 0 else ():
+            one.lerp_(state["slow_params"], 0.5)
+            state["slow_params"].copy_(one)
+        return loss
 
 
 class Ahead(torch.optim.Optimizer):
@@ -183,6 +204,21 @@ def test_moments_of_the_wrapped_optimizer_are_pruned_too():
         momentum = optimizer.inner.state[weight]["momentum_buffer"]
         assert (momentum[weight == 0] == 0).all()
         assert momentum.any()
+
+
+def test_slow_weights_start_as_the_shared_values():
+    model, alone = make_net(batch_norm=False), make_net(batch_norm=False)
+    session = Session({"cluster": {"bits": 3, "begin": 3, "min_size": 64}})
+    session.attach(model)
+    optimizer = Lookahead(model.parameters())
+    session.begin([optimizer], total_steps=4)
+    slow = optimizer.state[model.hidden.weight]["slow_params"]
+    for step, batch in enumerate(batches(1)[:4], 1):
+        plain_step(session, optimizer, model(**batch)["loss"])
+        if step == 3:
+            assert torch.equal(slow, model.hidden.weight)
+    assert len(model.hidden.weight.unique()) <= 8
+    assert model.hidden.weight.norm() > 0.9 * alone.hidden.weight.norm()
 
 
 def half():
