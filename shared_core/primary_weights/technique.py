@@ -101,6 +101,7 @@ class PrimaryWeights(Technique):
         self._small_updates: dict[str, int] = {}
         self._sliced: SlicedStep | None = None
         self._order = ClosureOrder(())
+        self._loads: list[Any] = []
         self._in_slices = False
         """True if the current step is done in slices."""
         self._versions: list[int] = []
@@ -162,6 +163,7 @@ class PrimaryWeights(Technique):
             raise CompatibilityError("primary_weights", rule, remedy)
         self._order.close()
         self._order = ClosureOrder(self._optimizers)
+        self._load_in_float32(context)
         if self.config.kind != "fp32_copy":
             self._slice_steps()
         if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):
@@ -192,11 +194,31 @@ class PrimaryWeights(Technique):
             if names[parameter] in copies:
                 restore_(kept, parameter, copies[names[parameter]], names[parameter])
 
+    def _load_in_float32(self, context: Context) -> None:
+        """Let states that the user loads later, inside `training`, be loaded as before `begin`."""
+
+        def after(*_: Any) -> None:
+            self._put_back()
+            for optimizer in self._optimizers if self._keeps_16_bit else ():
+                narrow_moments_(optimizer, trained_in_16_bit([optimizer]))
+
+        self._stop_loading()
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "register_load_state_dict_pre_hook"):
+                before = optimizer.register_load_state_dict_pre_hook(lambda *_: self.prepare_optimizers(context))
+                self._loads += [before, optimizer.register_load_state_dict_post_hook(after)]
+
+    def _stop_loading(self) -> None:
+        for handle in self._loads:
+            handle.remove()
+        self._loads = []
+
     def _detach(self) -> None:
         """Restore the optimizers' parameters and their gradients' format. The state stays readable."""
         self._put_back()
         self._close_slices()
         self._order.close()
+        self._stop_loading()
         if self._optimizers:
             self._state = self.state_dict()
             self._gradients.end(trained_in_16_bit(self._optimizers))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, run_two_ranks
 
+from shared_core import training
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
@@ -314,3 +315,36 @@ def test_an_optimizer_that_stores_one_moment_in_16_bit_resumes(kind):
     resumed = trained(range(4, 8), half)
     assert all(torch.equal(value, whole[0][name]) for name, value in resumed[0].items())
     assert resumed[1]["state"][0]["momentum"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_that_loads_its_optimizer_in_the_block_resumes(kind, optimizer):
+    """As docs/resume.md shows."""
+
+    def trained(steps, resumed=None):
+        model = net(torch.bfloat16)
+        more = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+        own = optimizer(model.parameters(), lr=0.01, **more)
+        state = resumed or {"session": None}
+        if resumed:
+            model.load_state_dict(resumed["model"])
+        given = {"primary_weights": {"kind": kind}}
+        with training(given, model, own, total_steps=8, resumed=state["session"]) as loop:
+            if resumed:
+                own.load_state_dict(resumed["optimizer"])
+            for index in steps:
+                with loop.forward():
+                    loss = loss_of(model, index)
+                loop.backward(loss)
+                loop.step()
+                loop.zero_grad()
+            kept = {"model": model.state_dict(), "optimizer": own.state_dict(), "session": loop.session.state_dict()}
+            return copy.deepcopy(kept)
+
+    whole, resumed = trained(range(8)), trained(range(4, 8), trained(range(4)))
+    assert all(torch.equal(value, whole["model"][name]) for name, value in resumed["model"].items())
+    for place, state in resumed["optimizer"]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, whole["optimizer"]["state"][place][name]), name
+            assert value.dtype == torch.float32
