@@ -236,6 +236,10 @@ class LoopDriver:
         def stepped(*_: Any) -> None:
             self._has_stepped = True
 
+        if not hasattr(self.optimizer, "register_step_post_hook"):
+            name = type(self.optimizer).__name__
+            rule = f"optimizer must be a torch.optim.Optimizer, whose steps are seen, got {name}"
+            raise CompatibilityError(self.name, rule, "use an optimizer that is a subclass of it")
         self.until_end(self.optimizer.register_step_post_hook(stepped).remove)
 
     def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback
 from lightning_eff.pytorch import LossScalingPrecision
-from shared_core import Session
+from shared_core import Session, training
 from shared_core.errors import CompatibilityError, TrainingError
 
 
@@ -219,6 +219,20 @@ def test_slow_weights_start_as_the_shared_values():
             assert torch.equal(slow, model.hidden.weight)
     assert len(model.hidden.weight.unique()) <= 8
     assert model.hidden.weight.norm() > 0.9 * alone.hidden.weight.norm()
+
+
+def test_a_loop_refuses_what_only_looks_like_an_optimizer():
+    class LooksAlike:
+        def __init__(self, inner):
+            self.param_groups, self.state, self.step = inner.param_groups, {}, inner.step
+
+    model = make_net()
+    alike = LooksAlike(torch.optim.SGD(model.parameters(), lr=0.1))
+    with (
+        pytest.raises(CompatibilityError, match=r"must be a torch\.optim\.Optimizer, .* got LooksAlike"),
+        training(PRUNE, model, alike, total_steps=4),
+    ):
+        raise AssertionError("the block must not begin")
 
 
 def half():
