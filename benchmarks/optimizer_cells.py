@@ -222,7 +222,7 @@ def loss_scale(cell: Cell) -> None:
     same = replay(cell.kind, cell.net(), kept, backward)
     must(equal(poisoned.weights, same), f"{apart(poisoned.weights, same, cell.start):.1g} from a run without the "
          "step that overflowed")  # fmt: skip
-    cell.resumes(poisoned)
+    cell.resumes(poisoned, cell.net(poisoned=max(POISONED - stop_of(cell.kind), 0)))
 
 
 def _rank(weights: State) -> int:

@@ -21,7 +21,7 @@ class Kind:
 
     Args:
         make: Makes it for a model; None leaves that to the Hugging Face Trainer's ``optim``.
-        loop: Name of a loop in `optimizer_runs.LOOPS`; ``hf`` is the Hugging Face Trainer.
+        loop: ``hf`` (the Hugging Face Trainer), ``own`` (a plain loop), or one of `optimizer_runs.LOOPS` (Lightning).
         options: Further training arguments of the Hugging Face Trainer.
         bias: False for a model of matrices alone.
     """
@@ -156,15 +156,16 @@ def _pytorch_optimizer() -> list[Kind]:
 def all_kinds() -> list[Kind]:
     """Return every optimizer of the table, also those that are not installed."""
     free = "schedulefree"
-    closure = "AdamWScheduleFreeClosure"
+    closure, muon = "AdamWScheduleFreeClosure", "SingleDeviceMuonWithAuxAdam"
     return [
         *_trainer_names(),
         *_torch(),
         *_pytorch_optimizer(),
         *_plain(free, "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree AdamWScheduleFreeReference"),
-        Kind(free, "ScheduleFreeWrapper(SGD)", _wrapped_schedule_free),
+        Kind(free, "ScheduleFreeWrapper(SGD) in an own loop", _wrapped_schedule_free, "own"),
         Kind(free, f"{closure} in Lightning", partial(_of, free, closure), "automatic"),
-        Kind("muon", "SingleDeviceMuonWithAuxAdam", partial(_muon_with_adam, "muon", "SingleDeviceMuonWithAuxAdam")),
+        Kind("muon", f"{muon} in an own loop", partial(_muon_with_adam, "muon", muon), "own"),
+        Kind("torch.optim", "AdamW in an own loop", partial(_of, "torch.optim", "AdamW"), "own"),
         *_plain("torchao", "AdamW8bit AdamW4bit AdamWFp8", "torchao.optim"),
         *_plain("optimi", "AdamW StableAdamW"),
         Kind("optimi", "AdamW(gradient_release=True)", _released),

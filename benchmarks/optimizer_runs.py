@@ -97,7 +97,7 @@ class Run:
     optimizers: Sequence[Any]
     weights: State = field(default_factory=dict)
     saved: State = field(default_factory=dict)
-    steps: Mapping[int, State] = field(default_factory=dict)
+    steps: dict[int, State] = field(default_factory=dict)
     folder: Path = Path()
 
     def end(self) -> Run:
@@ -120,7 +120,7 @@ def train(
     kind: Kind, net: Net, folder: Path, recipe: Mapping[str, Any] | None = None, resume: Path | None = None
 ) -> Run:
     """Train a net for 8 batches, with a checkpoint after each, in the trainer of this kind."""
-    run = _train_hf if kind.loop == "hf" else _train_lightning
+    run = {"hf": _train_hf, "own": _train_own}.get(kind.loop, _train_lightning)
     return run(kind, net, folder, dict(recipe or {}), resume)
 
 
@@ -244,6 +244,39 @@ def _train_lightning(kind: Kind, net: Net, folder: Path, recipe: dict[str, Any],
     run.steps = {step: _plain(torch.load(path, weights_only=False)) for step, path in sorted(files.items())}
     trainer.save_checkpoint(folder / "final.ckpt", weights_only=True)
     run.saved = _plain(torch.load(folder / "final.ckpt", weights_only=False), "state_dict")
+    return run
+
+
+def _train_own(kind: Kind, net: Net, folder: Path, recipe: dict[str, Any], resume: Path | None) -> Run:
+    from shared_core import training
+
+    torch.manual_seed(3)
+    folder.mkdir(exist_ok=True)
+    run = Run(net, [kind.make(net) if kind.make else None], folder=folder, steps={})
+    (optimizer,), loader = run.optimizers, DataLoader(Examples(), batch_size=BATCH)
+    before = torch.load(resume, weights_only=False) if resume else {}
+    replaces = "low_rank" in recipe  # then the saved names are those of the changed model
+    if before and not replaces:
+        net.load_state_dict(before["model"])
+    resumed = {"resumed": before["session"]} if before and recipe else {}
+    block = training(recipe, net, optimizer, total_steps=STEPS, loader=loader, **resumed) if recipe else None
+    with block or contextlib.nullcontext() as loop:
+        if before and replaces:
+            net.load_state_dict(before["model"])
+        if before:
+            optimizer.load_state_dict(before["optimizer"])
+        getattr(optimizer, "train", lambda: None)()
+        batches = iter(batch for _ in range(STEPS) for batch in (loop.loader if loop else loader))
+        for step in range(int(resume.stem.rpartition("-")[2]) + 1 if resume else 1, STEPS + 1):
+            with loop.forward() if loop else contextlib.nullcontext():
+                loss = net(**next(batches))["loss"]
+            (loop.backward if loop else Tensor.backward)(loss)
+            (loop or optimizer).step()
+            (loop or optimizer).zero_grad()
+            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | ({"session": loop.session.state_dict()} if loop else {}), folder / f"batch-{step}.ckpt")
+            run.steps[step] = {name: value.clone() for name, value in net.state_dict().items()}
+    run.saved = run.end().weights
     return run
 
 
