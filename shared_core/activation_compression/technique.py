@@ -97,7 +97,7 @@ class ActivationCompression(Technique):
         if not self.counts.forwards and not context.has_gradients:
             return  # every micro-batch was skipped; check in the next step
         pack, counts, left = self.config.pack, self.counts, f"not packed: {self.counts.left_alone()}"
-        rule, remedy = f"the first step packed no tensor with pack={pack}", ""
+        rule, remedy = f"the first step must pack a tensor with pack={pack}, but packed none", ""
         if not counts.forwards:
             rule, remedy = (
                 "forward and loss must run inside session.forward(), got a step without it",
@@ -105,7 +105,7 @@ class ActivationCompression(Technique):
             )
         # Checked at the end of kinds, since "bitmap+int8" is also rounded.
         elif self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
-            rule = rule.replace("packed", "rounded")
+            rule = f"the first step must round a tensor with pack={pack}, but rounded none"
             remedy = (
                 f"{left}; 16-bit values are not rounded to 16 bits, regions under activation checkpointing keep only "
                 "their inputs, and in a compiled model activations look like statistics; use pack exact, or lower "

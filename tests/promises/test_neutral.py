@@ -61,6 +61,6 @@ def test_what_saves_memory_changes_no_bit(house, key, settings, tmp_path):
 
 @pytest.mark.parametrize("house", TRAINERS)
 def test_a_run_that_packs_nothing_fails_in_its_first_step(house, tmp_path):
-    with pytest.raises(TrainingError, match=r"activations: .* packed no tensor"):
+    with pytest.raises(TrainingError, match=r"activations: .* must pack a tensor"):
         TRAINERS[house]({"activations": {"pack": "exact", "min_size": 10**6}}, tmp_path, save_every=1)
     assert [*tmp_path.glob("checkpoint-*"), *tmp_path.glob("*.ckpt")] == []

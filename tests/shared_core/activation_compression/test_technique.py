@@ -75,9 +75,9 @@ def test_processes_draw_differently(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (nn.Tanh(), {}, "packed no tensor with pack=exact; .* 3 nothing to"),
+        (nn.Tanh(), {}, "must pack a tensor with pack=exact.*; .* 3 nothing to"),
         (nn.Tanh(), {"min_size": 10**6}, "4 small, 1 weights"),
-        (nn.ReLU(), {"pack": "bf16"}, "rounded no tensor with pack=bf16"),
+        (nn.ReLU(), {"pack": "bf16"}, "must round a tensor with pack=bf16"),
     ],
     ids=["packed", "small", "rounded"],
 )
