@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from eff_kernels.quantization.integer_linear import sums_exactly
 from measure import Row, interleaved, main, milliseconds, ratio
 from torch import Tensor, nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
@@ -170,12 +171,14 @@ def inference(
     plain: nn.Module, inputs: Tensor, what: str, rounds: int, compiled: bool, calls_a_round: int = 1
 ) -> list[Row]:
     """Return a row for each converted model, beside the same model in fp32 and bf16 and the peers' of its scheme."""
+    bits = 8 if sums_exactly("linear") else 7  # products of 8-bit weights saturate without VNNI
     models: dict[str, tuple[nn.Module, torch.dtype]] = {
         "fp32": (plain, torch.float32),
         "bf16": (copy.deepcopy(plain).bfloat16(), torch.bfloat16),
     }
     for name, (scheme, dtype) in CONVERTED.items():
-        quantized = quantize(models["bf16" if dtype == torch.bfloat16 else "fp32"][0], scheme, [inputs.to(dtype)])
+        plain_name = "bf16" if dtype == torch.bfloat16 else "fp32"
+        quantized = quantize(models[plain_name][0], {"scheme": scheme, "weight_bits": bits}, [inputs.to(dtype)])
         models[name] = convert(quantized, backend="torchao"), dtype
     peers = {"torchao": copy.deepcopy(plain)}
     quantize_(peers["torchao"], Int8DynamicActivationInt8WeightConfig())
@@ -193,7 +196,7 @@ def inference(
         others = ["fp32", "bf16", *(peers if name == "int8 dynamic" else ())]
         rows.append(
             Row(
-                f"{name} inference, {what}, "
+                f"{name} inference, {bits}-bit weights, {what}, "
                 f"{'torch.compile with freezing' if compiled else 'eager'} ({'; '.join(sorted(kernels))})",
                 f"{milliseconds(times, name)}; {10 * torch.log10(exact.square().mean() / noise).item():.0f} dB to fp32",
                 ", ".join(f"{peer} {milliseconds(times, peer)}" for peer in others),

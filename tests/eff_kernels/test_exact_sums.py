@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eff_kernels.quantization import integer_linear as product
-from eff_kernels.quantization.integer_linear import integer_linear, pack, sums_exactly
+from eff_kernels.quantization.integer_linear import integer_linear, pack, pack_for_fbgemm, sums_exactly
 
 
 def linear(codes, weight):
@@ -25,7 +25,13 @@ def matmul(codes, weight):
     return torch._int_mm((codes.to(torch.int16) - 128).to(torch.int8), weight.t())
 
 
-PRODUCTS = {"linear": linear, "convolution": convolution, "matmul": matmul}
+def fbgemm(codes, weight):
+    packed = pack_for_fbgemm(weight, torch.ones(len(weight)), None)
+    x = codes.float() - 128
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, 1.0, 128, packed)
+
+
+PRODUCTS = {"fbgemm": fbgemm, "linear": linear, "convolution": convolution, "matmul": matmul}
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS)

@@ -1,10 +1,11 @@
-"""The product of int8 codes by oneDNN: exact sums, odd shapes, and a fake that says the same of its output."""
+"""The product of int8 codes: exact sums on each kernel, odd shapes, and a fake that says the same of its output."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from codes import WIDEST
-from eff_kernels.quantization.integer_linear import integer_linear, pack
+from eff_kernels.quantization import integer_linear as product
+from eff_kernels.quantization.integer_linear import PackedLinear, integer_linear, pack
 
 SHAPES = [(1, 1, 1), (4, 7, 3), (41, 401, 33), (64, 128, 32)]
 
@@ -40,11 +41,38 @@ def test_rows_may_have_a_scale_each(call):
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("fbgemm_seconds", [0.5, 2.0], ids=["fbgemm", "onednn"])
+@pytest.mark.parametrize("outputs", [1, 33, 256])
+@pytest.mark.parametrize("rows", [1, 3, 32])
+def test_few_rows_are_exact_on_the_faster_kernel_and_equal_to_the_bit_on_both(
+    rows, outputs, fbgemm_seconds, monkeypatch
+):
+    monkeypatch.setattr(product, "_FBGEMM_IS_FASTER", {})
+    times = iter([fbgemm_seconds, 1.0] * 4)
+    monkeypatch.setattr(product, "_seconds", lambda kernel: next(times))
+    codes, weight, scale, bias = operands(rows, 129, outputs)
+    row_scale = torch.linspace(0.1, 2, rows)[:, None]
+    for added in (bias, None):
+        layer = PackedLinear(weight, scale, added)
+        for arguments in ((0.25, 5), (1.0, 128, row_scale)):
+            expected = F.linear(codes.double() - arguments[1], weight.double()) * arguments[0] * scale.double()
+            expected = expected * row_scale if len(arguments) == 3 else expected
+            expected = expected if added is None else expected + added
+            y = layer.few(codes.float() - arguments[1], *arguments)
+            torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-5)
+            assert added is not None or torch.equal(y, layer(codes, *arguments))
+
+
 def test_rows_may_have_several_dimensions_or_be_none():
     codes, weight, scale, bias = operands(24, 16, 5)
     y = integer_linear(codes, 0.5, 3, pack(weight), scale, bias)
     assert torch.equal(integer_linear(codes.view(2, 3, 4, 16), 0.5, 3, pack(weight), scale, bias), y.view(2, 3, 4, 5))
     assert integer_linear(codes[:0], 0.5, 3, pack(weight), scale, bias).shape == (0, 5)
+    layer, few = PackedLinear(weight, scale, bias), codes[:12].float() - 3
+    assert torch.equal(layer.few(few.view(2, 3, 2, 16), 0.5, 3), layer.few(few, 0.5, 3).view(2, 3, 2, 5))
+    assert torch.equal(layer.few(few[0], 0.5, 3), layer.few(few[:1], 0.5, 3)[0])
+    for some, are_few in ((codes, True), (codes[0], True), (codes[:0], False), (codes.repeat(2, 1), False)):
+        assert PackedLinear.are_few(some) == are_few
 
 
 def test_the_fake_says_what_comes_out():

@@ -66,7 +66,8 @@ def convert(
     The reference is exact and portable, not fast. ``backend="torchao"`` runs linear layers on int8 kernels with equal
     codes if their inputs have a range or are quantized per token: oneDNN's on CPUs, which sum the same integers,
     torchao's elsewhere. Linear layers with only int8 weights, or int4 weights on CPUs, run on torchao's kernels too,
-    and 2-d convolutions on CPUs on oneDNN's. LSTM and GRU with ``int8_dynamic`` run on FBGEMM's, which quantizes states
+    and 2-d convolutions on CPUs on oneDNN's. Up to 32 rows run on FBGEMM where it's faster, with the same sums and one
+    more copy of the weight codes. LSTM and GRU with ``int8_dynamic`` run on FBGEMM's, which quantizes states
     too (`PackedRecurrent`). Other layers stay on the reference: see `conversion_report`.
     On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``
     under `torch.no_grad`. This changes no settings of other models.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from eff_kernels.quantization import affine as kernels
-from eff_kernels.quantization.integer_linear import FBGEMM, fbgemm_engine, sums_exactly
+from eff_kernels.quantization.integer_linear import FBGEMM, pack_for_fbgemm, sums_exactly
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -337,20 +336,16 @@ class PackedRecurrent(PackedLayer):
             return
         directions = ("", "_reverse") if self.options["bidirectional"] else ("",)
         layers = range(self.options["num_layers"])
-        with fbgemm_engine(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 calls its quantized tensors deprecated, without a date
-            self._packed = [self._cell(f"l{layer}{end}") for layer in layers for end in directions]
+        self._packed = [self._cell(f"l{layer}{end}") for layer in layers for end in directions]
 
     def _cell(self, suffix: str) -> Any:
         packed, biases = [], []
         for part in ("ih", "hh"):
             codes, scale = (getattr(self, f"weight_{part}_{suffix}_{what}") for what in ("codes", "scale"))
-            zeros = torch.zeros(len(scale), dtype=torch.long)
-            weight = torch._make_per_channel_quantized_tensor(codes, scale.double(), zeros, 0)
             bias = getattr(self, f"bias_{part}_{suffix}") if self.options["bias"] else torch.zeros(len(scale))
             biases.append(bias.float())
-            packed.append(torch.ops.quantized.linear_prepack(weight, biases[-1]))
-        return torch.ops.quantized.make_quantized_cell_params_dynamic(*packed, *biases, not sums_exactly("recurrent"))
+            packed.append(pack_for_fbgemm(codes, scale, biases[-1]))
+        return torch.ops.quantized.make_quantized_cell_params_dynamic(*packed, *biases, not sums_exactly("fbgemm"))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo cannot trace packed weights
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:

@@ -13,7 +13,13 @@ from shared_core.quantization import conversion_report, convert, quantize
 from shared_core.quantization.integer import convert as fast_convert
 from shared_core.quantization.integer import onednn as onednn_layer
 from shared_core.quantization.integer.layers import IntConv2d, IntLinear
-from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLinear, OneDnnTokenLinear
+from shared_core.quantization.integer.onednn import (
+    OneDnnConv2d,
+    OneDnnLinear,
+    OneDnnTokenLinear,
+    few_row_codes,
+    row_codes,
+)
 
 SCHEMES = {"int8": OneDnnLinear, "int8_dynamic": OneDnnTokenLinear}
 DYNAMIC = {"scheme": "int8_dynamic", "weight_bits": WIDEST["linear"]}
@@ -363,3 +369,14 @@ def test_it_compiles_without_a_break(kind):
     found = run(compiled, x).isnan()
     assert found.any()
     assert torch.equal(found, run(fast, x).isnan())
+
+
+def test_few_rows_get_the_codes_and_scales_of_many():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 24, generator=generator) * torch.logspace(-46, 38, 2000, dtype=torch.float64)[:, None].float()
+    x = torch.cat([x, torch.zeros(1, 24), torch.full((1, 24), torch.inf), torch.full((1, 24), torch.nan)]).bfloat16()
+    for largest_code in (7, 127):
+        codes, scale = row_codes(x, largest_code)
+        centered, few_scale = few_row_codes(x, largest_code)
+        assert torch.equal(scale.nan_to_num(-1), few_scale.nan_to_num(-1))
+        assert torch.equal(codes[~scale.isnan()[:, 0]].float() - 128, centered[~scale.isnan()[:, 0]])
