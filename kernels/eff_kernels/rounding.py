@@ -1,12 +1,50 @@
-"""Rounding to float formats of up to 22 mantissa bits and to block formats, for CUDA outside compiled graphs.
+"""Rounding to narrow float formats in few passes, and operators for CUDA outside compiled graphs.
 
-`shared_core.numerics` calls these operators and holds the references, which block formats equal bit for bit.
+The operators round to float formats of up to 22 mantissa bits and to block formats. `shared_core.numerics` calls them
+and holds the references, which block formats equal bit for bit.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def nearest_float(x: Tensor, largest: float, smallest_normal: float, mantissa_bits: int) -> Tensor:
+    """Return `x` rounded to the nearest values of a narrow float format, ties to even. Values beyond saturate.
+
+    Keeps NaN and the sign of zero.
+
+    Args:
+        x: float32 or float64.
+        largest: Largest value of the format, below 2^100.
+        smallest_normal: Smallest normal value.
+        mantissa_bits: Bits of the stored fraction.
+
+    Example:
+        >>> nearest_float(torch.tensor([1.2, 1.25, -0.1, 9.0]), 6.0, 1.0, 1).tolist()  # fp4_e2m1
+        [1.0, 1.0, -0.0, 6.0]
+    """
+    y = x.clamp(-largest, largest)
+    # 1.5 * 2^23 ulps (of float64: 2^52): the sum is a whole number of ulps, and an even one at ties.
+    ulps = power_below(y, smallest_normal).mul_(1.5 / torch.finfo(x.dtype).eps * 2.0**-mantissa_bits)
+    return y.add_(ulps).sub_(ulps).copysign_(x)
+
+
+def power_below(x: Tensor, least: float) -> Tensor:
+    """Return the power of two at or below ``|x|``, at least `least`; infinity for what is not finite.
+
+    Args:
+        x: float32 or float64.
+        least: A power of two, normal in the type of `x`.
+
+    Example:
+        >>> power_below(torch.tensor([0.0, -5.0, 8.0]), 0.5).tolist()
+        [0.5, 4.0, 8.0]
+    """
+    # The exponent field alone, as a float, is that power. A logarithm could be off by one.
+    integer, mask = (torch.int64, 0x7FF0000000000000) if x.dtype == torch.float64 else (torch.int32, 0x7F800000)
+    return (x.view(integer) & mask).view(x.dtype).clamp_(min=least)
 
 
 @torch.library.custom_op("eff_kernels::round_float_", mutates_args={"out"})

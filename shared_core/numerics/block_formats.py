@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from eff_kernels._triton.launch import directly, on_eager_cuda
-from eff_kernels.quantization.affine import in_type
+from eff_kernels.parts import by_parts
+from eff_kernels.quantization.affine import in_type, values_of
 from eff_kernels.rounding import GROUP_SIZES, mx_round, nvfp4_round
 from torch import Tensor
 
@@ -90,11 +91,17 @@ def mx_round_to(
     if mode == "nearest_even" and has_kernel and _is_last(x, axis) and on_eager_cuda(x):
         rounded: Tensor = directly(mx_round)(x.detach(), element, group_size)
         return rounded
+
+    def round_blocks(blocks: Tensor) -> Tensor:
+        scale = _mx_scale(blocks, element)
+        codes = round_to(blocks / scale, element, mode=mode, generator=generator)
+        return values_of(codes, scale, blocks.dtype)
+
     # (..., blocks, group_size), with the axis moved last. Zeros of the padding change no maximum.
     blocks = _blocks(x, group_size, axis)
-    scale = _mx_scale(blocks, element)
-    values = round_to(blocks / scale, element, mode=mode, generator=generator)
-    return in_type(_joined(values * scale, x, axis), x.dtype)
+    # in parts, random numbers would be others
+    rounded = by_parts(round_blocks, blocks) if mode == "nearest_even" else round_blocks(blocks)
+    return in_type(_joined(rounded, x, axis), x.dtype)
 
 
 def mx_encode(x: Tensor, element: Element = "fp4_e2m1", *, group_size: int = 32, axis: int = -1) -> Blocks:
@@ -204,10 +211,15 @@ def nvfp4_round_to(
         rounded: Tensor = directly(nvfp4_round)(x.detach(), per_tensor_scale, dtype, binary)
         return rounded
     blocks = _blocks(x, NVFP4_GROUP, axis)
-    scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale, binary)
-    # Multiply by reciprocals like the kernel and torchao. A division would round differently.
-    values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
-    return in_type(_joined(values * (tensor_scale * scale), x, axis), dtype)
+    tensor_scale = _nvfp4_tensor_scale(blocks, per_tensor_scale, binary)
+
+    def round_blocks(blocks: Tensor) -> Tensor:
+        scale = _nvfp4_scale(blocks, tensor_scale)
+        # Multiply by reciprocals like the kernel and torchao. A division would round differently.
+        codes = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
+        return values_of(codes, tensor_scale * scale, blocks.dtype)
+
+    return in_type(_joined(by_parts(round_blocks, blocks), x, axis), dtype)
 
 
 def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Blocks:
@@ -231,7 +243,8 @@ def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) 
     _check("nvfp4_encode", x, NVFP4_GROUP, axis)
     _check_tensor_scale(per_tensor_scale)
     blocks = _blocks(x, NVFP4_GROUP, axis)
-    scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
+    tensor_scale = _nvfp4_tensor_scale(blocks, per_tensor_scale)
+    scale = _nvfp4_scale(blocks, tensor_scale)
     codes = encode(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
     return Blocks(
         _joined(codes, x, axis), encode(scale, "fp8_e4m3").squeeze(-1).movedim(-1, axis), tensor_scale.float()
@@ -285,17 +298,20 @@ def _mx_scale(blocks: Tensor, element: str) -> Tensor:
     return torch.where(amax.isfinite(), scale, math.nan)
 
 
-def _nvfp4_scales(blocks: Tensor, per_tensor_scale: Tensor | None, binary: bool = False) -> tuple[Tensor, Tensor]:
-    amax = blocks.abs().amax(-1, keepdim=True)
-    if per_tensor_scale is None:
-        whole = amax.amax() if amax.numel() else amax.new_zeros(())
-        tensor_scale = nvfp4_binary_scale(whole) if binary else nvfp4_tensor_scale(whole)
+def _nvfp4_tensor_scale(blocks: Tensor, given: Tensor | None, binary: bool = False) -> Tensor:
+    if given is not None:
+        scale = _usable(given.detach().float().reshape(()))
     else:
-        tensor_scale = _usable(per_tensor_scale.detach().float().reshape(()))
-    tensor_scale = tensor_scale.to(blocks.dtype)
+        amax = torch.maximum(blocks.amax(), -blocks.amin()) if blocks.numel() else blocks.new_zeros(())
+        scale = nvfp4_binary_scale(amax) if binary else nvfp4_tensor_scale(amax)
+    return scale.to(blocks.dtype)
+
+
+def _nvfp4_scale(blocks: Tensor, tensor_scale: Tensor) -> Tensor:
+    amax = blocks.abs().amax(-1, keepdim=True)
     # Two divisions, and later a product with the reciprocal, to round in float32 like torchao and the GPU kernels.
     relative = (amax / _FP4.largest / tensor_scale).clamp(_E4M3.smallest_normal, _E4M3.largest)
-    return round_to(torch.where(amax.isfinite(), relative, math.nan), "fp8_e4m3"), tensor_scale
+    return round_to(torch.where(amax.isfinite(), relative, math.nan), "fp8_e4m3")
 
 
 def _usable(tensor_scale: Tensor) -> Tensor:

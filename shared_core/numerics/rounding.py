@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from eff_kernels._triton.launch import is_plain, on_eager_cuda
-from eff_kernels.rounding import round_float_
+from eff_kernels.rounding import nearest_float, power_below, round_float_
 from torch import Tensor
 
 from shared_core.errors import ConfigError, nearest
@@ -23,6 +23,8 @@ STORAGE = INPUTS | {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m
 
 
 _BLOCK = 1 << 14
+_NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Format → the dtype to which torch rounds float32 exactly."""
 
 
 def round_to(
@@ -90,6 +92,8 @@ def round_to(
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         return _round_by_kernel_(out, x, row, mode, saturate, generator)
     work = x.to(torch.promote_types(dtype, torch.float32))
+    if row.kind == "float" and mode == "nearest_even" and saturate and (row.largest < 2**64 or row.name in _NATIVE):
+        return _round_nearest(work, row).to(dtype)
     if row.kind == "float":
         y, beyond = _round_float(work.abs(), row, mode, generator)
     elif row.kind == "integer":
@@ -191,13 +195,20 @@ def check_input(where: str, x: Tensor) -> None:
 
 
 def binade(a: Tensor, row: Format) -> Tensor:
-    """Return the power of two at or below `a` >= 0, at least the format's smallest normal value."""
-    # The exponent field alone, as a float, is that power. A logarithm could be off by one.
-    if a.dtype == torch.float64:
-        power = (a.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
+    """Return the power of two at or below `|a|`, at least the format's smallest normal value."""
+    return power_below(a, row.smallest_normal)
+
+
+def _round_nearest(x: Tensor, row: Format) -> Tensor:
+    if x.dtype == torch.float32 and row.name in _NATIVE:
+        y = x.clamp(-row.largest, row.largest).to(_NATIVE[row.name]).to(x.dtype)
     else:
-        power = (a.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return power.clamp_(min=row.smallest_normal)
+        y = nearest_float(x, row.largest, row.smallest_normal, row.mantissa_bits)
+    if row.overflow == "inf":
+        # subtracts an infinity where x is infinite, and +0 elsewhere
+        limit = torch.finfo(x.dtype).max
+        y.sub_(x.clamp(-limit, limit).sub_(x))
+    return y
 
 
 def _has_kernel(row: Format, x: Tensor) -> bool:

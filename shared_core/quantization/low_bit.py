@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from eff_kernels.parts import by_parts
 from eff_kernels.quantization import group as group_kernels
 from eff_kernels.quantization import low_bit as low_bit_kernels
 from eff_kernels.quantization.affine import compute_dtype, values_of
@@ -70,7 +71,7 @@ class _ToHalf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, format: str) -> Tensor:
         ctx.save_for_backward(beyond_half(x, format))
-        return round_to(x, format).to(x.dtype)
+        return by_parts(lambda part: round_to(part, format).to(x.dtype), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

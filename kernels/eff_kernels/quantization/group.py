@@ -6,6 +6,7 @@ passes everywhere and needs no saved tensors. Nothing here reads a value on the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from eff_kernels._triton.launch import directly, on_eager_cuda
 from eff_kernels.fp8 import block_scale
+from eff_kernels.parts import by_parts
 from eff_kernels.quantization.affine import (
     affine_qparams,
     compute_dtype,
@@ -22,6 +24,7 @@ from eff_kernels.quantization.affine import (
     values_of,
     with_signature,
 )
+from eff_kernels.rounding import nearest_float
 
 
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
@@ -152,13 +155,12 @@ class _FakeQuantizeFp8(torch.autograd.Function):
             rows = x.movedim(axis, 0).contiguous()
             y = fake_quantize_triton(rows.view(rows.shape[0], -1), dtype, by_row=True)
             return y.view(rows.shape).movedim(0, axis)
-        dims = [dim for dim in range(x.dim()) if axis is None or dim != axis % x.dim()]
-        amax = x.abs().amax(dims, keepdim=True).float() if dims else x.abs().float()
-        scale = block_scale(amax, dtype, "exact")
-        largest = torch.finfo(dtype).max
-        # clamped first, because torch's conversion saturates or overflows depending on the version (e5m2, torch < 2.12)
-        codes = (x.float() / scale).clamp(-largest, largest).to(dtype)
-        return values_of(codes.float(), scale, x.dtype)
+        if axis == 0:
+            return by_parts(lambda rows: _round_fp8(rows, _fp8_scale(rows, dtype, 0), dtype), x)
+        scale = _fp8_scale(x, dtype, axis)
+        if axis is None:
+            return by_parts(lambda rows: _round_fp8(rows, scale, dtype), x)
+        return _round_fp8(x, scale, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -167,6 +169,19 @@ class _FakeQuantizeFp8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None
+
+
+def _fp8_scale(x: Tensor, dtype: torch.dtype, axis: int | None) -> Tensor:
+    dims = [dim for dim in range(x.dim()) if axis is None or dim != axis % x.dim()]
+    amax = x.abs().amax(dims, keepdim=True).float() if dims else x.abs().float()
+    return block_scale(amax, dtype, "exact")
+
+
+def _round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch converts FP8 to float32 on a CPU in five times as long
+    format = torch.finfo(dtype)
+    codes = nearest_float(x.float() / scale, format.max, format.smallest_normal, round(-math.log2(format.eps)))
+    return values_of(codes, scale, x.dtype)
 
 
 def fake_quantize_fp8(x: Tensor, dtype: torch.dtype, axis: int | None = None) -> Tensor:
