@@ -218,7 +218,7 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {resume}",
                 why if Path(resume).exists() else "there is no such folder",
-                "resume_from_checkpoint=True resumes from the newest complete one",
+                _remedy(Path(resume), run),
             )
         _note_missing(Path(resume), session)
         return str(resume)
@@ -234,6 +234,14 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
         )
     _note_missing(newest, session)
     return str(newest)
+
+
+def _remedy(given: Path, run: str) -> str:
+    for folder in (given, Path(run)):
+        with contextlib.suppress(CheckpointError):
+            if newest := newest_whole(folder)[0]:
+                return f"give its newest complete one, {newest}" if folder == given else f"the newest is {newest}"
+    return "check the path"
 
 
 def _note_missing(folder: Path, session: Session) -> None:

@@ -211,7 +211,7 @@ class ActivationCheckpointing(Technique):
             blocks = counted(report["blocks"], "block")
             times = counted(round(report["recomputations_per_step"]), "recomputation")
             saved = report["saved_bytes"]
-            kept = f", which freed {size_text(saved)} of activations" if saved else ""
+            kept = f", which freed {size_text(saved)} of activations" if saved > 0 else ""
             lines.append(f"Recomputed {blocks} in the backward pass, {times} a step{kept}.")
         if report.get("planned"):
             peak, whole = report["predicted_peak_bytes"], report["peak_bytes_without"]
