@@ -348,6 +348,12 @@ class TechniqueConfig(Options):
         """Raise `CheckpointError` if a folder or file named by an option does not exist. Does not import torch."""
 
     @classmethod
+    def how_to_load(cls, options: Mapping[str, Any]) -> str | None:
+        """Return how a model that was saved with these options loads; None: as without the technique."""
+        structure = cls.saved_structure
+        return structure and f"With `{cls.key}`, {structure[0]}: {structure[1].partition(' and ')[0]}."
+
+    @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return how the technique runs on a device, regardless of its options."""
         error = cls.missing_library()

@@ -93,6 +93,15 @@ class LoraConfig(TechniqueConfig):
         "outputs than inputs (a classifier) and shares no weight",
     )
 
+    @classmethod
+    def how_to_load(cls, options: Mapping[str, Any]) -> str | None:
+        """Name PEFT if the folder holds adapters."""
+        if options.get("save") == "merged":
+            return None
+        return (
+            "This folder holds adapters. Load the base model, then `PeftModel.from_pretrained(base, FOLDER)` of peft."
+        )
+
     def validate(self) -> None:
         """Refuse nothing beside something."""
         if "none" in self.train and len(self.train) > 1:

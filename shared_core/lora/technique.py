@@ -187,6 +187,8 @@ class Lora(Technique):
                 "checkpoints hold the whole model, with adapters merged; the adapters alone go to the folder "
                 f"{AdapterFiles.name} next to the receipt, in PEFT's format"
             )
+        if self._layout(self.layers).base is None:
+            text += "; they load onto this base alone, and its config does not say where it came from: keep its weights"
         context.note(f"lora: {text}")
 
     def _measure(self, layer: Any) -> dict[str, Any]:

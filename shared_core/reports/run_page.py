@@ -64,12 +64,10 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
 
 def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
     """Return how to load a saved model, as Markdown."""
-    structures = {key: REGISTRY[key].config_class.saved_structure for key in recipe if key in REGISTRY}
-    lines = [
-        f"With `{key}`, {structure[0]}: {structure[1].partition(' and ')[0]}."
-        for key, structure in structures.items()
-        if structure is not None
-    ] or ["It loads as it would without efftrain: `from_pretrained` of this folder."]
+    found = [REGISTRY[key].config_class.how_to_load(recipe[key]) for key in recipe if key in REGISTRY]
+    lines = [line for line in found if line] or [
+        "It loads as it would without efftrain: `from_pretrained` of this folder."
+    ]
     if has_deployment:
         lines.append(
             "Next to the weights, `eff_deployment.json` has what quantized inference needs, such as ranges of inputs: "
