@@ -185,10 +185,13 @@ def decoder(shape: dict, large: bool = False) -> torch.nn.Module:
     return (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
 
 
-def cut(state: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return keys or values as vLLM's kernel for CPUs puts them into a cache of FP8: rounded towards 0."""
-    fraction, exponent = torch.frexp((state / scale).clamp(-448, 448))
-    return torch.ldexp(torch.trunc(fraction * 16) / 16, exponent) * scale
+def cut(scales: dict[str, float], *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return keys and values as vLLM's kernel for CPUs puts them into a cache of FP8: rounded towards 0."""
+    parts = [
+        torch.frexp((state / scale).clamp(-448, 448)) for state, scale in zip(states, scales.values(), strict=True)
+    ]
+    whole = [torch.ldexp(torch.trunc(fraction * 16) / 16, exponent) for fraction, exponent in parts]
+    return tuple(value * scale for value, scale in zip(whole, scales.values(), strict=True))
 
 
 @functools.cache
@@ -233,8 +236,8 @@ def rows_of(name: str, engines: list[str], environments: Path, folder: Path) -> 
             reference.get_submodule(layer).quantizer.input = lambda module, x: x
         answers = served(engine, environments, path, dtype, prompts, 1)["answers"]
         # its kernel for CPUs cuts keys and values where those for GPUs round to nearest
-        on_grid = cut if engine == "vLLM" else kv_cache._on_grid
-        with mock.patch.object(kv_cache, "_on_grid", on_grid), rounding_kv_cache(reference):
+        rounded = cut if engine == "vLLM" else kv_cache._rounded
+        with mock.patch.object(kv_cache, "_rounded", rounded), rounding_kv_cache(reference):
             equal, apart, cost = compared(answers, prompts, reference, exact)
         share = ""
         if " " not in name:
