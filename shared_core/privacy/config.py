@@ -43,8 +43,7 @@ class PrivacyConfig(TechniqueConfig):
         "lottery": "every round sees the data again, and the rounds are not accounted for together; train one model",
         "cluster": "noise on the summed gradients of shared weights has not been tested; cluster the trained model "
         "with `eff compress`",
-        "qat": "ranges of activations come from single examples, without noise; train with dp, then use `eff "
-        "quantize`",
+        "qat": "ranges of activations come from single examples, without noise; train with dp, then use `eff quantize`",
         "fp8": "scales come from single examples, without noise; train in bf16",
         "loss_scale": "the scaler skips steps, and skips are not accounted for; train in float32 or bf16",
         "fp16": "its scaler skips steps, and skips are not accounted for; train in float32 or bf16",
