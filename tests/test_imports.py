@@ -42,6 +42,9 @@ def test_the_front_door_leads_to_the_packages_themselves():
     assert EffTrainer is hf_eff.EffTrainer
     assert efftrain.lightning is lightning_eff
     assert (efftrain.Session, efftrain.register) == (Session, register)
+    assert all(
+        callable(getattr(efftrain, name)) for name in efftrain.__all__ if name not in ("__version__", "hf", "lightning")
+    )
     assert efftrain.__version__ == importlib.metadata.version("efftrain")
     assert set(efftrain.__all__) == set(dir(efftrain))
     with pytest.raises(AttributeError, match="efftrain"):

@@ -62,13 +62,13 @@ def check_reported(option: str, metric: str, reported: Collection[str]) -> None:
         >>> check_reported("soup: metric", "eval_acc", ["eval_loss", "eval_accuracy"])
         Traceback (most recent call last):
         shared_core.errors.ConfigError: soup: metric must be an evaluation metric, got 'eval_acc'; did you \
-mean 'eval_accuracy'? Report NaN for a metric without a value yet
+mean 'eval_accuracy'? If a metric has no value yet, report NaN
     """
     if metric not in reported:
         hint = nearest(metric, reported) or "; evaluation reports no metrics"
         raise ConfigError(
             f"{option} must be an evaluation metric, got {metric!r}{hint}{'' if hint.endswith('?') else '.'} "
-            "Report NaN for a metric without a value yet"
+            "If a metric has no value yet, report NaN"
         )
 
 
