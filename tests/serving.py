@@ -31,14 +31,17 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from decoders import decoder_of  # noqa: E402
 from qat_step import qat_result  # noqa: E402
+from released_models import load_released, tokens, write_released  # noqa: E402
 from small_tokenizers import byte_level, sentencepiece  # noqa: E402
 
+from shared_core import Session  # noqa: E402
 from shared_core.quantization import apply_ranges, calibrate_kv_cache, rounding_kv_cache  # noqa: E402
 from shared_core.quantization.ranges import kv_cache  # noqa: E402
 from shared_core.tools.export import (  # noqa: E402
     export_compressed_tensors,
     export_gguf,
     export_onnx,
+    export_released,
     export_torchao,
 )
 from shared_core.tools.export.gguf import ARCHITECTURES, SPLITS  # noqa: E402
@@ -91,6 +94,7 @@ EXPORT = {
     "llama.cpp": export_gguf,
 }
 ENCODERS = ("int8", "int8_dynamic")
+RELEASED = {"llama_fp8": "float32"}  # kind of a release → the type that vLLM computes in
 
 
 def say(line: str) -> None:
@@ -339,6 +343,37 @@ def architecture_rows(environments: Path, folder: Path) -> list[str]:
     return wrong
 
 
+def released_rows(environments: Path, folder: Path) -> list[str]:
+    """Train releases in their own formats, export them, serve them in vLLM, say the rows; return what is wrong."""
+    wrong = []
+    for kind, dtype in RELEASED.items():
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+        source = write_released(kind, folder / f"{kind}_released", initializer_range=0.08, head_dim=32, **sizes)
+        exact, model = load_released(source), load_released(source)
+        for name, value in model.named_parameters():  # the file rounds what has no codes to 16 bits
+            value.requires_grad_(name.endswith("proj.weight"))
+        session, optimizer = Session({"qat": {"scheme": "released"}}), torch.optim.AdamW(model.parameters(), lr=1e-3)
+        session.start(model, optimizer, total_steps=4)
+        for seed in range(4):
+            inputs = tokens(seed)["input_ids"]
+            session.loss(model(inputs, labels=inputs).loss).backward()
+            session.before_step()
+            optimizer.step()
+            session.after_step()
+            optimizer.zero_grad()
+        reference = copy.deepcopy(model)
+        session.finish()
+        report = export_released(model, folder / kind, base=source)
+        prompts = torch.randint(3, exact.config.vocab_size, (4, 12)).tolist()
+        answers = served("vLLM", environments, folder / kind, dtype, prompts, 1)["answers"]
+        equal, apart, cost = compared(answers, prompts, reference, exact)
+        count = len(prompts) * TOKENS
+        say(f"| vLLM | {kind}, released | {equal} of {count} | {apart:.0e} | {cost:.0e} | | | {dtype} |")
+        same = report.changed_codes and apart <= LARGEST["vLLM"] * cost and equal >= count - 4
+        wrong += [] if same else [f"{kind} in vLLM"]
+    return wrong
+
+
 def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="eff-serving-") as temporary:
         environments = Path(os.environ.get("SERVING") or temporary).resolve()
@@ -356,6 +391,8 @@ def main(names: list[str]) -> int:
             wrong += tokenizer_rows(environments, Path(temporary))
         if "llama.cpp" in engines and (not names or "architectures" in names):
             wrong += architecture_rows(environments, Path(temporary))
+        if "vLLM" in engines and (not names or "released" in names):
+            wrong += released_rows(environments, Path(temporary))
         for name in [name for name in names if name in CASES] if names else CASES:
             wrong += rows_of(name, decoders, environments, Path(temporary))
     say(f"serving: {'FAILED: ' + ', '.join(wrong) if wrong else 'passed'}")
