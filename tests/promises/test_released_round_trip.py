@@ -13,7 +13,10 @@ from hf_eff import attach
 from lightning_eff import EffCallback
 from shared_core.tools.export import export_released
 
-KINDS = ("gpt_oss", "deepseek_v3_fp8", "qwen3_moe_fp8", "kimi_int4", "nemotron_nvfp4")
+KINDS = (
+    "gpt_oss", "deepseek_v3_fp8", "qwen3_moe_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8", "llama_int8",
+    "llama_int4_asym", "llama_mxfp4", "llama_mxfp8",
+)  # fmt: skip
 QAT = {"qat": {"scheme": "released"}}
 QAD = QAT | {"distill": {"teacher": "self", "alpha": 0.5}}
 ROWS = [{"input_ids": row % 24, "labels": row % 24} for seed in range(4) for row in tokens(seed)["input_ids"]]

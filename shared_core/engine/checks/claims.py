@@ -164,11 +164,10 @@ class Grid(Claim):
         """Return the largest distance to a code per row, in steps; 0 within rounding. Codes out of range count as 1."""
         # With a scale of 0 all weights are 0.
         codes = rows / scale.where(scale != 0, 1.0).unsqueeze(1)
-        off, size = (codes - _nearest(codes, self.codes)).abs(), codes.abs()
-        if self.zeros is not None:
-            size = (codes + self.zeros.to(codes).unsqueeze(1)).abs()
+        off = (codes - _nearest(codes, self.codes)).abs()
         # Allow four roundings of a weight of that size (scale, product, casts), and 1e-4 steps for a rounded scale.
-        allowed = 4 * rounding * size + 1e-4
+        allowed = 4 * rounding * codes.abs() + 1e-4
+        size = (codes if self.zeros is None else codes + self.zeros.to(codes).unsqueeze(1)).abs()
         # Allow one code beyond the largest: two's complement has one more negative code.
         return off.where(off > allowed, 0.0).where(size <= largest + 1 + allowed, 1.0).amax(dim=1)
 

@@ -87,3 +87,13 @@ def test_the_step_of_a_learned_scale_may_be_any_but_must_be_one():
     assert claim.wrong(steps * codes, Where.END) is None
     assert "away from the nearest code" in Grid(claim.rows, 256, largest=127).wrong(steps * codes, Where.END)
     assert "away from the nearest code" in claim.wrong(steps * codes + torch.eye(2, 40) * 0.03, Where.END)
+
+
+def test_products_of_codes_and_a_zero_point_are_rounded_by_their_own_size():
+    codes, zeros = torch.arange(-8, 8.0).repeat(40, 1), torch.arange(40.0) % 16 - 8
+    scale = torch.linspace(0.011, 0.37, 40).bfloat16().float()
+    claim = Grid(lambda weight: weight, levels=16, largest=7, scale=scale, zeros=zeros)
+    weight = (codes - zeros[:, None]) * scale[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert claim.wrong(weight.to(dtype), Where.END) is None
+    assert claim.wrong((weight + 0.3 * scale[:, None]).bfloat16(), Where.END) is not None
