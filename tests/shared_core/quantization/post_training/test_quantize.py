@@ -55,7 +55,7 @@ def test_every_scheme_bakes_weights_quantizes_inputs_and_converts_to_what_it_com
     assert not quantized.training
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding)}
     assert {entry["name"] for entry in report.layers} == names == set(report.ranges)
-    assert report.batches == (8 if scheme in ("int8", "fp8_static") else 0)
+    assert report.batches == (8 if scheme in ("int8", "int16", "fp8_static") else 0)
     images = data(0)[1][0]
     with torch.no_grad():
         assert not torch.equal(quantized(images), model(images))
