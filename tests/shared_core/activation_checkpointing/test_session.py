@@ -24,7 +24,7 @@ def test_the_run_is_the_same_to_the_bit(key):
     # a dropout of 0 keeps nothing that could be dropped, nor does a norm that is folded or has only frozen layers below
     idle = told["never_recomputed"]
     # only codes per channel fold a batch norm
-    folds = key and key.startswith(("qat", "lora")) and not key.endswith(("int4", "fp8", "pair"))
+    folds = key and key.startswith(("qat", "lora")) and not key.endswith(("int4", "fp8", "pair", "xnor"))
     assert idle == (["norm", "dropout"] if folds else ["dropout"])
     assert told["recomputations_per_step"] == 2 * (3 - len(idle))
     assert told["recomputations"] == 8 * told["recomputations_per_step"]
