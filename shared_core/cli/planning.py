@@ -338,11 +338,11 @@ def _is_empty(model: nn.Module | None) -> bool:
 def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | None, Any]:
     """Return the bytes that autograd keeps for example inputs (or why not), and the shape in a config."""
     from shared_core.contrib.planning import ModelShape
-    from shared_core.contrib.planning.plan import saved_bytes
+    from shared_core.contrib.planning.plan import activation_bytes
 
     if inputs is not None:
         try:
-            return saved_bytes(model, inputs), None
+            return activation_bytes(model, inputs), None
         except Exception as error:  # the user's forward or a technique's layer may need values
             return f"forward raised {in_short(error):.100}", None
     try:

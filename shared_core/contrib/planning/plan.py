@@ -296,11 +296,11 @@ def attention_of(model: nn.Module) -> Attention:
     return "eager" if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager" else "fused"
 
 
-def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
+def activation_bytes(model: nn.Module, example_inputs: Any) -> int:
     """Return the bytes that autograd keeps between forward and backward, without parameters and buffers.
 
     Example:
-        >>> saved_bytes(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.ones(2, 8))
+        >>> activation_bytes(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.ones(2, 8))
         96
     """
     device = next(model.parameters()).device

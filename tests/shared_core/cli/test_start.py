@@ -15,7 +15,7 @@ from shared_core import Recipe, Session
 from shared_core.cli.init import GOALS, commented_recipe
 from shared_core.cli.planning import ExplainOptions
 from shared_core.contrib.planning import PlannedRun
-from shared_core.contrib.planning.plan import counted_costs, saved_bytes
+from shared_core.contrib.planning.plan import activation_bytes, counted_costs
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.services import Services
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
@@ -287,7 +287,7 @@ def test_memory_is_that_of_the_model_that_trains():
     assert costs["moments of adamw"].held == sum(value.nbytes for value in states)
     # inputs of three linear layers, of which the ReLUs keep the results that two of them are fed
     kept = 4 * 16 * (32 + 32 + 32)
-    assert saved_bytes(net(), inputs) == saved_bytes(net().to("meta"), inputs) == kept
+    assert activation_bytes(net(), inputs) == activation_bytes(net().to("meta"), inputs) == kept
 
 
 # -- doctor
