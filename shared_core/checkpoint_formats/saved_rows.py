@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,14 @@ class SavedRows:
             into[name][self.rows[at]] = values[at]
 
 
-def saved_rows(model: Any, names: tuple[str, ...]) -> dict[str, SavedRows]:
+def saved_rows(model: Any, names: Iterable[str]) -> dict[str, SavedRows]:
     """Return (name in transformers' files → the rows there) of the named parameters and buffers of a model.
 
     Saving marks instead of the weights shows where a file puts each row, so every renaming and stacking is covered.
     Names are those of a model in float, also if it was dequantized on loading.
     """
     marks: dict[str, Tensor] = {}
+    names = tuple(names)
     for number, name in enumerate(names):
         module = model.get_submodule(name.rpartition(".")[0])
         value = getattr(module, name.rpartition(".")[2])

@@ -303,7 +303,7 @@ def _load_(model: Any, start: Start) -> Mapping[str, Tensor]:
 
 def _dequantized(model: Any, folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights in a released folder by their names in the model, and the files' names without a place."""
-    released, places = Released(folder), saved_rows(model, tuple(model.state_dict()))
+    released, places = Released(folder), saved_rows(model, model.state_dict())
     weights = values_in(released, model, places, lambda layout, part: layout.read(part).values)
     # what a quantizer keeps beside its codes, such as scales of inputs
     coded = tuple(key.removesuffix("weight") for key in released.weights)

@@ -59,7 +59,7 @@ def split_experts_(model: Any, names: Iterable[str], where: str) -> dict[str, di
         for module in [model.get_submodule(name)]
         if len(module._parameters) > len(weights_of(module))
     ]
-    saved = saved_rows(model, tuple(weights)) if weights and not odd else {}
+    saved = saved_rows(model, weights) if weights and not odd else {}
     odd += [f"the stack {key}" for key, at in saved.items() if len(at.shape) > 2 or not key.endswith(".weight")]
     if odd:
         rule = f"experts must be one matrix each in transformers' files for vLLM, got {odd[0]}"

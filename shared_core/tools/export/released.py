@@ -180,7 +180,7 @@ def _plain(model: nn.Module) -> Any:
 def _fitting_rows(model: Any, released: Released) -> dict[str, SavedRows]:
     """Return the rows of each tensor in transformers' files, if the release has all of them."""
     state = model.state_dict()
-    rows = saved_rows(model, tuple(name for name, value in state.items() if isinstance(value, Tensor)))
+    rows = saved_rows(model, (name for name, value in state.items() if isinstance(value, Tensor)))
     there = released.weights.keys() | released.files.keys()
     first: dict[int, str] = {}
     for key, at in rows.items():

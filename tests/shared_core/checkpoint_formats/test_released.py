@@ -57,7 +57,7 @@ def test_grids_hold_the_weights_that_transformers_loads_in_exactly_the_layers_wi
     schemes = layer_schemes(config, layers)
 
     names = {f"{name}.{own}": layer for name, layer in layers.items() for own in weights_of(layer)}
-    grids = grids_of(Released(folder), saved_rows(model, [*names]), model, names)
+    grids = grids_of(Released(folder), saved_rows(model, names), model, names)
     assert grids.keys() == names.keys()
     for name, grid in grids.items():
         rows = as_rows(names[name], model.get_parameter(name).detach()).double()
