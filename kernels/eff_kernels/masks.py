@@ -278,8 +278,8 @@ def marked_largest(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tens
     if not all(score.dtype in _MARKED and score.is_contiguous() for score in scores):
         return None
     masks = [torch.empty_like(score, dtype=torch.bool) for score in scores]
-    told: Tensor = mark_largest_(masks, [score.detach() for score in scores], num_pruned)
-    return masks, told
+    kept_and_nan: Tensor = mark_largest_(masks, [score.detach() for score in scores], num_pruned)
+    return masks, kept_and_nan
 
 
 @torch.library.custom_op("eff_kernels::mark_largest_", mutates_args={"masks"})

@@ -171,8 +171,8 @@ def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Fo
             return put(kept, unpack_bits(parts[0], (count,)))
         return kept.new_zeros(count).scatter_(0, parts[0].to(torch.int64), kept)
 
-    kind_told = kind if inner.kind == "as_is" else f"{kind}+{inner.kind}"
-    return Form(kind_told, (where, *inner.parts), rebuild)
+    name = kind if inner.kind == "as_is" else f"{kind}+{inner.kind}"
+    return Form(name, (where, *inner.parts), rebuild)
 
 
 LEVELS = 255

@@ -23,7 +23,7 @@ STORAGE = INPUTS | {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m
 
 
 _BLOCK = 1 << 14
-_NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NATIVE = {name: dtype for dtype, name in INPUTS.items() if dtype.itemsize == 2}
 """Format → the dtype to which torch rounds float32 exactly."""
 
 

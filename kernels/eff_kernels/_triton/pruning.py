@@ -192,7 +192,7 @@ def _keep_largest(
     mask_like: tl.tensor,
     bins_like: tl.tensor,
     state: tl.tensor,
-    told: tl.tensor,
+    kept_and_nan: tl.tensor,
     aligned: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
@@ -228,9 +228,9 @@ def _keep_largest(
             left -= tl.sum(tie, 0)
             kept_here += kept.to(tl.int32)
             nan |= (x != x).to(tl.int32)
-    tl.atomic_add(told + index * 2, tl.sum(kept_here, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(kept_and_nan + index * 2, tl.sum(kept_here, 0).to(tl.int64), sem="relaxed")
     if tl.max(nan, 0) > 0:
-        tl.store(told + index * 2 + 1, 1)
+        tl.store(kept_and_nan + index * 2 + 1, 1)
 
 
 if importlib.util.find_spec("triton") is not None:
@@ -320,7 +320,7 @@ def mark_largest_triton_(
     bins = torch.empty(sum(chunks), 32, dtype=torch.int64, device=device)
     steps = len(_SHIFTS)
     room = torch.zeros(steps * 32 + (steps + 1) * 2 + 2 * len(scores), dtype=torch.int64, device=device)
-    counts, states, told = torch.split(room, [steps * 32, (steps + 1) * 2, 2 * len(scores)])
+    counts, states, kept_and_nan = torch.split(room, [steps * 32, (steps + 1) * 2, 2 * len(scores)])
     columns = [*scores], [mask.view(torch.uint8) for mask in masks], torch.split(bins, chunks)
     parts = list(tensor_tables(chunk, *columns))
     for step, shift in enumerate(_SHIFTS):
@@ -351,12 +351,12 @@ def mark_largest_triton_(
             part.owners,
             *part.like,
             states[2 * steps :],
-            told,
+            kept_and_nan,
             aligned=part.is_aligned,
             chunk=chunk,
             block=block,
             num_warps=warps,
             enable_fp_fusion=True,
         )
-    found: Tensor = told.view(-1, 2)
+    found: Tensor = kept_and_nan.view(-1, 2)
     return found

@@ -215,7 +215,7 @@ def sums_exactly(kernel: _Kernel) -> bool:
 
     Args:
         kernel: ``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, ``torch._int_mm`` on a
-            CPU, or FBGEMM's product, which `FewRows` and ``torch.quantized_lstm`` use.
+            CPU, or FBGEMM's product, which `PackedLinear` and ``torch.quantized_lstm`` use.
 
     Example:
         >>> sums_exactly("linear") in (True, False)
