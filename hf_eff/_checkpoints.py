@@ -30,10 +30,10 @@ from shared_core.distributed.collectives import (
     world_size,
 )
 from shared_core.engine.saving.state_file import STATE_FILE, load_state
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
 from shared_core.files.atomic import clean_strays, is_stray, named_failure
 from shared_core.files.journal import begin_list, damage_by_list, finish_list, is_unfinished
+from shared_core.front_ends.session import Session
 
 _STATE = "trainer_state.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")

@@ -20,7 +20,7 @@ from shared_core.engine.saving.state_file import rng_restored
 from shared_core.modules.calls import evaluated
 
 if TYPE_CHECKING:
-    from shared_core.engine.session import Session
+    from shared_core.front_ends.session import Session
 
 
 class Window:

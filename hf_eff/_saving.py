@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from hf_eff._services import TrainerServices
-    from shared_core.engine.session import Session
+    from shared_core.front_ends.session import Session
 
 
 _WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)

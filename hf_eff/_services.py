@@ -28,7 +28,7 @@ from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
 
 if TYPE_CHECKING:
-    from shared_core.engine.session import Session
+    from shared_core.front_ends.session import Session
 
 
 class TrainerServices(Services):

@@ -28,8 +28,8 @@ from hf_eff._services import TrainerServices, preflight
 from hf_eff._watched_steps import WatchedSteps
 from shared_core.engine.checks import compatibility
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 

@@ -19,7 +19,7 @@ from shared_core.front_ends.wrapped_method import Wrapped
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from shared_core.engine.session import Session
+    from shared_core.front_ends.session import Session
 
 
 class Accelerated(Protocol):

@@ -14,9 +14,9 @@ from hf_eff._adapters import Adapter
 from hf_eff._trainer_hooks import SessionCallback
 from hf_eff.training_args import EffFlags
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.typed_options import OneTechnique
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_core.engine.session import Session
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}

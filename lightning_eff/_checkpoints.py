@@ -24,9 +24,9 @@ from shared_core.checkpoint_formats import RAW_KEY, RUN_KEY, check_indexes, load
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.sharded_tensors import fill_parameters_, is_sharded
 from shared_core.engine.saving.session_state import loading
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
 from shared_core.files.atomic import atomic_write, make_folder
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 _BAKED_ALONE = "eff_baked_names"

@@ -9,8 +9,8 @@ from lightning_eff._adapters import Adapter
 from lightning_eff._run_environment import callback_kinds
 from lightning_eff._services import say
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.front_ends.session import Session
 
 
 def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:

@@ -34,8 +34,8 @@ from shared_core.distributed.collectives import (
 from shared_core.distributed.sharded_tensors import place_gradients_, put_gradient
 from shared_core.engine.saving.session_state import load_window_state, window_state
 from shared_core.engine.saving.state_file import rng_state, set_rng_state
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 

@@ -25,8 +25,8 @@ from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.checks.claims import Where
 from shared_core.engine.receipt import RECEIPT_KEY, ReceiptPlace
 from shared_core.engine.saving.session_state import fit_to
-from shared_core.engine.session import Session
 from shared_core.errors import ReceiptError
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from shared_core.front_ends.preflight import check_metrics, without_trace
 from shared_core.front_ends.services import looking
 
 if TYPE_CHECKING:
-    from shared_core.engine.session import Session
+    from shared_core.front_ends.session import Session
 
 
 class LightningServices(Services):

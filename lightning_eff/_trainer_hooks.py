@@ -24,9 +24,9 @@ from shared_core.engine.checks.compatibility import check
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import is_in_bar
-from shared_core.engine.session import Session
 from shared_core.errors import EffError
 from shared_core.front_ends.flags import as_recipe
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 

@@ -9,11 +9,11 @@ from .engine.plan import Plan as Plan
 from .engine.plan import Touched as Touched
 from .engine.recipe import Recipe as Recipe
 from .engine.registry import register as register
-from .engine.session import Session as Session
 from .engine.technique import Context as Context
 from .engine.technique import Technique as Technique
 from .errors import ConfigError as ConfigError
 from .errors import EffError as EffError
 from .errors import MatchError as MatchError
 from .front_ends.bare_loop import training as training
+from .front_ends.session import Session as Session
 from .modules.matching import match_modules as match_modules

@@ -33,7 +33,7 @@ def page(package: str) -> str:
         if home.rpartition(".")[0] in {*PACKAGES} - {package}:  # it stands on that page
             lines += [f"[`{home}`][]", ""]
             continue
-        lines += [f"::: {home}", *_options(package), ""]
+        lines += [f"::: {home}", *_options(package, home), ""]
         if key := _technique_of(home):
             config = REGISTRY[key].config_name
             place = _home(REGISTRY[key].package, config)
@@ -41,11 +41,13 @@ def page(package: str) -> str:
     return "\n".join(lines)
 
 
-def _options(package: str) -> list[str]:
+def _options(package: str, home: str) -> list[str]:
     if package in ("hf_eff", "lightning_eff"):  # what a trainer calls on a callback is no business of who uses it
         return ["    options:", "      members: [recipe, session, receipt]"]
     if package == "eff_kernels":  # whose ops are imported from its modules
         return ["    options:", "      show_root_full_path: true"]
+    if home == "shared_core.front_ends.session.Session":  # most of its methods are the engine's
+        return ["    options:", "      inherited_members: true"]
     return []
 
 

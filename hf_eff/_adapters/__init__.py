@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shared_core.engine.session import Session
 from shared_core.front_ends import adapters
+from shared_core.front_ends.session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer

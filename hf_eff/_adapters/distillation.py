@@ -26,10 +26,10 @@ from shared_core.checkpoint_formats.opening import is_bare_weights, teacher_from
 from shared_core.checkpoint_formats.plain import check_values
 from shared_core.checkpoint_formats.released import saved_dequantized
 from shared_core.checkpoint_formats.saved_rows import save_as_float_
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, first_line, require
 from shared_core.files.hub_names import check_named
 from shared_core.files.json_yaml import parse_json
+from shared_core.front_ends.session import Session
 
 _SECONDS = 10  # for the Hub to answer
 _NO_LABELS = torch.empty(0, dtype=torch.int64)

@@ -14,8 +14,8 @@ from hf_eff._adapters import Adapter
 from hf_eff._checkpoints import checkpoint_folder, weights_of
 from hf_eff._run_environment import inner_optimizer, is_peft
 from shared_core.distributed.collectives import from_main
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.front_ends.session import Session
 
 
 class LossScaling(Adapter):

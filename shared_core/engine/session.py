@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import time
@@ -17,7 +16,7 @@ from shared_core.checkpoint_formats.saved_rows import save_as_float_
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_
 from shared_core.engine.checks import compatibility, coverage, model_guards
-from shared_core.engine.checks.optimizer_parameters import attach_with, joined_note
+from shared_core.engine.checks.optimizer_parameters import joined_note
 from shared_core.engine.hooks import Hooks, overrides
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History, Validation
@@ -34,7 +33,7 @@ from shared_core.engine.saving.session_state import UnsavedBuffers, reading, res
 from shared_core.engine.services import Services
 from shared_core.engine.technique import Context, Purpose, Technique, returned
 from shared_core.errors import TrainingError
-from shared_core.modules.calls import around_forwards, forget_compiled
+from shared_core.modules.calls import forget_compiled
 from shared_core.modules.like_stock import leave_look_alikes, take_look_alikes
 
 
@@ -43,32 +42,9 @@ def _layers_in_parts(model: nn.Module) -> set[str]:
 
 
 class Session:
-    """One run of a recipe. A front end or a plain loop calls its methods at the moments they name.
+    """One run of a recipe. A front end calls its methods at the moments they name.
 
-    Args:
-        recipe: Techniques and their options. An empty recipe changes nothing.
-        front_end: Who drives: ``"bare"``, ``"accelerate"``, ``"fabric"``, ``"hf"`` or ``"lightning"``.
-        services: What only a trainer can do, such as evaluating or loading a teacher.
-        seed: Seed of the techniques' own generator. Global generators are never seeded.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(8, 4)
-        >>> session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}}))
-        >>> session.attach(model)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> session.begin([optimizer], total_steps=3)
-        >>> for _ in range(3):
-        ...     with session.forward():
-        ...         loss = session.loss(model(torch.ones(2, 8)).square().mean())
-        ...     loss.backward()
-        ...     session.before_step()
-        ...     optimizer.step()
-        ...     _ = session.after_step()
-        ...     optimizer.zero_grad()
-        >>> session.finish()
-        >>> int((model.weight == 0).sum())
-        16
+    `front_ends.session.Session` is what users and front ends make, and describes the arguments.
     """
 
     def __init__(
@@ -125,17 +101,6 @@ class Session:
     def skipped(self) -> int:
         """Steps that were skipped or discarded so far."""
         return self.context.skipped if self.context else 0
-
-    def join(self, recipe: Recipe) -> None:
-        """Add techniques before `attach`. Separate callbacks share one session this way.
-
-        Raises:
-            ConfigError: If both recipes name the same technique.
-        """
-        if self.context is not None:
-            raise TrainingError("session", "techniques must join before training starts", "pass all callbacks together")
-        self.recipe = self.recipe.merged(recipe)
-        self._reset()
 
     def attach(
         self, model: nn.Module, run_environment: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
@@ -262,65 +227,6 @@ class Session:
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
 
-    def start(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        total_steps: int,
-        steps_per_epoch: StepsPerEpoch | None = None,
-        clips_gradients: bool = True,
-        resumed: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Attach to a model whose optimizer exists, and begin. For callbacks of other libraries.
-
-        Then call `loss`, `before_step` and `after_step`, and `finish` at the end, or `detach` after an error. Training
-        forwards need no `forward`. A run that was neither finished nor detached is detached first.
-
-        Args:
-            model: The unwrapped model, with the weights that training starts or resumes from.
-            optimizer: The optimizer of its parameters, as for `efftrain.training`.
-            total_steps: As in `begin`.
-            steps_per_epoch: As in `begin`.
-            clips_gradients: As in `begin`.
-            resumed: The saved `state_dict` to resume from. Load the optimizer's own state after `start`.
-
-        Raises:
-            CompatibilityError: If a technique scales the loss, or the recipe cannot run in this environment.
-            MatchError: If a technique matches nothing or too little.
-
-        Example:
-            >>> model, session = nn.Linear(8, 4), Session({"prune": {"sparsity": 0.5, "end": 1}})
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> session.start(model, optimizer, total_steps=2)
-            >>> for _ in range(2):
-            ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
-            ...     session.before_step()
-            ...     optimizer.step()
-            ...     _ = session.after_step()
-            >>> session.finish()
-            >>> int((model.weight == 0).sum())
-            16
-        """
-        self.detach()
-        model_guards.refuse_scaling(self.techniques)
-        attach_with(self, model, [optimizer])
-        context = self.context_for("start")
-        try:
-            if resumed is not None:
-                self.prepare_optimizers([optimizer])
-                self.load_state_dict(resumed)
-            self.begin(
-                [optimizer], total_steps=total_steps, steps_per_epoch=steps_per_epoch, clips_gradients=clips_gradients
-            )
-        except BaseException:
-            self.detach()
-            raise
-        context.undo.callback(around_forwards(model, lambda *_: self.forward()))
-        warn = functools.partial(self.progress.note_unfinished, " without session.finish()")
-        atexit.register(warn)
-        context.undo.callback(atexit.unregister, warn)
-
     def begin_again(self) -> None:
         """Hand each technique the state that `load_state_dict` restored. `begin` does so too.
 
@@ -421,42 +327,10 @@ class Session:
         """
         return self.swaps.during(purpose)
 
-    def bake(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state dict of the finished model, as if training ended now. Training goes on unchanged.
-
-        Call it between steps. Activation ranges are not part of it.
-
-        Args:
-            weights: The state dict of an average that other code keeps, by default the model's. It gets the present
-                masks and grids.
-
-        Raises:
-            CheckpointError: If a technique replaced some of these weights in training, for example by factors.
-
-        Example:
-            >>> model = nn.Linear(8, 4)
-            >>> average = {name: value.clone() for name, value in model.state_dict().items()}
-            >>> session = Session({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}})
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> session.start(model, optimizer, total_steps=2)
-            >>> session.loss(model(torch.ones(2, 8)).square().mean()).backward()
-            >>> session.before_step()
-            >>> optimizer.step()
-            >>> _ = session.after_step()
-            >>> int((session.bake(average)["weight"] == 0).sum())
-            16
-            >>> session.detach()
-        """
-        if weights is not None:
-            return self.files.bake_average(weights)
-        with self.swapped("export"):
-            baked = self.files.bake(self.context_for("bake").model.state_dict())
-            # These may be the tensors of the model, which gets its training weights again.
-            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in baked.items()}
-
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Record the metrics of the user's validation of the current weights. A no-op before `begin`."""
-        self.history.validated(self.step, metrics if self.has_begun else {})
+        if self.has_begun:
+            self.history.validated(self.step, metrics)
         if self.context is not None and self.is_live:
             self.validation.saw(metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):

@@ -8,7 +8,7 @@ import pkgutil
 from typing import Any, ClassVar, TypeVar
 
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
+from shared_core.front_ends.session import Session
 
 _Adapter = TypeVar("_Adapter", bound="Adapter")
 

@@ -15,15 +15,14 @@ from torch.utils._pytree import tree_map
 
 from shared_core.checkpoint_formats.files import load_torch_file
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import Services
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.services import looking
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 
 
@@ -71,18 +70,16 @@ class LibraryRun:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        total_steps: int,
-        steps_per_epoch: StepsPerEpoch | None = None,
         resumed: Path | None = None,
+        **length: Any,
     ) -> Mapping[str, Any]:
         """Begin as `Session.start` does, in one process. Return the content of the file `resumed`, if given.
 
         Args:
             model: The unwrapped model.
             optimizer: The torch optimizer of its parameters.
-            total_steps: Optimizer steps of the whole run.
-            steps_per_epoch: Optimizer steps of each epoch.
             resumed: File of `save`. Its weights and optimizer state are loaded too.
+            length: As in `Session.start`.
         """
         self.cut_short()
         if world_size() > 1:
@@ -95,13 +92,7 @@ class LibraryRun:
                 raise CheckpointError(resumed, rule, "train again, or with the HF Trainer or Lightning")
             model.load_state_dict(state["model"])
             optimizer.state.clear()  # techniques add parameters first
-        self.session.start(
-            model,
-            optimizer,
-            total_steps=total_steps,
-            steps_per_epoch=steps_per_epoch,
-            resumed=state.get("session"),
-        )
+        self.session.start(model, optimizer, resumed=state.get("session"), **length)
         if state:
             optimizer.load_state_dict(state["optimizer"])
         self._saved, self._compared_at = {}, self.session.step

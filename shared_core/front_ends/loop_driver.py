@@ -21,10 +21,10 @@ from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
 from shared_core.engine.saving.session_state import fits, gathered, load_of_rank, load_window_state, window_state
 from shared_core.engine.services import Services
-from shared_core.engine.session import Session
 from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
+from shared_core.front_ends.session import Session
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.modules.calls import around_forwards
 

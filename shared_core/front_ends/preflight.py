@@ -13,8 +13,8 @@ from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
 from shared_core.engine.saving.state_file import rng_restored
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, EffError, in_short, nearest
+from shared_core.front_ends.session import Session
 from shared_core.modules.calls import modes_restored
 
 

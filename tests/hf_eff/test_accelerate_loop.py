@@ -139,7 +139,7 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
 def test_one_process_alone_may_save_the_finished_model(make, monkeypatch, tmp_path):
     loop = Loop(make, PRUNE).steps()
     model = loop.accelerator.unwrap_model(loop.model)
-    monkeypatch.delattr(Session, "swapped")  # which every process must enter
+    monkeypatch.setattr(Session, "swapped", None)  # which every process must enter
     model.save_pretrained(tmp_path / "end")
     assert Receipt.read(tmp_path / "end")["finished"]
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine.protocols import MakesScaler, offering
 from shared_core.errors import CompatibilityError, TrainingError
 
 if TYPE_CHECKING:
@@ -58,13 +57,6 @@ def refuse_second_session(session: Session, model: nn.Module) -> None:
             )
         other.detach()
     _ATTACHED.add(session)
-
-
-def refuse_scaling(techniques: Mapping[str, object]) -> None:
-    """Refuse techniques that scale the loss, where nobody calls their scaler."""
-    for key, _ in offering(techniques, MakesScaler):
-        rule = "needs a loop that calls its scaler, which Session.start does not see"
-        raise CompatibilityError(key, rule, "use efftrain.training, or the trainer's own scaler without this technique")
 
 
 def has_session(model: nn.Module) -> bool:

@@ -414,8 +414,6 @@ def test_a_session_refuses_wrong_order_and_a_second_model():
         session.begin(torch.optim.SGD(model.parameters(), lr=0.1), total_steps=1)
     with pytest.raises(TrainingError, match="attached to one model only"):
         session.attach(net())
-    with pytest.raises(TrainingError, match="must join before training starts"):
-        session.join(Recipe({}))
     with pytest.raises(CheckpointError, match="cannot read the checkpoint's state"):
         session.load_state_dict({"step": 1})
 
