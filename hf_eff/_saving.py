@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -234,6 +234,20 @@ def _holds_part(trainer: Trainer, folder: Path) -> bool:
     return not (others or whole) and any((folder / name).is_file() for name in ADAPTER_FILES)
 
 
+@contextlib.contextmanager
+def without_scaler(optimizer: Any) -> Iterator[None]:
+    """Save or load without accelerate's scaler.
+
+    torch (2.13) creates the state of sharded parameters by a step with zero gradients and learning rate. accelerate
+    (1.15) passes that step to the scaler, which fails before the first loss.
+    """
+    scaler, optimizer.scaler = optimizer.scaler, None
+    try:
+        yield
+    finally:
+        optimizer.scaler = scaler
+
+
 class Loading:
     """Restores layers before weights, the state of a resumed run, and the state of the best model."""
 
@@ -304,17 +318,8 @@ class Loading:
         # Before the state is loaded: torch casts it to the parameters in the groups.
         if self.session.is_attached:
             self.session.prepare_optimizers([self._optimizer()])
-        if not self._trainer.is_fsdp_enabled:
+        with without_scaler(self._trainer.optimizer) if self._trainer.is_fsdp_enabled else contextlib.nullcontext():
             method(*args, **kwargs)
-            return
-        # torch (2.13) creates the state to load into by a step with zero gradients and learning rate. accelerate (1.15)
-        # passes that step to the scaler, which fails before the first loss.
-        optimizer = cast(Any, self._trainer.optimizer)
-        scaler, optimizer.scaler = optimizer.scaler, None
-        try:
-            method(*args, **kwargs)
-        finally:
-            optimizer.scaler = scaler
 
     def _determine_best_metric(self, method: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         """Compare only models that meet their targets. Early stopping also waits for the first of them."""

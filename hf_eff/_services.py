@@ -19,6 +19,7 @@ from transformers import IntervalStrategy, Trainer
 
 from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
+from shared_core.distributed.collectives import is_main
 from shared_core.engine.saving.state_file import rng_restored
 from shared_core.engine.services import SavedCheckpoint, Services
 from shared_core.errors import ConfigError, TrainingError
@@ -31,7 +32,20 @@ if TYPE_CHECKING:
     from shared_core.front_ends.session import Session
 
 
-class TrainerServices(Services):
+class HubServices(Services):
+    """Loads teachers from folders and the Hub, and prints above progress bars."""
+
+    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
+        """Return the teacher in a folder or on the Hub."""
+        return load_teacher(name, student, trust_remote_code=trust_remote_code)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar, on the main process."""
+        if is_main():
+            tqdm.write(printable(text))
+
+
+class TrainerServices(HubServices):
     """The services of one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,10 +57,6 @@ class TrainerServices(Services):
         self.trial: Any = None  # the trial of a hyperparameter search
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the current micro-batch, for any model."""
-
-    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-        """Return the teacher in a folder or on the Hub."""
-        return load_teacher(name, student, trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> Any:
         """Return the trainer's tokenizer, or the processor that holds it."""
@@ -143,11 +153,6 @@ class TrainerServices(Services):
         """Return the model that accelerate prepared for training."""
         wrapped: nn.Module | None = self._trainer.model_wrapped
         return wrapped
-
-    def say(self, text: str) -> None:
-        """Print a line above the progress bar, on the main process."""
-        if self._trainer.is_world_process_zero():
-            tqdm.write(printable(text))
 
     def _model(self) -> nn.Module:
         model = self._trainer.model

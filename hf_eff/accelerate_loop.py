@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
-from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import factors_renamed, weights_of
 from hf_eff._run_environment import accelerator_environment, is_peft, refuse_unsharded
-from hf_eff._saving import leave_section
+from hf_eff._saving import leave_section, without_scaler
+from hf_eff._services import HubServices
 from hf_eff._watched_steps import GradientScale
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
@@ -35,7 +33,6 @@ from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
-from shared_core.printing import printable
 
 
 def prepare(
@@ -86,17 +83,8 @@ def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | N
     return None
 
 
-class AcceleratedServices(LoopServices):
+class AcceleratedServices(HubServices, LoopServices):
     """Services for techniques in an Accelerate loop."""
-
-    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-        """Return the teacher in a folder or on the Hub."""
-        return load_teacher(name, student, trust_remote_code=trust_remote_code)
-
-    def say(self, text: str) -> None:
-        """Print a line above the progress bar, on the main process."""
-        if is_main():
-            tqdm.write(printable(text))
 
 
 class AcceleratedLoop(LoopDriver):
@@ -264,23 +252,14 @@ class AcceleratedLoop(LoopDriver):
     # --- checkpoints
 
     def _save_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.saving(), self._without_scaler():
+        with self.saving(), without_scaler(self.stepper):
             return method(*args, **kwargs)
 
     def _load_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.filing(), loading(self.session), self._without_scaler():
+        with self.filing(), loading(self.session), without_scaler(self.stepper):
             result = method(*args, **kwargs)
         self.loaded()
         return result
-
-    @contextlib.contextmanager
-    def _without_scaler(self) -> Iterator[None]:
-        """Load without the scaler: with shards, torch creates optimizer state by a step, which fails with a scaler."""
-        scaler, self.stepper.scaler = self.stepper.scaler, None
-        try:
-            yield
-        finally:
-            self.stepper.scaler = scaler
 
     def _save_own(self, models: Any, weights: Any, folder: str) -> None:
         state = self.state()

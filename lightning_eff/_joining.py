@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_eff._adapters import Adapter
 from lightning_eff._run_environment import callback_kinds
-from lightning_eff._services import say
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.services import Services
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.session import Session
 
@@ -30,7 +30,7 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
             recipe = Recipe({**recipe, key: config}, allow_partial=recipe.allow_partial)
     for adapter in Adapter.registered():
         if adapter.applies(recipe) and (why := adapter.left_out(trainer)):
-            say(f"efftrain: {adapter.key} is left out: {why}")
+            Services().say(f"efftrain: {adapter.key} is left out: {why}")
             left = {key: config for key, config in recipe.items() if key != adapter.key}
             recipe = Recipe(left, allow_partial=recipe.allow_partial)
     return recipe

@@ -164,16 +164,6 @@ class LightningServices(Services):
         wrapped: nn.Module | None = self._trainer.strategy.model
         return wrapped
 
-    def say(self, text: str) -> None:
-        """Print one line on the main process."""
-        say(text)
-
-
-def say(text: str) -> None:
-    """Print one line on the main process."""
-    if is_main():
-        Services().say(text)
-
 
 def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:
     """Check that validation logs the metrics that techniques need."""

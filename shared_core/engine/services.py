@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import is_main
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.modules.calls import loss_of
 from shared_core.printing import printable
@@ -102,7 +103,8 @@ class Services:
 
     def say(self, text: str) -> None:
         """Print one line on the main process, where the trainer prints its own."""
-        print(printable(text), flush=True)  # noqa: T201
+        if is_main():
+            print(printable(text), flush=True)  # noqa: T201
 
 
 def _needs_trainer(what: str) -> CompatibilityError:

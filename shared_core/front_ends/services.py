@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shared_core.distributed.collectives import is_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.saving.own_generators import OwnGenerators
 from shared_core.engine.saving.state_file import rng_restored
@@ -67,8 +66,3 @@ class LoopServices(Services):
 
     def _needs_trainer(self, what: str) -> CompatibilityError:
         return CompatibilityError(self._loop.name, f"{what} needs a trainer", self._loop.trainer)
-
-    def say(self, text: str) -> None:
-        """Print one line on the main process."""
-        if is_main():
-            super().say(text)
