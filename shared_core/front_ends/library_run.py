@@ -23,10 +23,10 @@ from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.services import looking
 from shared_core.front_ends.session import Session
-from shared_core.front_ends.wrapped_method import Wrapped
+from shared_core.front_ends.wrapped_method import UntilEnd
 
 
-class LibraryRun:
+class LibraryRun(UntilEnd):
     """A session with what every trainer's callback needs: wrapped methods, finished weights in files, a receipt.
 
     The callback calls `session.loss`, `session.before_step` and `session.after_step` itself.
@@ -59,9 +59,9 @@ class LibraryRun:
         library: str,
         batches: Callable[[], Iterator[object]],
     ) -> None:
+        super().__init__()
         self.library = library
         self.session = Session(as_recipe(recipe), services=_Services(self, batches))
-        self._until_end = contextlib.ExitStack()
         self._saved: dict[str, str] = {}  # file → what it holds
         self._compared_at = 0
 
@@ -107,16 +107,6 @@ class LibraryRun:
             plain = tree_map(lambda one: one.item() if isinstance(one, np.generic) else one, {**more, **state})
             torch.save({**plain, "session": self.session.state_dict()}, temporary)
 
-    def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
-        """Wrap methods of an object until the end, see `Wrapped`."""
-        for name, outer in around.items():
-            self.until_end(Wrapped(owner, name, outer).undo)
-
-    @property
-    def until_end(self) -> Callable[..., Any]:
-        """Register a call with its arguments for the end."""
-        return self._until_end.callback
-
     def saved(self, file: str, what: str = "finished weights") -> None:
         """Tell the receipt what a file of the present step holds. A later save of this name replaces it."""
         if self.session.is_live:
@@ -157,7 +147,7 @@ class LibraryRun:
         for told in self._saved.values():
             self.session.note(told)
         self.session.finish()
-        self._until_end.close()
+        self.ends.close()
         receipt = self.session.receipt()
         receipt.write(folder)
         if values := self.session.files.deployment():
@@ -166,7 +156,7 @@ class LibraryRun:
 
     def cut_short(self) -> None:
         """Restore the user's model after an error. Does nothing after `finish`."""
-        self._until_end.close()
+        self.ends.close()
         self.session.swaps.end_evaluation()
         self.session.detach()
 

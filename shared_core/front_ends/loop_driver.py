@@ -25,7 +25,7 @@ from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.session import Session
-from shared_core.front_ends.wrapped_method import Wrapped
+from shared_core.front_ends.wrapped_method import UntilEnd
 from shared_core.modules.calls import around_forwards
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class LoopPlan:
     clips_gradients: bool = True
 
 
-class LoopDriver:
+class LoopDriver(UntilEnd):
     """Drives one session through a script's loop. A subclass adapts it to a library and calls its events.
 
     `on_backward` starts a step's accumulation window, `complete` passes its gradients to the techniques, and `on_step`
@@ -80,6 +80,7 @@ class LoopDriver:
         self, recipe: Mapping[str, Any], inner: nn.Module, optimizer: torch.optim.Optimizer, plan: LoopPlan,
         services: Services | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.inner, self.optimizer, self.plan = inner, optimizer, plan
         self.services = services or LoopServices(self)
         self.session = Session(recipe, seed=seed, front_end=self.name, services=self.services)
@@ -95,7 +96,6 @@ class LoopDriver:
         self.to_device: Callable[[Any], Any] = lambda batch: batch
         self.loaded_state: Mapping[str, Any] | None = None
         self._window: Mapping[str, Any] = {}
-        self._hooks = contextlib.ExitStack()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch drops the hooks of a copied optimizer, so its steps would go unseen.
@@ -242,21 +242,11 @@ class LoopDriver:
             raise CompatibilityError(self.name, rule, "use an optimizer that is a subclass of it")
         self.until_end(self.optimizer.register_step_post_hook(stepped).remove)
 
-    def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
-        """Wrap methods of an object until the end."""
-        for name, outer in around.items():
-            self.until_end(Wrapped(owner, name, outer).undo)
-
     def restore_at_end(self, owner: Any, **values: Any) -> None:
         """Set attributes of an object until the end."""
         for name, value in values.items():
             self.until_end(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-
-    @property
-    def until_end(self) -> Callable[..., Any]:
-        """Register a call with its arguments for the end."""
-        return self._hooks.callback
 
     # --- a step
 
@@ -483,11 +473,11 @@ class LoopDriver:
             self.begin()  # a run that was resumed after its last step
         self.session.finish()
         self.evaluates = False
-        self._hooks.close()
+        self.ends.close()
 
     def cut_short(self) -> None:
         """Restore the user's own model after a failed run."""
-        self._hooks.close()
+        self.ends.close()
         self.session.detach()
 
     def leave_receipt(self, fallback: Path | None, *, gather: bool) -> None:

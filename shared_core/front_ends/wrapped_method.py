@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +50,19 @@ class Wrapped:
 
 def _pass_through(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
+
+
+class UntilEnd:
+    """Base class of what changes a library's objects until the end of a run."""
+
+    def __init__(self) -> None:
+        self.ends = contextlib.ExitStack()
+        self.until_end = self.ends.callback  # registers a call with its arguments for the end
+
+    def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
+        """Wrap methods of an object until the end, see `Wrapped`."""
+        for name, outer in around.items():
+            self.until_end(Wrapped(owner, name, outer).undo)
 
 
 @dataclass(frozen=True)
