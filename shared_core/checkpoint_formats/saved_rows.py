@@ -18,6 +18,10 @@ from shared_core.modules.matching import output_axis_of_experts
 
 _STACK = 2**40
 """Marks count rows below it, and parameters above; float64 is exact to 2^53."""
+_SAVED_AS_FLOAT = (
+    "transformers dequantized this model on loading. It is saved as a float model. "
+    "`eff export --format released` writes the format that it was released in."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +127,15 @@ def _float_names(model: Any) -> Iterator[None]:
             setattr(model.config, name, value)
 
 
-def save_as_float_(model: nn.Module) -> bool:
-    """Make ``save_pretrained`` write a model that transformers dequantized as a float model; return True if it was one.
+def save_as_float_(model: nn.Module) -> str:
+    """Make ``save_pretrained`` write a model that transformers dequantized as a float model. Return a note, or "".
 
     Otherwise transformers (5.23) writes files that do not load, see `dequantizes`.
     """
     found = [module for module in model.modules() if dequantizes(module)]
     for module in found:
         delattr(module, "_weight_conversions")
-    return bool(found)
+    return _SAVED_AS_FLOAT if found else ""
 
 
 def dequantizes(model: Any) -> bool:

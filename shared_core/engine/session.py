@@ -24,7 +24,7 @@ from shared_core.engine.observers.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.progress import Progress, not_finite_note
 from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.plan import Touched
-from shared_core.engine.protocols import LooksFirst, PreparesOptimizer, SeesMetrics, TrainsPeers, offering
+from shared_core.engine.protocols import LooksFirst, PreparesOptimizer, SeesMetrics, offering
 from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
@@ -76,9 +76,8 @@ class Session:
         self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
-        self.steps, self.experts, self.history = StepWatch(), ExpertUse(), History()
-        self.progress, self.validation = Progress(self), Validation(self)
-        self._means = MicroBatchMeans(self.front_end)
+        self.steps, self.experts, self._means = StepWatch(), ExpertUse(), MicroBatchMeans(self.front_end)
+        self.history, self.progress, self.validation = History(), Progress(self), Validation(self)
         self.files, self.swaps = SavedFiles(self), Swaps(self)
         self.started, self.hooks = time.perf_counter(), Hooks(self.techniques)
 
@@ -147,11 +146,7 @@ class Session:
         if self.coverage:
             self.experts.watch(model)
         self.context = context
-        if save_as_float_(model):
-            self.note(
-                "transformers dequantized this model on loading. It is saved as a float model. "
-                "`eff export --format released` writes the format that it was released in."
-            )
+        self.note(save_as_float_(model))
 
     def _context_of(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
         # The user's keys, to compare saved ones with.
@@ -248,11 +243,6 @@ class Session:
         if self.techniques and (note := self.coverage.learn_held(context, self.hooks.timed)):
             self.coverage.measure(context, allow_partial=self.recipe.allow_partial)
             self.note(note)
-
-    @property
-    def peers(self) -> list[nn.Module]:
-        """Models that techniques train together with the script's model, by the same optimizer."""
-        return [peer for _, one in offering(self.techniques, TrainsPeers) for peer in one.peers]
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for one micro-batch's forward pass and loss. A no-op before `begin`."""

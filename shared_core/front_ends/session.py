@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.engine import session
 from shared_core.engine.checks.optimizer_parameters import attach_with
-from shared_core.engine.protocols import MakesScaler, offering
+from shared_core.engine.protocols import MakesScaler, TrainsPeers, offering
 from shared_core.errors import CompatibilityError
 from shared_core.modules.calls import around_forwards
 
@@ -90,6 +90,11 @@ class Session(session.Session):
         undo.callback(around_forwards(model, lambda *_: self.forward()))
         atexit.register(warn)
         undo.callback(atexit.unregister, warn)
+
+    @property
+    def peers(self) -> list[nn.Module]:
+        """Models that techniques train together with the script's model, by the same optimizer."""
+        return [peer for _, one in offering(self.techniques, TrainsPeers) for peer in one.peers]
 
     def bake(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the state dict of the finished model, as if training ended now. Training goes on unchanged.
