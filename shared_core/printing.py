@@ -180,17 +180,12 @@ def _scaled(number: float, step: int, units: Sequence[str]) -> str:
     return f"{number:,.1f} {units[-1]}"
 
 
-def is_pipe() -> bool:
-    """Return True if the output goes into a file or another program."""
-    return not sys.stdout.isatty()
-
-
 def width_of_output() -> int:
     """Return the columns of the terminal, or ``COLUMNS``; in a pipe without it, enough that no line is wrapped."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given):
         return int(given)
-    return UNBOUNDED if is_pipe() else shutil.get_terminal_size().columns
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUNDED
 
 
 _FEW = 10

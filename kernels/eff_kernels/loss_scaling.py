@@ -291,7 +291,7 @@ def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale:
         >>> unscale_with_largest_([grad], found_inf, torch.tensor([0.5])), grad, found_inf
         (tensor(8.), tensor([ 2., -4.]), tensor([0.]))
     """
-    if _runs_in_one_launch(grads, found_inf, inv_scale):
+    if runs_in_one_launch(grads, [found_inf, inv_scale]) and all(grad.dtype in _DTYPES for grad in grads):
         bits = unscale_and_scan_(list(grads), found_inf, inv_scale).max().to(torch.int32)
         return torch.where(bits < INFINITY, bits, 0).view(torch.float32)
     local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
@@ -300,10 +300,6 @@ def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale:
     largest = torch.stack(list(norms)).max().float().nan_to_num(nan=0.0, posinf=0.0)
     torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
     return largest
-
-
-def _runs_in_one_launch(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> bool:
-    return runs_in_one_launch(grads, [found_inf, inv_scale]) and all(grad.dtype in _DTYPES for grad in grads)
 
 
 @torch.library.custom_op("eff_kernels::unscale_and_scan_", mutates_args={"grads", "found_inf"})

@@ -35,7 +35,8 @@ def run(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = 
     """
     tracer = Tracer(model, constants=constants, cuts=cuts)
     # `restrict` must not mistake repeated values of an input for a constant of any width.
-    leaves = [] if callable(example_inputs) else tree_leaves(dict(_named_inputs(example_inputs)))
+    inputs = dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs
+    leaves = [] if callable(inputs) else tree_leaves(inputs)
     tracer.inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
     # The tracer is innermost, so that it sees the operators that attention and compiled modules decompose into.
     with evaluated(model), decomposed(), _hooked(model, tracer), _parametrized(model, tracer), tracer:
@@ -44,10 +45,6 @@ def run(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = 
     for name, tensor in outputs_of(out):
         tracer.pin(tensor, f"it is an output of the model{f' ({name})' if name else ''}")
     return tracer
-
-
-def _named_inputs(example_inputs: Any) -> Mapping[Any, Any]:
-    return example_inputs if isinstance(example_inputs, Mapping) else {0: example_inputs}
 
 
 def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:

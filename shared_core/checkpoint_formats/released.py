@@ -229,13 +229,10 @@ def released_options(
     if len(groups) > 1 or any(target.startswith("re:") for group in groups for target in group.targets):
         rule = "layers of quantization_config must be found in a model, because groups name them by patterns"
         raise CheckpointError(_WHERE, rule, "pass model and folder")
-    layout = layout_of("Linear", {}, {**quantization_config, "config_groups": _as_linear(quantization_config)})
+    linear = {name: {**group, "targets": ["Linear"]} for name, group in quantization_config["config_groups"].items()}
+    layout = layout_of("Linear", {}, {**quantization_config, "config_groups": linear})
     skip = tuple(name.removeprefix("re:").replace(".*", "*").replace("\\.", ".") for name in ignored)
     return _format(layout) | {"skip": ("Embedding", *skip)}
-
-
-def _as_linear(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: {**group, "targets": ["Linear"]} for name, group in config["config_groups"].items()}
 
 
 def _format(layout: Layout) -> dict[str, Any]:

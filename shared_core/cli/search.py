@@ -138,7 +138,8 @@ def search(asked: SearchOptions, given: Mapping[str, list[str]]) -> None:
         stream = (sys.stderr if asked.as_json else sys.stdout).buffer
         with stoppable(asked.key, kept):
             found = work.run(
-                asked.trials, output=stream, begin=lambda row: say(_begins(row)),
+                asked.trials, output=stream,
+                begin=lambda row: say(f"{row.name}: {share_text(row.share or 0)} of the cost, training"),
                 end=lambda row: say(_ends(row, work.table.metric)),
             )  # fmt: skip
     except RunError as error:
@@ -184,10 +185,6 @@ def _work(
         load=lambda model, path: load_weights(model, path, asked.key),
         **{name: getattr(asked, name) for name in names},
     )  # fmt: skip
-
-
-def _begins(row: SearchRow) -> str:
-    return f"{row.name}: {share_text(row.share or 0)} of the cost, training"
 
 
 def _ends(row: SearchRow, metric: str | None) -> str:

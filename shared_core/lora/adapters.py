@@ -184,11 +184,6 @@ class _AdaptedAttention(OpenAttention):
         return project(self, (query, key, value), product)
 
 
-def stacks_of(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that stack experts and can be adapted."""
-    return [name for name, weight in expert_weights(module).items() if weight.is_floating_point()]
-
-
 def _plain_stack(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     for stack in vars(module)["adapted_stacks"]:
         for key in ("A", "B"):
@@ -327,7 +322,7 @@ def _why_no_stack(module: nn.Module, name: str, config: LoraConfig) -> str | Non
         if not module.get_parameter(name).is_floating_point():
             return "its weight is not floating point"
         return "dropout cannot act on the inputs of its adapters" if config.dropout else None
-    if name not in stacks_of(module):
+    if (weight := expert_weights(module).get(name)) is None or not weight.is_floating_point():
         return "its experts are not floating point"
     return "dropout cannot act on the inputs of an expert's adapters" if config.dropout else None
 

@@ -202,7 +202,7 @@ def _look_alike(module: Any, kind: Any) -> Any:
     held = {**module._parameters, **module._modules, **module._buffers}
     if {name for name, value in held.items() if value is not None} - {"weight", "bias"}:
         return None
-    if is_lazy(weight) or not weight.is_floating_point() or not _calls_class(module) or stock_kind(kind) is not None:
+    if is_lazy(weight) or not weight.is_floating_point() or "forward" in vars(module) or stock_kind(kind) is not None:
         return None
     bases = [base for base in _BASES if issubclass(kind, base)]
     if not bases and weight.ndim == 2:
@@ -226,11 +226,6 @@ def _plain_attributes(module: nn.Module, kind: type[nn.Module]) -> dict[str, Any
         name: value for name, value in known.items()
         if _is_plain(value) and name != "training" and not name.startswith("__")
     }  # fmt: skip
-
-
-def _calls_class(module: nn.Module) -> bool:
-    """Return True unless other code replaced a layer's forward."""
-    return "forward" not in vars(module)
 
 
 def _is_plain(value: object) -> bool:

@@ -97,7 +97,7 @@ def round_to(
     if row.kind == "float":
         y, beyond = _round_float(work.abs(), row, mode, generator)
     elif row.kind == "integer":
-        y, beyond = _round_integer(work, row, mode, generator), None
+        y, beyond = _round_to_integer(work, mode, generator).clamp_(row.qmin, row.qmax), None
     elif row.kind == "binary":
         y, beyond = _round_binary(work, mode, generator), None
     else:
@@ -238,10 +238,6 @@ def _round_float(
     ulps = _round_to_integer(a / power * 2.0**row.mantissa_bits, mode, generator)
     y = ulps * 2.0**-row.mantissa_bits * power
     return y, y > row.largest
-
-
-def _round_integer(x: Tensor, row: Format, mode: RoundingMode, generator: torch.Generator | None) -> Tensor:
-    return _round_to_integer(x, mode, generator).clamp_(row.qmin, row.qmax)
 
 
 def _round_to_integer(x: Tensor, mode: RoundingMode, generator: torch.Generator | None) -> Tensor:

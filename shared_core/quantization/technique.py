@@ -244,16 +244,12 @@ class QuantizationAwareTraining(Technique):
 
     def _detach(self) -> None:
         """Restore the stock classes of the layers."""
-        if self._keeps_modules:
+        if self._final is not None and self.config.keep:
             return
         self.policy.close()
         for module in self.layers.values():
             restore(module)
         fast_paths_on(self._undo)
-
-    @property
-    def _keeps_modules(self) -> bool:
-        return self._final is not None and self.config.keep
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve positions and start to observe."""

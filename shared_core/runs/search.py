@@ -227,10 +227,10 @@ class ModelSearch:
         states = optuna.trial.TrialState
         finished = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
         study.sampler = self._sampler_of(optuna, len(finished))
-        recipes = [self.candidates.uncut, *self.candidates.uniform()]
+        recipes, values = [self.candidates.uncut, *self.candidates.uniform()], self.candidates.values
         if len(finished) < len(recipes) and not study.get_trials(deepcopy=False, states=(states.WAITING,)):
-            study.enqueue_trial(self._indices(recipes[len(finished)]))
-        values = self.candidates.values
+            known = recipes[len(finished)]
+            study.enqueue_trial({name: values[name].index(value) for name, value in known.items()})
         # Places in the ascending list of values: TPE then knows their order.
         spaces = {name: optuna.distributions.IntDistribution(0, len(of) - 1) for name, of in values.items()}
         trial = study.ask(spaces)
@@ -257,9 +257,6 @@ class ModelSearch:
         if self._sampler == "random":
             return optuna.samplers.RandomSampler(seed=seed)
         return optuna.samplers.TPESampler(multivariate=True, n_startup_trials=_RANDOM_TRIALS, seed=seed)
-
-    def _indices(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        return {name: self.candidates.values[name].index(value) for name, value in sizes.items()}
 
     def _row(self, sizes: Mapping[str, int]) -> SearchRow:
         """Return the candidate of these sizes, a new one if there is none."""

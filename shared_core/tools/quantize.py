@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -248,7 +248,7 @@ class QuantizationStudy:
             return None
         network, number, metric = self.network, itertools.count(1), options.sensitivity or "rmse"
         widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
-        names = self._of_one_weight(widths)
+        names = [name for name in widths if not isinstance(network.get_submodule(name), PACKED)]  # of one weight
         schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], "quantize") for name in names}
         # without an average, the requested width is not used: a layer's scheme has its own
         bits = [8] if options.average_bits is None else [*CANDIDATES]
@@ -278,9 +278,6 @@ class QuantizationStudy:
             # the error of the weights is exact, so a cost is as uncertain as its trace
             spread = {name: dataclasses.replace(one, trace=one.standard_error) for name, one in traces.items()}
             return costs, measured(spread), traces
-
-    def _of_one_weight(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not isinstance(self.network.get_submodule(name), PACKED)]
 
     def _traces(self, names: list[str]) -> dict[str, TraceEstimate]:
         """Return the trace of each layer's block of the Hessian, on the first batches."""

@@ -392,7 +392,7 @@ def _add_quantizers(graph: Any, bounds: Ranges | None) -> list[Any]:
     new: list[Any] = []
 
     def is_known(value: Any) -> bool:
-        return bounds is None or value.name in bounds or not _needs_quantizer(value)
+        return bounds is None or value.name in bounds or not _needs_codes(value) or quantizer_of(value) is not None
 
     # A copy of the nodes, since some are added during the loop.
     for node in tuple(graph):
@@ -643,10 +643,6 @@ def _needs_codes(value: Any) -> bool:
     readers = value.consumers()
     # A graph's output stays in float, and codes that only a quantizer reads are codes already.
     return bool(readers) and not value.is_graph_output() and [node.op_type for node in readers] != ["QuantizeLinear"]
-
-
-def _needs_quantizer(value: Any) -> bool:
-    return _needs_codes(value) and quantizer_of(value) is None
 
 
 def quantizer_of(value: Any) -> Any | None:

@@ -201,16 +201,13 @@ def _rounded(codes: Tensor, levels: torch.dtype) -> Tensor:
 def _common_scale(values: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return for each row the middle of the scales that, times its codes, round to its values."""
     value, code = values.abs().double(), codes.abs().double()
-    low, high = (_neighbor(values.abs().to(dtype), way).double() for way in (0.0, torch.inf))
+    held = values.abs().to(dtype)
+    low, high = (torch.nextafter(held, torch.full_like(held, way)).double() for way in (0.0, torch.inf))
     never = torch.full_like(value, torch.inf)
     some = code > 0
     below = torch.where(some, (value + low) / 2 / code, -never).amax(1)
     above = torch.where(some, (value + high) / 2 / code, never).amin(1)
     return ((below + above) / 2).float()
-
-
-def _neighbor(values: Tensor, way: float) -> Tensor:
-    return torch.nextafter(values, torch.full_like(values, way))
 
 
 def codes_of(
