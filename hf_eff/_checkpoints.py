@@ -13,7 +13,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from shared_core.checkpoint_formats import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
+from shared_core.checkpoint_formats.files import LazyTensors
 from shared_core.checkpoint_formats.opening import MODULES, parts_of
 from shared_core.distributed.collectives import (
     world_size,
@@ -252,7 +253,7 @@ def _note_missing(folder: Path, session: Session) -> None:
         )
 
 
-class ModelWeights(Mapping[str, Tensor]):
+class ModelWeights(LazyTensors):
     """A checkpoint's tensors under the names of a model's state dict, read on access.
 
     Files keep one name of a tied tensor. The others are found through the model's own ties. If the class saves under
@@ -261,45 +262,34 @@ class ModelWeights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         ingredient = open_ingredient(folder, alone=True)
-        self._read: Callable[[str], Tensor] = ingredient.tensor
         state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         # A tied weight may be stored under its other name.
         saved_under = {storage_key(value): name for name, value in state.items() if ingredient.has(name)}
-        self._names = {
+        sources = {
             name: name if ingredient.has(name) else saved_under.get(storage_key(value), "")
             for name, value in state.items()
         }
-        lacking = [name for name, source in self._names.items() if not source]
+        lacking = [name for name, source in sources.items() if not source]
         self.renamed = bool(lacking)  # True if the file's names are not the model's
-        if not lacking:
-            return
         # Try transformers' renaming of file names (experts, tied heads), name by name.
         found = {
             storage_key(state[name]): other for name in lacking if ingredient.has(other := saved_name(model, name))
         }
-        self._names |= {name: found.get(storage_key(state[name]), "") for name in lacking}
-        if all(self._names.values()):
+        sources |= {name: found.get(storage_key(state[name]), "") for name in lacking}
+        if all(sources.values()):
+            super().__init__(sources, ingredient.tensor)
             return
         # Otherwise load through the class: some conversions involve several tensors.
         loaded, _ = _through_class(model, folder)  # without factors, which the class does not know
-        unknown = next((name for name, source in self._names.items() if not source and name not in loaded), None)
+        unknown = next((name for name, source in sources.items() if not source and name not in loaded), None)
         if unknown is not None:
             raise CheckpointError(folder, f"the weights lack {unknown} of this model", "check the path")
-        sources, direct = dict(self._names), ingredient.tensor
-        self._read = lambda name: loaded[name] if name in loaded else direct(sources[name])
-        self._names = {name: name for name in state}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read(self._names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        read = ingredient.tensor
+        names = {name: name for name in state}
+        super().__init__(names, lambda name: loaded[name] if name in loaded else read(sources[name]))
 
 
-class ModuleWeights(Mapping[str, Tensor]):
+class ModuleWeights(LazyTensors):
     """`ModelWeights` for a folder whose modules have their own folders, as sentence-transformers saves."""
 
     renamed = False  # its trainer loads it with the modules' own classes
@@ -321,20 +311,11 @@ class ModuleWeights(Mapping[str, Tensor]):
             held |= {prefix + name: (weights, name) for name in weights}
         state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         tied = {storage_key(value): held[name] for name, value in state.items() if name in held}
-        self._places = {name: held.get(name) or tied.get(storage_key(value)) for name, value in state.items()}
-        lacking = next((name for name, place in self._places.items() if place is None), None)
+        places = {name: held.get(name) or tied.get(storage_key(value)) for name, value in state.items()}
+        lacking = next((name for name, place in places.items() if place is None), None)
         if lacking is not None:
             raise CheckpointError(folder, f"the weights lack {lacking} of this model", "check the path")
-
-    def __getitem__(self, name: str) -> Tensor:
-        weights, its = cast(tuple[ModelWeights, str], self._places[name])
-        return weights[its]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+        super().__init__(places, lambda place: place[0][place[1]])
 
 
 def weights_of(folder: Path, model: nn.Module) -> ModelWeights | ModuleWeights:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_eff._checkpoints import bake_saved, restore_raw
 from lightning_eff._run_environment import run_environment
 from shared_core.checkpoint_formats import RUN_KEY, load_checkpoint, open_ingredient
+from shared_core.checkpoint_formats.files import LazyTensors
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import is_sharded
@@ -357,25 +358,10 @@ def _free(path: Path) -> Path:
     return next(one for one in itertools.chain([path], versions) if not one.exists())
 
 
-class _Shards(Mapping[str, Tensor]):
-    """The weights in a folder of shards, each read on access."""
-
-    def __init__(self, folder: Path) -> None:
-        self._read = open_ingredient(folder)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read.tensor(name)
-
-    def __iter__(self) -> Any:
-        return iter([*self._read.specs, *self._read.ties])
-
-    def __len__(self) -> int:
-        return len(self._read.specs) + len(self._read.ties)
-
-
 def _weights_in(path: Path) -> Mapping[str, Tensor]:
     """Return the weights that a user's module loads from a checkpoint."""
     if path.is_dir():
-        return _Shards(path)
+        shards = open_ingredient(path)
+        return LazyTensors({name: name for name in (*shards.specs, *shards.ties)}, shards.tensor)
     weights: Mapping[str, Tensor] = load_checkpoint(path)["state_dict"]
     return weights

@@ -19,6 +19,7 @@ from shared_core.checkpoint_formats.files import (
     DISTRIBUTED,
     RAW_KEY,
     Ingredient,
+    LazyTensors,
     TensorSpec,
     load_torch_stream,
     read_config,
@@ -104,7 +105,7 @@ def index_folder(folder: Path) -> Path | None:
     return next((place for place in (folder, folder / _ACCELERATE_FOLDER) if (place / INDEX).is_file()), None)
 
 
-class DistributedWeights(Mapping[str, Tensor]):
+class DistributedWeights(LazyTensors):
     """The model's tensors in a distributed checkpoint, each assembled from its shards on access.
 
     Raises:
@@ -121,16 +122,17 @@ class DistributedWeights(Mapping[str, Tensor]):
             self.root = _root([paths[key] for key in paths if key in tensors], folder)
             """The keys that lead to the model in the saved nested dict."""
             depth = len(self.root)
-            self._keys = {
+            keys = {
                 ".".join(map(str, path[depth:])): key for key, path in paths.items() if tuple(path[:depth]) == self.root
             }
             self._entries = index.state_dict_metadata
             # Location of each chunk, by key and offset in the whole tensor.
-            self._places = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
-            other = next((name for name, key in self._keys.items() if key not in tensors), None)
+            self._stored = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
+            other = next((name for name, key in keys.items() if key not in tensors), None)
             if other is not None:
                 raise CheckpointError(folder, f"{other!r} is not a tensor", "save only the weights")
-            self.specs = {name: self._spec(key) for name, key in self._keys.items()}
+            self.specs = {name: self._spec(key) for name, key in keys.items()}
+        super().__init__(keys, self._assembled)
 
     def _spec(self, key: str) -> TensorSpec:
         entry = self._entries[key]
@@ -150,33 +152,27 @@ class DistributedWeights(Mapping[str, Tensor]):
         return spec
 
     def _shards(self, key: str) -> Iterator[tuple[Any, Any]]:
-        return ((chunk, self._places[key, chunk.offsets]) for chunk in self._entries[key].chunks)
+        return ((chunk, self._stored[key, chunk.offsets]) for chunk in self._entries[key].chunks)
 
-    def __getitem__(self, name: str) -> Tensor:
-        key, spec = self._keys[name], self.specs[name]
-        whole = torch.empty(spec.shape, dtype=spec.dtype)
+    def _assembled(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for chunk, place in self._shards(key):
             file = self._folder / place.relative_path
             with file.open("rb") as stream:
                 stream.seek(place.offset)
                 # Read the shard's bytes: torch.save wrote each shard into the file as a complete archive.
                 shard = load_torch_stream(io.BytesIO(stream.read(place.length)), f"{file} at {place.offset}")
-            if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, spec.dtype):
+            if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, whole.dtype):
                 raise CheckpointError(
                     file, f"shape or dtype of a shard of {key!r} differs from the index", "it is damaged"
                 )
             # A single shard needs no copy.
-            if tuple(chunk.sizes) == spec.shape:
+            if chunk.sizes == whole.shape:
                 return shard
             where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[where] = shard
         return whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,23 +26,42 @@ class NotPlainError(CheckpointError):
     """An undamaged file that contains more than tensors and plain values."""
 
 
-class MappedSafetensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is accessed.
+
+    Args:
+        places: Name → what `read` takes.
+        read: Returns the tensor at a place.
+
+    Example:
+        >>> LazyTensors({"bias": 2}, torch.zeros)["bias"]
+        tensor([0., 0.])
+    """
+
+    def __init__(self, places: Mapping[str, Any], read: Callable[[Any], Tensor]) -> None:
+        self._places, self._read = places, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._places[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # Mapping's default would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class MappedSafetensors(LazyTensors):
     """The tensors of safetensors files, memory-mapped on access."""
 
     def __init__(self, files: Mapping[str, Path], prefix: str = "") -> None:
-        self._files, self._prefix = files, prefix
         # Open all files now to find damaged ones before a search begins. Data is memory-mapped and read on use.
-        self._handles = {file: open_safetensors(file) for file in dict.fromkeys(files.values())}
-
-    def __getitem__(self, key: str) -> Tensor:
-        tensor: Tensor = self._handles[self._files[key]].get_tensor(key.removeprefix(self._prefix))
-        return tensor
-
-    def __iter__(self) -> Any:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+        handles = {file: open_safetensors(file) for file in dict.fromkeys(files.values())}
+        places = {name: (handles[file], name.removeprefix(prefix)) for name, file in files.items()}
+        super().__init__(places, lambda place: place[0].get_tensor(place[1]))
 
 
 def open_safetensors(file: Path) -> Any:

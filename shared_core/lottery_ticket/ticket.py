@@ -6,11 +6,12 @@ The folder holds the weights of step k, then the ticket, and last the metrics, w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.files import LazyTensors
 from shared_core.distributed.collectives import all_reduce_, is_main, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, place_of, whole
 from shared_core.errors import CheckpointError, require
@@ -128,37 +130,14 @@ def read_ticket(path: Path | str) -> Ticket:
                 if packed.dtype != torch.uint8 or packed.numel() != packed_size(shape):
                     raise ValueError(f"{packed.numel()} bytes of mask for {math.prod(shape)} weights")
                 masks[name] = unpack_bits(packed, shape)
-        weights = _InFile(path, [name.removeprefix(_WEIGHT) for name in names if name.startswith(_WEIGHT)])
+        opened: Any = functools.cache(lambda: safe_open(path, framework="pt"))
+        kept = {name.removeprefix(_WEIGHT): name for name in names if name.startswith(_WEIGHT)}
+        weights = LazyTensors(kept, lambda name: opened().get_tensor(name))
         rates = tuple(tuple(map(float, groups)) for groups in header["learning_rates"])
         return Ticket(masks, weights, int(header["step"]), str(header["rewind"]), rates)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         rule = f"{path} is not a complete ticket file: {error!r}"
         raise CheckpointError("lottery", rule, "it is damaged; copy it again or rerun the round") from error
-
-
-class _InFile(Mapping[str, Tensor]):
-    """The weights in a ticket's file, each read when it is accessed."""
-
-    def __init__(self, path: Path, names: list[str]) -> None:
-        self._path, self._names = path, dict.fromkeys(names)
-        self._file: Any = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        if self._file is None:
-            self._file = safe_open(self._path, framework="pt")
-        tensor: Tensor = self._file.get_tensor(_WEIGHT + name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -207,7 +186,8 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
         require(own == its, "lottery", f"{rule} {name} has shape {own} and its mask {its}", "", CheckpointError)
     if not (add or remove):
         return ticket
-    return dataclasses.replace(ticket, masks=masks, weights=_Renamed(ticket.weights, add, remove))
+    names = {add + name.removeprefix(remove): name for name in ticket.weights}
+    return dataclasses.replace(ticket, masks=masks, weights=LazyTensors(names, ticket.weights.__getitem__))
 
 
 def _prefixes(theirs: list[str], own: list[str]) -> tuple[str, str]:
@@ -225,21 +205,6 @@ def _prefixes(theirs: list[str], own: list[str]) -> tuple[str, str]:
             if {other.removeprefix(prefix) for other in theirs} == set(own):
                 return "", prefix
     return "", ""
-
-
-class _Renamed(Mapping[str, Tensor]):
-    def __init__(self, weights: Mapping[str, Tensor], add: str, remove: str) -> None:
-        self._weights = weights
-        self._names = {add + name.removeprefix(remove): name for name in weights}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._names[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], source: str) -> str | None:

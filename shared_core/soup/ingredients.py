@@ -24,6 +24,7 @@ from shared_core.checkpoint_formats import (
     storage_key,
 )
 from shared_core.checkpoint_formats.adapter import check_adapters, rank_dimension
+from shared_core.checkpoint_formats.files import LazyTensors
 from shared_core.checkpoint_formats.opening import under_same_names
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_
@@ -236,7 +237,7 @@ class RunIngredients:
         def load() -> Mapping[str, Tensor]:
             # Shards: each tensor is read when its part is needed, so that no process holds a whole model.
             if self._parts_on is not None:
-                return _Parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
+                return _parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
             loaded = services.load_weights(saved.path)
             weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}  # no extra state
             for names in groups.values():  # a file may hold a tied tensor once, or as two copies
@@ -266,32 +267,25 @@ class RunIngredients:
         return same if self._parts_on is None else not any_rank(not same, self._parts_on)
 
 
-class _Parts(Mapping[str, Tensor]):
-    """This process's part of each tensor of a checkpoint, read when it is accessed."""
+def _parts(
+    weights: Mapping[str, Tensor], model: Mapping[str, Tensor], tied: Iterable[list[str]], path: Path
+) -> LazyTensors:
+    """Return this process's part of each tensor of a checkpoint."""
+    saved = set(weights)
+    # Tied tensors may be in the file under any of their names.
+    saved_as = {name: next((n for n in names if n in saved), None) for names in tied for name in names}
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], like: Mapping[str, Tensor], tied: Iterable[list[str]], path: Path
-    ) -> None:
-        self._weights, self._like, self._path = weights, like, path
-        saved = set(weights)
-        # Tied tensors may be in the file under any of their names.
-        self._saved_as = {name: next((n for n in names if n in saved), None) for names in tied for name in names}
-
-    def __getitem__(self, name: str) -> Tensor:
-        saved_as, like = self._saved_as[name], self._like[name]
-        tensor = None if saved_as is None else self._weights[saved_as]
+    def read(name: str) -> Tensor:
+        source, like = saved_as[name], model[name]
+        tensor = None if source is None else weights[source]
         if tensor is None or tensor.shape != like.shape:
             got = "none" if tensor is None else tuple(tensor.shape)
             rule = f"{name!r} must have the model's shape {tuple(like.shape)}, got {got}"
-            raise CheckpointError(self._path, rule, "it belongs to another model")
+            raise CheckpointError(path, rule, "it belongs to another model")
         # The same rows as in this process's shard of the model.
         return tensor[place_of(like)]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._like)
-
-    def __len__(self) -> int:
-        return len(self._like)
+    return LazyTensors({name: name for name in model}, read)
 
 
 def _copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
