@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.channel_graph import elementwise_rules, product_rules
 from shared_core.channel_graph.graph import FIXED, Axis, Ids, Role, Tracer
 from shared_core.modules.calls import call as call
-from shared_core.modules.calls import evaluated
+from shared_core.modules.calls import evaluated, remove_hooks
 
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "encoder_", "decoder_", "cross_attentions")
 
@@ -93,8 +93,7 @@ def _hooked(model: nn.Module, tracer: Tracer) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        remove_hooks(handles)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from shared_core.distillation.losses.features import RELATIONS, attention_kl, hi
 from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import RunHook, remove_hooks
 
 Normalize = Callable[[Tensor, Tensor | int], Tensor]
 
@@ -75,9 +75,7 @@ class WatchedPairs:
 
     def detach(self) -> None:
         """Remove the hooks from both models."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is trained along with the student; nothing here."""

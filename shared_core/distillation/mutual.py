@@ -36,7 +36,7 @@ from shared_core.distributed.collectives import all_reduce_, broadcast_, world_s
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.files.atomic import atomic_write
-from shared_core.modules.calls import RunHook, cache_configs, without_cache
+from shared_core.modules.calls import RunHook, cache_configs, remove_hooks, without_cache
 
 PEER_FILE = "eff_peer_{}.safetensors"
 """File name of a peer's weights in the run's folder; peers count from 1."""
@@ -127,8 +127,7 @@ class Peers(Teachers):
 
     def detach(self) -> None:
         """Remove the peers from the optimizers."""
-        for handle in self._handles:
-            handle.remove()
+        remove_hooks(self._handles)
         self.drop_gradients()
         for optimizer in {*self._optimizer_of.values()}:
             for group in optimizer.param_groups:

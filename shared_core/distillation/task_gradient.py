@@ -22,7 +22,7 @@ from shared_core.distillation.chunked_autograd import check_first_backward, grap
 from shared_core.distillation.forward_capture import FOR_THE_LOSS, Forward, named_inputs, trains
 from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
 from shared_core.distillation.losses.softened_pair import check_fraction, check_mask, check_temperature, counted_rows
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import RunHook, remove_hooks
 
 _SAME_ROWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0")
 _MEAN, _SUM = 1, 2
@@ -190,8 +190,7 @@ class FusedHead:
         """Remove the hooks."""
         self.active = False
         self.forget()
-        for handle in self._handles:
-            handle.remove()
+        remove_hooks(self._handles)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, local_part, world_size
 from shared_core.loss_scaling.floors import FORMATS
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import RunHook, remove_hooks
 
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # On a CPU the float64 difference stays in cache; on a GPU fewer launches matter.
@@ -190,9 +190,7 @@ class HistogramProbe:
         self._forget()
 
     def _forget(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
         self._armed = self._ended = False
         self._calls: list[bool] = []  # for each module being called: True if the outermost one is in training
         self._recorded: dict[_Key, list[Exponents]] = {}
@@ -239,9 +237,7 @@ class HistogramProbe:
             return  # a traced hook would stay in the graph forever
         # The first forward after a backward is the next micro-batch, and one is enough.
         if not self._calls and self._ended and not _in_backward():
-            for handle in self._handles:  # the next micro-batch
-                handle.remove()
-            self._handles = []
+            remove_hooks(self._handles)  # the next micro-batch
             return
         # The mode of the outermost module decides for all inside, also in checkpointing's no_grad forward.
         self._calls.append(self._calls[0] if self._calls else module.training and torch.is_grad_enabled())

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_finite, all_reduce_, local_part
 from shared_core.loss_scaling.floors import FORMATS
+from shared_core.modules.calls import remove_hooks
 
 _FLOAT32 = torch.finfo(torch.float32)
 _BIAS = 127  # column k of the histogram starts at 2**(k - 127)
@@ -237,9 +238,7 @@ class FlushProbe:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (self._waiting and module.training and torch.is_grad_enabled()):
             return
-        for handle in self._waiting:
-            handle.remove()
-        self._waiting = []
+        remove_hooks(self._waiting)
         self._called = (module, args, kwargs)
         self._rng = _rng_state(module)
         self._recording = [
@@ -263,9 +262,7 @@ class FlushProbe:
             _keep_gradient(tensor, self._grads, index)
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        for handle in self._recording:
-            handle.remove()
-        self._recording = []
+        remove_hooks(self._recording)
         indices = itertools.count()
 
         def watched(part: Any) -> Any:
@@ -354,8 +351,7 @@ class FlushProbe:
                     allow_unused=True,
                 )
         finally:
-            for handle in handles:
-                handle.remove()
+            remove_hooks(handles)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)

@@ -35,7 +35,7 @@ from shared_core.low_rank.layers import (
     schemes,
 )
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
-from shared_core.modules.calls import call_on_batch, evaluated, loss_of
+from shared_core.modules.calls import call_on_batch, evaluated, loss_of, remove_hooks
 from shared_core.modules.like_stock import taking_look_alikes
 from shared_core.modules.matching import check_model, replaced
 from shared_core.modules.own_forward import fast_paths_off
@@ -233,8 +233,7 @@ def _moments(
                 if progress:
                     progress(done, len(data))
     finally:
-        for handle in handles:
-            handle.remove()
+        remove_hooks(handles)
     return moments.read()
 
 

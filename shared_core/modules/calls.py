@@ -6,6 +6,7 @@ Also hook and record the calls of one micro-batch for tracing, and solve linear 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,6 +46,12 @@ class RunHook:
         return RunHook, (None,)
 
 
+def remove_hooks(handles: list[Any]) -> None:
+    """Remove the hooks of these handles, and empty the list."""
+    while handles:
+        handles.pop().remove()
+
+
 def around_forwards(
     model: nn.Module, surrounding: Callable[[nn.Module, Any, Any], AbstractContextManager[Any]]
 ) -> Callable[[], None]:
@@ -66,16 +73,11 @@ def around_forwards(
         if entered:
             entered.pop().__exit__(None, None, None)
 
-    handles = (
+    handles = [
         model.register_forward_pre_hook(RunHook(before), with_kwargs=True, prepend=True),
         model.register_forward_hook(RunHook(after), always_call=True),
-    )
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
+    ]
+    return functools.partial(remove_hooks, handles)
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:
@@ -246,9 +248,7 @@ class ExampleCalls:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
 
 
 Solve = Callable[[str, nn.Module, Tensor], None]
@@ -350,8 +350,7 @@ def _record(blocks: list[nn.Module], run: Callable[[], Any]) -> list[_Call] | No
     try:
         run()
     finally:
-        for handle in handles:
-            handle.remove()
+        remove_hooks(handles)
     return calls if chained[0] and len(calls) == len(blocks) else None
 
 
@@ -391,8 +390,7 @@ def _hessians(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     try:
         yield found
     finally:
-        for handle in handles:
-            handle.remove()
+        remove_hooks(handles)
 
 
 def _solve(layers: Mapping[str, nn.Module], found: dict[str, Tensor], solve: Solve, where: str) -> None:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import CheckpointError
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import RunHook, remove_hooks
 from shared_core.modules.matching import StackedExperts, expert_weights, plain_name
 
 _SHOWN = 5
@@ -68,9 +68,7 @@ class ExpertUse:
 
     def close(self) -> None:
         """Stop watching. The records stay."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the records."""

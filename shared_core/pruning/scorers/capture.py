@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import TrainingError
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import RunHook, remove_hooks
 from shared_core.modules.weight_views import channel_axis, check_layout, over_inputs
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 
@@ -74,9 +74,7 @@ class BackwardWatch:
 
     def detach(self) -> None:
         """Remove the hooks. An existing graph then reports nothing."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
         self.clear()
 
     def clear(self) -> None:
@@ -328,12 +326,8 @@ class Wanda(GatheringScorer):
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._remove()
+        remove_hooks(self._handles)
         self.discard_step()
-
-    def _remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
 
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -345,7 +339,7 @@ class Wanda(GatheringScorer):
         finally:
             self._calibrating = False
             if not attached:
-                self._remove()
+                remove_hooks(self._handles)
 
     def has_seen(self, name: str) -> bool:
         """Return True if any input reached the layer before the last `observe_step` or `reduce`."""

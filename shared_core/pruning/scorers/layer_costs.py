@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError, TrainingError
-from shared_core.modules.calls import RunHook
+from shared_core.modules.calls import RunHook, remove_hooks
 from shared_core.modules.matching import weight_of
 from shared_core.modules.weight_views import channel_axis
 from shared_core.pruning.scorers.gradient_scorers import num_examples
@@ -65,8 +65,7 @@ class LayerUses:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        remove_hooks(self._handles)
 
 
 def _places(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:

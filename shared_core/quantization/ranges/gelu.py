@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import MatchError
+from shared_core.modules.calls import remove_hooks
 from shared_core.quantization.layer_quantizer import ClippedQuantizer
 from shared_core.quantization.ranges.observers import RangeBank
 
@@ -150,9 +151,7 @@ class GeluInputs:
 
     def close(self) -> None:
         """Watch no longer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        remove_hooks(self._hooks)
         for quantizer in self.quantizers.values():
             quantizer.gelu_inputs = None
 
