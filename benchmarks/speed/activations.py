@@ -13,8 +13,8 @@ from measure import MIB, Row, interleaved, main, milliseconds, peak_allocated, r
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 
 PACKS = ("exact", "bf16", "int8")
 

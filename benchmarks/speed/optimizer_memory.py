@@ -16,8 +16,8 @@ import torch
 from measure import Row, allocated, interleaved, main, ratio
 from torch import Tensor, nn
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 BF16 = torch.bfloat16

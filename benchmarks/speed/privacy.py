@@ -15,8 +15,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 
 TARGET, CLASSES = 1.2, 10
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared_core import Session
 from shared_core.contrib.planning import ModelShape, PlannedRun, plan
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 
 LAYERS, HIDDEN, VOCAB, TOKENS = 4, 128, 256, 32
 RECIPES: dict[str, dict[str, Any]] = {

@@ -21,10 +21,10 @@ from transformers import (
 
 from hf_eff import attach
 from hf_eff.callbacks import Lora, Pruning, QuantizationAwareTraining
+from shared_core import Session
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.cli.loading import load_folder
 from shared_core.engine.saving.state_file import load_state
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, ReceiptError
 from shared_core.lora import LoraConfig
 from shared_core.lora.quantized_base import on_grid

@@ -25,7 +25,7 @@ from lightning_eff import EffCallback, Pruning
 from lightning_eff.callbacks import PrimaryWeights
 from lightning_eff.precision import precision_class
 from lightning_eff.pytorch import Fp8Precision
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, ConfigError
 
 PLUGIN = {BOTH[0]: lightning_eff.pytorch.LossScalingPrecision, BOTH[1]: lightning_eff.lightning.LossScalingPrecision}

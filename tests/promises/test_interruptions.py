@@ -19,7 +19,7 @@ from two_ranks import ranks_of, start_scripts
 
 import hf_eff
 import lightning_eff
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import ConfigError, TrainingError
 
 PLACES = ("forward", "before_step", "after_step", "save")

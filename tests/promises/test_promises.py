@@ -23,8 +23,8 @@ from promise_table import (
 from safetensors.torch import load_file
 from torch import nn
 
+from shared_core import Session
 from shared_core.checkpoint_formats.plain import read_deployment
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, EffError, MatchError
 from shared_core.low_rank import load as load_factorized
 from shared_core.quantization import apply_ranges

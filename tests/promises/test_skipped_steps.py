@@ -17,8 +17,8 @@ from torch import nn
 from transformers import TrainerCallback
 from two_ranks import run_two_ranks
 
+from shared_core import Session
 from shared_core.engine.checks.compatibility import refusal
-from shared_core.engine.session import Session
 from shared_core.loss_scaling import LossScaleError
 from shared_core.pruning import Pruning
 

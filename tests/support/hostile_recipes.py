@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from plain_loop import backward, update
 from torch import nn
 
+from shared_core import Session
 from shared_core.config.training_time import Position
 from shared_core.engine.registry import REGISTRY, flags
 from shared_core.engine.services import Services
-from shared_core.engine.session import Session
 from shared_core.errors import EffError
 
 SECONDS = 30

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from two_ranks import be_a_rank
 
+from shared_core import Session
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
 from shared_core.engine.services import SavedCheckpoint, Services
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
 from shared_core.quantization import quantize_with_report
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from hf_eff import attach
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import ConfigError, MatchError
 
 LENGTHS = (3, 8, 5, 6, 2, 8, 4, 7)

@@ -7,8 +7,8 @@ from saved_runs import packed
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shared_core import Session
 from shared_core.activation_compression.saved_tensors import HostMover
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, TrainingError
 
 

@@ -5,10 +5,10 @@ import torch
 from plain_loop import begun_session
 from torch import nn
 
+from shared_core import Session
 from shared_core.activation_checkpointing import CheckpointingConfig
 from shared_core.activation_compression import ActivationsConfig
 from shared_core.engine.checks import compatibility
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 
 

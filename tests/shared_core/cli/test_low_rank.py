@@ -9,8 +9,8 @@ from commands import eff, user_module
 from reports import report_of, row
 from torch import nn
 
+from shared_core import Session
 from shared_core.cli.smaller_models import LOW_RANK_FILE
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.low_rank import LowRankLayer, load
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, saved_by_two_ranks
 
+from shared_core import Session
 from shared_core.distillation import DistillConfig
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError
 
 STEPS = 4

@@ -23,6 +23,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from shared_core import Session
 from shared_core.distillation import comparison
 from shared_core.distillation import task_gradient as module
 from shared_core.distillation.forward_capture import Forward
@@ -35,7 +36,6 @@ from shared_core.distillation.task_gradient import (
     fused_sum,
     hard_term,
 )
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
 
 FUSED = ("forward_kl", "reverse_kl", "jsd")

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared_core import Session
 from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.distillation.teachers import change_dtype_
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError, MatchError, MissingExtraError, TrainingError
 
 STEPS = 6

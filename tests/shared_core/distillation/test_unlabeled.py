@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared_core import Session
 from shared_core.distillation import kd_loss
 from shared_core.distillation.unlabeled import labeled_part, positions_ahead, rows_that_count, split_batch, zero_of
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
 
 FIELD = "new"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError
 
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 1}

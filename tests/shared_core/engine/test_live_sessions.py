@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import TrainingError
 
 PRUNE = {"prune": {"sparsity": 0.5}}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.fp8 import Fp8Linear
 
 STEPS, POISONED = 4, 2

@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared_core import Session
 from shared_core.engine.saving.state_file import load_state, save_state
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
 from shared_core.fp8.arithmetic import cast_for

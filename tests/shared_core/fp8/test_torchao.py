@@ -14,7 +14,7 @@ from plain_loop import plain_step
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, MissingExtraError
 from shared_core.fp8 import Fp8Config, Fp8Linear, convert_to_fp8
 from shared_core.fp8 import native as probe

@@ -11,11 +11,11 @@ from peft import get_peft_model
 from plain_loop import plain_step
 from torch import nn
 
+from shared_core import Session
 from shared_core.distillation.teachers import StudentAverage
 from shared_core.engine.checks.compatibility import check
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.saving.state_file import load_state, save_state
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.lora import LoraConfig
 from shared_core.lora.adapters import adapters

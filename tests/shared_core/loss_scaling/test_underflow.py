@@ -10,8 +10,8 @@ from loss_scaling_runs import SessionLoop
 from plain_loop import backward, update
 from torch import nn
 
+from shared_core import Session
 from shared_core.engine.saving.state_file import load_state, save_state
-from shared_core.engine.session import Session
 from shared_core.loss_scaling import FlushProbe, UnderflowTelemetry
 
 NORMAL, LARGEST = 2.0**-14, {"fp16": 65504.0, "fp8_e5m2": 57344.0}

@@ -9,8 +9,8 @@ from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from shared_core import Session
 from shared_core.engine.services import Services
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.low_rank import LowRankConfig, LowRankLayer, factorize, load, merge
 from shared_core.low_rank.config import parse_rank

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lora_runs import net
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError
 
 peft = pytest.importorskip("peft")

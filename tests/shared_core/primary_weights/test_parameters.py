@@ -7,7 +7,7 @@ import torch
 from primary_weights_runs import KINDS, OPTIMIZERS, begin, by_session, copies_of, loss_of, net, stepped
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.primary_weights import PrimaryWeightsConfig, replace_parameters_
 

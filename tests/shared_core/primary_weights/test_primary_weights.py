@@ -5,7 +5,7 @@ import torch
 from primary_weights_runs import KINDS, OPTIMIZERS, STEPS, begin, by_session, copies_of, loss_of, net, stepped
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, run_two_ranks
 
-from shared_core import training
+from shared_core import Session, training
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
 
 STEPS = 12

@@ -5,9 +5,9 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
+from shared_core import Session
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
 from shared_core.pruning import PruneConfig, cubic_sparsity, prune
 from shared_core.tools.explain import explain

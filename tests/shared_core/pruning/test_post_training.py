@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call, grad
 from transformers import BertConfig, BertForSequenceClassification
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.pruning import PruneConfig, prune_mask
 from shared_core.pruning.post_training import DURING_TRAINING, as_config, prune

@@ -8,9 +8,9 @@ import torch
 from plain_loop import update
 from torch import nn
 
+from shared_core import Session
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.pruning import PruneConfig, prune_masks
 from shared_core.pruning.masks import MaskStore, clear_moments_

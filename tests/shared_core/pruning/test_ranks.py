@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import leave, run_two_ranks
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.pruning.scorers import SCORERS, make_scorer
 
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}

@@ -8,11 +8,10 @@ from plain_loop import plain_step
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
-from shared_core import training
+from shared_core import Session, training
 from shared_core.channel_graph.groups import find_groups
 from shared_core.engine.checks.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
 from shared_core.pruning import prune
 

@@ -8,10 +8,10 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.saving.session_state import load_window_state, window_state
 from shared_core.engine.saving.state_file import load_state, save_state
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.pruning.scorers import make_scorer
 

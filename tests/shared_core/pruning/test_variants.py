@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.loss_scaling import LossScaler
 
 STEPS = 12

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.quantization import apply_ranges, convert
 from shared_core.quantization.batch_norm import FOLDED, find_folds, fold_pair_, fuse_batch_norm, unfold_pair_

@@ -9,7 +9,7 @@ from eff_kernels.quantization.learned import SMALLEST_SCALE
 from plain_loop import begun_session, plain_step
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import ConfigError
 from shared_core.quantization import (
     choose_qparams_affine,

@@ -10,8 +10,8 @@ import torch
 from observed_data import range_of
 from torch import nn
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.numerics import nvfp4_round_to

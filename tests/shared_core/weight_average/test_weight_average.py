@@ -8,8 +8,8 @@ from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.optim import swa_utils
 
+from shared_core import Session
 from shared_core.engine.services import Services
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.weight_average import AverageConfig, RunningAverage, ema_decay
 

@@ -6,7 +6,7 @@ from plain_loop import plain_step
 from torch import nn
 
 import shared_core.weight_clustering.clustering as bundles
-from shared_core.engine.session import Session
+from shared_core import Session
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from share_runs import make_net, make_session, train
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ from mixtures import mixture, stacks
 from share_runs import make_net, make_session
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.weight_clustering import ClusterConfig
 

@@ -4,9 +4,9 @@ import copy
 
 import torch
 
+from shared_core import Session
 from shared_core.distillation import Distillation, DistillConfig
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.engine.technique import Context
 
 

@@ -7,9 +7,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank
 
+from shared_core import Session
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import Services
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, TrainingError
 
 STEPS, RATE = 6, 0.1

@@ -3,7 +3,7 @@
 import torch
 from plain_loop import backward, update
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.loss_scaling import LossScaler
 
 INF, NAN = float("inf"), float("nan")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 
 KINDS = ("fp32_copy", "stochastic_rounding", "kahan")
 STEPS = 8

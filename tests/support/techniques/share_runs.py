@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.01),

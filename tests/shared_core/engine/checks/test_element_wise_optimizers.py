@@ -7,8 +7,8 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
+from shared_core import Session
 from shared_core.engine.checks.model_guards import is_element_wise
-from shared_core.engine.session import Session
 
 
 class UnitStep(torch.optim.Optimizer):

@@ -6,7 +6,7 @@ from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import TrainingError
 
 RECIPES = {

@@ -4,7 +4,7 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 
 
 class Centered(nn.Module):

@@ -11,7 +11,7 @@ from plain_loop import plain_step
 from torch import nn
 from torchao.quantization import Int8Tensor
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.quantization import conversion_report, convert, quantize
 from shared_core.quantization.integer import convert as fast_convert

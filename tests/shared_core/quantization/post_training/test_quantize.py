@@ -11,7 +11,7 @@ from plain_loop import plain_step
 from quantization_digits import accuracy, batches, data, make, trained
 from torch import nn
 
-from shared_core.engine.session import Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import (
     BitPlan,
