@@ -111,7 +111,7 @@ def _size(size: int) -> str:
 def page(result: Mapping[str, Any]) -> str:
     """Return the page of a result, as it stands in ``docs/cost.md``."""
     about = result["about"]
-    again = "".join(f"`{key}` was measured again: {told}.\n" for key, told in about.get("again", {}).items())
+    again = "".join(f"`{key}` was measured again: {when}.\n" for key, when in about.get("again", {}).items())
     parts = [COMMENT, INTRODUCTION.format(**{**about, "again": again})]
     rows = ["| what | n | cost at the largest n | fit |", "|---|---|---|---|"]
     for axis in AXES:

@@ -35,7 +35,7 @@ what a copy and a bfloat16 product reach here. `make bench-gpu` writes this page
 ROOT = RESULTS.parents[1]
 SECONDS, OF_TESTS = 22 * 60.0, 8 * 60.0
 """For the tests and all cases, without imports, and for the tests of it."""
-_TOLD = 20  # tests by name
+_SHOWN = 20  # tests by name
 
 
 Make = Callable[[At], Case]
@@ -84,9 +84,9 @@ def run_tests() -> dict[str, Any]:
         passed = run.returncode == 0 and " passed" in f" {lines[-1]}" and "skipped" not in lines[-1]
     except subprocess.TimeoutExpired:
         passed, lines = False, [f"not finished after {OF_TESTS:.0f} s"]
-    told = [line.replace("|", "/")[:200] for line in lines if re.match(r"(FAILED|ERROR|SKIPPED) ", line)]
-    told[_TOLD:] = [f"and {len(told) - _TOLD} more"] if len(told) > _TOLD else []
-    row = Row("`TRITON_INTERPRET=0 pytest -m gpu`", "; ".join([lines[-1], *told]), target="all pass", met=passed)
+    failures = [line.replace("|", "/")[:200] for line in lines if re.match(r"(FAILED|ERROR|SKIPPED) ", line)]
+    failures[_SHOWN:] = [f"and {len(failures) - _SHOWN} more"] if len(failures) > _SHOWN else []
+    row = Row("`TRITON_INTERPRET=0 pytest -m gpu`", "; ".join([lines[-1], *failures]), target="all pass", met=passed)
     return {**asdict(row), "seconds": time.perf_counter() - begun}
 
 

@@ -90,7 +90,7 @@ Times = dict[str, list[float]]
 
 
 class Runs:
-    """The results of single runs, told as they come, and kept in a file so that a stopped benchmark can go on.
+    """The results of single runs, printed as they come, and kept in a file so that a stopped benchmark can go on.
 
     Args:
         file: One line of JSON for each finished run; None keeps nothing. A line that was cut off is not there.
@@ -359,6 +359,24 @@ def write_sections(file: Path, head: str, sections: Mapping[str, str], order: Se
     with atomic_write(file) as aside:
         aside.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return file
+
+
+def write_between(file: Path, command: str, text: str) -> None:
+    """Write the text into a page, between ``<!-- command -->`` and ``<!-- end command -->``."""
+    from shared_core.files.atomic import atomic_write  # here: what is measured may be an import
+
+    begin, end = f"<!-- {command} -->\n", f"<!-- end {command} -->"
+    before, _, rest = file.read_text(encoding="utf-8").partition(begin)
+    with atomic_write(file) as aside:
+        aside.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
+def arguments_of_cells(description: str | None) -> argparse.Namespace:
+    """Parse the command line of a table of cells: ``words`` choose the cells to run again, ``keep`` keeps the runs."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="run the cells again whose names contain one")
+    parser.add_argument("--keep", type=Path, help="a new folder for the runs, which stays")
+    return parser.parse_args()
 
 
 def main(measure: Callable[..., list[Row]], **options: int) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import os
@@ -21,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, Runs, device, today
+from measure import RESULTS, Runs, arguments_of_cells, device, today, write_between
 from optimizer_cells import CHECKS, Cell, CellError, equal, stop_of
 from optimizer_kinds import Kind, all_kinds
 from optimizer_runs import Net, Run, checkpoint, train
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "optimizers.md"
 FILE = RESULTS / "optimizers.jsonl"
-BEGIN, END = "<!-- make optimizers -->", "<!-- end -->"
+COMMAND = "make optimizers"
 PACKAGES = {"torch.optim": "torch", "muon": "muon-optimizer", "optimi": "torch-optimi"}
 """Names on the package index that differ from the library's."""
 PLAIN = "without"
@@ -37,12 +36,12 @@ NAMES_OF_FAMILIES = ("LBFGS", "LOMO", "manual optimization", "more than one opti
 
 def refusal(error: Exception, net: Any, optimizers: list[str]) -> dict[str, Any]:
     """Return what became of a run that ended with our error: it must come by the first step and name the optimizer."""
-    told = " ".join(str(error).split())
+    detail = " ".join(str(error).split())
     if len(net.seen) > 4:  # SAM makes two passes a step, and lora needs four steps to see that nothing moves
-        return {"status": "fails", "told": f"refused after {len(net.seen)} forwards: {told}"}
-    if not any(name.lower() in told.lower() for name in (*optimizers, *NAMES_OF_FAMILIES)):
-        return {"status": "fails", "told": f"names none of {', '.join(optimizers)}: {told}"}
-    return {"status": "refused", "told": told}
+        return {"status": "fails", "detail": f"refused after {len(net.seen)} forwards: {detail}"}
+    if not any(name.lower() in detail.lower() for name in (*optimizers, *NAMES_OF_FAMILIES)):
+        return {"status": "fails", "detail": f"names none of {', '.join(optimizers)}: {detail}"}
+    return {"status": "refused", "detail": detail}
 
 
 def try_cell(cell: Cell, technique: str, resumes: bool) -> dict[str, Any]:
@@ -55,13 +54,13 @@ def try_cell(cell: Cell, technique: str, resumes: bool) -> dict[str, Any]:
     try:
         CHECKS[technique](cell)
     except CellError as error:
-        return {"status": "fails", "told": str(error)}
+        return {"status": "fails", "detail": str(error)}
     except EffError as error:
         if cell.made > 1:
-            return {"status": "fails", "told": f"refused in run {cell.made}: {' '.join(str(error).split())}"}
+            return {"status": "fails", "detail": f"refused in run {cell.made}: {' '.join(str(error).split())}"}
         return refusal(error, cell.last, optimizers)
     except Exception as error:
-        return {"status": "fails", "told": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"status": "fails", "detail": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {"status": "works"}
 
 
@@ -70,10 +69,10 @@ def try_plain(kind: Kind, folder: Path) -> tuple[dict[str, Any], Run | None]:
     try:
         run = train(kind, Net(kind.bias), folder / PLAIN)
     except Exception as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return {"status": "does not run", "told": told, "resumes": False}, None
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return {"status": "does not run", "detail": detail, "resumes": False}, None
     if equal(run.weights, dict(Net(kind.bias).state_dict())):
-        return {"status": "does not run", "told": "changes no weight", "resumes": False}, None
+        return {"status": "does not run", "detail": "changes no weight", "resumes": False}, None
     try:
         again = train(kind, Net(kind.bias), folder / "again", resume=checkpoint(run, stop_of(kind)))
         resumes = equal(again.weights, run.weights)
@@ -116,7 +115,7 @@ def in_process(kind: Kind, folder: Path, techniques: list[str]) -> Mapping[str, 
             break
         found[technique] = result
     process.join()
-    lost = {"status": "fails", "told": f"the process ended with {process.exitcode}"}
+    lost = {"status": "fails", "detail": f"the process ended with {process.exitcode}"}
     if PLAIN not in found:
         found[PLAIN] = lost | {"status": "does not run", "resumes": False}
     if found[PLAIN]["status"] == "works":
@@ -132,9 +131,9 @@ def version_of(library: str) -> str:
         return ""
 
 
-def _alike(told: str) -> str:
+def _alike(detail: str) -> str:
     """Return a refusal without the names of optimizers and techniques."""
-    without = re.sub(r"\b(recipe|" + "|".join(CHECKS) + r")\b", "T", told)
+    without = re.sub(r"\b(recipe|" + "|".join(CHECKS) + r")\b", "T", detail)
     return re.sub(r"\b[A-Z]\w*", "X", re.sub(r"(\S+ of |\w+\.)(?=[A-Z])", "", without))
 
 
@@ -149,9 +148,9 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     def text(found: Mapping[str, Any]) -> str:
         if found["status"] != "refused":
             return "✓" if found["status"] == "works" else f"**{found['status']}**"
-        if (key := _alike(found["told"])) not in numbers:
+        if (key := _alike(found["detail"])) not in numbers:
             numbers[key] = len(numbers) + 1
-            refusals.append(found["told"])
+            refusals.append(found["detail"])
         return str(numbers[key])
 
     for kind in ran:
@@ -163,12 +162,12 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     lines += [f"| {library} | {', '.join(names)} | {' | '.join(cells)} |" for (library, *cells), names in rows.items()]
     found = [results[f"{kind.title} x {PLAIN}"] for kind in kinds]
-    told = [f"{number}. `{line}`" for number, line in enumerate(refusals, start=1)]
+    notes = [f"{number}. `{line}`" for number, line in enumerate(refusals, start=1)]
     libraries = {kind.library: results[f"{kind.title} x {PLAIN}"]["version"] for kind in kinds}
     versions = ", ".join(f"{library} {number}".strip() for library, number in libraries.items() if number)
     caption = "; ".join(sorted({f"{one['date']}, {one['device']}" for one in found})) + f". {versions}."
     table = "\n".join(lines)
-    return f"{caption}\n\n{table}\n\n" + "\n".join(told) + f"\n\n{_exceptions(kinds, ran, results)}\n"
+    return f"{caption}\n\n{table}\n\n" + "\n".join(notes) + f"\n\n{_exceptions(kinds, ran, results)}\n"
 
 
 def _exceptions(kinds: list[Kind], ran: list[Kind], results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -181,18 +180,9 @@ def _exceptions(kinds: list[Kind], ran: list[Kind], results: Mapping[str, Mappin
     )
 
 
-def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the table into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page_text(results)}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
 def main() -> int:
     """Return 1 if a cell neither works nor is refused by the first step."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="try again the cells whose names hold one, as 'LBFGS'")
-    parser.add_argument("--keep", type=Path, help="a new folder for the runs, which stays")
-    arguments = parser.parse_args()
+    arguments = arguments_of_cells(__doc__)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     kinds = {kind.title: kind for kind in all_kinds()}
     names = {f"{title} x {technique}": (title, technique) for title in kinds for technique in (PLAIN, *CHECKS)}
@@ -218,7 +208,7 @@ def main() -> int:
         if not arguments.keep:
             shutil.rmtree(folder / str(number))
     results = {name: runs.of(name, dict) for name in names if name in runs}
-    write_page(results)
+    write_between(PAGE, COMMAND, page_text(results))
     failed = [name for name, found in results.items() if found["status"] == "fails"]
     print(f"{len(results)} cells, {len(failed)} fail{': ' if failed else ''}{'; '.join(failed)}")
     return 1 if failed else 0

@@ -96,9 +96,9 @@ def soft_term(saved: Saved) -> str:
     """Recompute the first step's soft term, of all examples, in float64."""
     scores = "score.weight" in saved.weights
     found = _scores(saved) if scores else _divergence(saved)
-    told = saved.logged("distill/soft_loss")
-    _must(abs(told / found - 1) < 1e-3, f"the log has {told}, the formula {found:.4g}")
-    return f"{told:.4g}"
+    logged = saved.logged("distill/soft_loss")
+    _must(abs(logged / found - 1) < 1e-3, f"the log has {logged}, the formula {found:.4g}")
+    return f"{logged:.4g}"
 
 
 def _texts(saved: Saved) -> list[Tensor]:

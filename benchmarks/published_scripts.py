@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import multiprocessing
@@ -23,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, Runs, device, today
+from measure import RESULTS, Runs, arguments_of_cells, device, today, write_between
 from published_recounts import RECOUNTS, RecountError, Saved
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "integrations.md"
 LIBRARIES = ("torch", "transformers", "trl", "peft")
 FILE = RESULTS / "published_scripts.jsonl"
 ROWS, WORDS, STEPS, TOKENS = 8, 96, 6, 8
-BEGIN, END = "<!-- make scripts -->", "<!-- end -->"
+COMMAND = "make scripts"
 COMMON = {
     "max_steps": STEPS, "use_cpu": "true", "report_to": "none", "bf16": "false", "gradient_checkpointing": "false",
     "learning_rate": 0.01, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": "true",
@@ -168,17 +167,17 @@ def result(folder: Path, script: str, technique: str, code: int | None) -> dict[
     errors, trained = (out / "stderr").read_text().strip(), "{'loss'" in (out / "stdout").read_text()
     last = errors.rpartition("\n")[2]
     if code == 2 and last.startswith("error: ") and "Traceback" not in errors and not trained:
-        return {"status": "refused", "told": last.removeprefix("error: ")}
+        return {"status": "refused", "detail": last.removeprefix("error: ")}
     if code:
-        return {"status": "fails", "told": last}
+        return {"status": "fails", "detail": last}
     model = SCRIPTS[script]["model"]
     teacher = {"student": "teacher", "scorer": "scoring_teacher"}[model]
     try:
         saved = Saved(out, folder / f"{script} {PLAIN}", folder / model, folder / teacher)
         text = "; ".join(recount(saved) for recount in RECOUNTS[technique][1])
     except (RecountError, OSError) as error:
-        return {"status": "fails", "told": f"the saved files: {error}"}
-    return {"status": "works", "told": text}
+        return {"status": "fails", "detail": f"the saved files: {error}"}
+    return {"status": "works", "detail": text}
 
 
 def run_cells(folder: Path, cells: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, int | None, float]]:
@@ -216,8 +215,8 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     def exception(script: str, technique: str) -> str:
         found = results.get(f"{script} x {technique}", {"status": "not tried"})
         if found["status"] != "refused":
-            return "" if found["status"] == "works" else f"{script}: **{found['status']}** {found.get('told', '')}"
-        reason = re.sub(r"got \w+, (whose|which)", r"got a trainer \1", found["told"])
+            return "" if found["status"] == "works" else f"{script}: **{found['status']}** {found.get('detail', '')}"
+        reason = re.sub(r"got \w+, (whose|which)", r"got a trainer \1", found["detail"])
         if reason not in refusals:
             refusals.append(reason)
         return f"{script} ({refusals.index(reason) + 1})"
@@ -234,18 +233,9 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{where}.\n\n{table}\n\n{text}\n"
 
 
-def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the table into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page_text(results)}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
 def main() -> int:
     """Return 1 if a cell neither works nor is refused at the start."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="try again the cells whose names hold one, as 'fp8'")
-    parser.add_argument("--keep", type=Path, help="a new folder for the runs, which stays")
-    arguments = parser.parse_args()
+    arguments = arguments_of_cells(__doc__)
     torch.set_num_threads(1)
     names = {f"{script} x {technique}": (script, technique) for technique in TECHNIQUES for script in SCRIPTS}
     runs = Runs(FILE)
@@ -276,7 +266,7 @@ def main() -> int:
     if not arguments.keep:
         shutil.rmtree(folder)
     results = {name: runs.of(name, dict) for name in names if name in runs}
-    write_page(results)
+    write_between(PAGE, COMMAND, page_text(results))
     failed = [name for name, found in results.items() if found["status"] == "fails"]
     print(f"{len(results)} cells, {len(failed)} fail{': ' if failed else ''}{'; '.join(failed)}")
     return 1 if failed else 0

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS, Runs, today
+from measure import RESULTS, Runs, today, write_between
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "integrations.md"
 FILE = RESULTS / "resolved_versions.jsonl"
-BEGIN, END = "<!-- make versions -->", "<!-- end versions -->"
+COMMAND = "make versions"
 SHOWN = ("torch", "transformers", "lightning", "huggingface-hub")
 SECONDS = 900
 _HF = ("trl", "peft", "axolotl", "llamafactory", "setfit", "sentence-transformers", "adapters", "unsloth", "gliner",
@@ -83,14 +83,8 @@ def page_text(results: Mapping[str, Mapping[str, Any]]) -> str:
         cells = [both.get(name, "").partition("+")[0] for name in (library, *SHOWN)]  # without a build's name
         lines.append(f"| {library} {cells[0]} | `{LIBRARIES[library]}` | {' | '.join(cells[1:])} |".replace("  ", " "))
     dates = sorted({f"{found['date']}, Python {found['python']}" for found in results.values()})
-    told = "\n".join(notes) or "Alone, each library resolves to the same version of itself."
-    return f"{'; '.join(dates)}.\n\n" + "\n".join(lines) + f"\n\n{told}\n"
-
-
-def write_page(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the table into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page_text(results)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    text = "\n".join(notes) or "Alone, each library resolves to the same version of itself."
+    return f"{'; '.join(dates)}.\n\n" + "\n".join(lines) + f"\n\n{text}\n"
 
 
 def main() -> None:
@@ -111,7 +105,7 @@ def main() -> None:
         subprocess.run([pip, "install", "--quiet", "--upgrade", "pip"], check=True)  # an older one downloads wheels
         for library in again or LIBRARIES:
             runs.of(library, lambda library=library: resolved(pip, folder, wheel, library))
-    write_page({library: runs.of(library, dict) for library in LIBRARIES})
+    write_between(PAGE, COMMAND, page_text({library: runs.of(library, dict) for library in LIBRARIES}))
 
 
 if __name__ == "__main__":
