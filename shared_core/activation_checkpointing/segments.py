@@ -639,7 +639,7 @@ class _Checkpointed:
         if value.get_seq_length(*numbers[:1]) > 0:
             raise TrainingError(
                 "checkpointing",
-                f"{self.name}: past_key_values must be empty in training, got a filled cache",
+                f"{self.name}: the generation cache must be empty in training, got a filled one",
                 "it would be read and written twice; leave the block out",
             )
         self.segment.tally.note("generation caches are off in checkpointed blocks while training")

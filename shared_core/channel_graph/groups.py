@@ -25,7 +25,7 @@ from shared_core.channel_graph.graph import FIXED, Axis, Ids, Role, Tracer
 from shared_core.modules.calls import call as call
 from shared_core.modules.calls import evaluated, remove_hooks
 
-_BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "encoder_", "decoder_", "cross_attentions")
+_BY_PRODUCTS = ("past_key_values", "cache", "hidden_states", "attentions", "encoder_", "decoder_", "cross_attentions")
 
 
 def run(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = True) -> Tracer:

@@ -21,7 +21,7 @@ from shared_core.modules.matching import plain_name
 from shared_core.numerics.rounding import SignalToNoise
 
 _WHERE = "calibrate_kv_cache"
-_CACHE = "past_key_values"  # its name in transformers
+_CACHES = ("cache", "past_key_values")  # its names in transformers: from 5.24, and before
 _SCALES = ("k_scale", "v_scale")
 _LARGEST = 448.0  # of e4m3
 Change = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -121,7 +121,9 @@ def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
 def _check_attention(layers: Mapping[str, Any], where: str) -> None:
     if not layers:
         raise CompatibilityError(
-            where, f"kv_cache needs attention layers that fill a cache ({_CACHE}), got none", "drop it"
+            where,
+            "kv_cache needs attention layers that fill a cache (an argument cache or past_key_values), got none",
+            "drop it",
         )
 
 
@@ -175,11 +177,14 @@ def _rounded(scales: Mapping[str, float], *states: Tensor) -> tuple[Tensor, ...]
 
 def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the innermost modules whose forward takes a cache, which outer modules only pass on."""
-    able = {
-        name: module for name, module in model.named_modules() if _CACHE in inspect.signature(module.forward).parameters
-    }
+    able = {name: module for name, module in model.named_modules() if _cache_argument(module)}
     modules = set(able.values())
     return {plain_name(name): module for name, module in able.items() if len(modules & {*module.modules()}) == 1}
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
 
 
 class _Cache:
@@ -203,7 +208,8 @@ def _before_cache(model: nn.Module, change: Callable[..., Any]) -> Iterator[None
 
     def hook(name: str, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        bound.arguments[_CACHE] = _Cache(bound.arguments.get(_CACHE), functools.partial(change, name))
+        cache: Any = _cache_argument(module)
+        bound.arguments[cache] = _Cache(bound.arguments.get(cache), functools.partial(change, name))
         return bound.args, bound.kwargs
 
     with contextlib.ExitStack() as stack:

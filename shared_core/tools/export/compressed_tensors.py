@@ -409,7 +409,8 @@ def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None
         rule = (
             f"{odd[0]} must have a cache of its keys and values, with scales, as the format knows it (k_proj, v_proj)"
         )
-        raise CompatibilityError(_WHERE, f"{rule}, got {why}", "leave kv_cache out")
+        # transformers 5.24 renamed the argument, which compressed-tensors 0.20 does not know
+        raise CompatibilityError(_WHERE, f"{rule}, got {why}", "leave kv_cache out, or use transformers before 5.24")
     cached = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
     scheme = QuantizationScheme(targets=[], input_activations=cached)
     for name, entry in scales.items():

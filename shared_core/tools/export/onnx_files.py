@@ -301,7 +301,7 @@ def run_optimized(file: Path | Opened, inputs: Any) -> tuple[dict[str, int], Seq
         target = folder / "optimized.onnx"
         try:
             session = session_of(file, optimize=True, save=target)
-        except Exception as error:  # 1.31 fuses a convolution between FP8 codes to QLinearConv, which has no FP8
+        except Exception as error:  # before 1.32, FP8 codes between convolutions become QLinearConv's
             rule = f"onnxruntime cannot load the file: {str(error)[:300]}"
             remedy = 'pass target="tensorrt" (eff export: --target tensorrt), or skip convolutions in qat'
             raise CompatibilityError("export_onnx", rule, remedy) from error

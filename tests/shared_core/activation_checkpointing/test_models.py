@@ -224,7 +224,7 @@ class TestRefusals:
             cache = model(inputs["input_ids"], use_cache=True).past_key_values
         assert cache.get_seq_length() == 9  # evaluation keeps its cache
         model.train()
-        with pytest.raises(TrainingError, match=r"model\.layers\.0: past_key_values must be empty in training"):
+        with pytest.raises(TrainingError, match=r"model\.layers\.0: the generation cache must be empty in training"):
             model(inputs["input_ids"], past_key_values=cache)
 
 
