@@ -12,14 +12,14 @@ from shared_core.cli.reference import (
 )
 
 DOCS = Path(__file__).resolve().parent
-TABLES = {
-    "formats.md": formats_markdown(),
-    "distributed.md": distributed_markdown(),
-    "combine.md": pairs_markdown(),
-    "reports.md": figures_markdown(),
-}
+TABLES = [
+    ("formats.md", formats_markdown()),
+    ("distributed.md", distributed_markdown()),
+    *(("combine.md", table) for table in re.split(r"(?<=\n)\n", pairs_markdown())),
+    ("reports.md", figures_markdown()),
+]
 
-for name, table in TABLES.items():
+for name, table in TABLES:
     page = (DOCS / name).read_text(encoding="utf-8")
     heading = re.escape(table.splitlines()[0])
     rows = re.compile(rf"{heading}\n(\|.*\n)*(\n(\d+\. .*\n)+)?")  # and their numbered notes

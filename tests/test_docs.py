@@ -30,7 +30,8 @@ def test_the_tables_of_flags_are_the_generated_ones():
     [("distributed.md", distributed_markdown), ("combine.md", pairs_markdown), ("reports.md", figures_markdown)],
 )
 def test_the_tables_of_what_combines_are_the_generated_ones(page, table):
-    assert table() in (ROOT / "docs" / page).read_text(encoding="utf-8"), "run `make docs`"
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert all(part in text for part in re.split(r"(?<=\n)\n", table())), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -209,17 +209,24 @@ def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
 
 
 def pairs_markdown() -> str:
-    """Return the table of pairs that are refused, and what to do instead, as Markdown."""
+    """Return two tables in Markdown: pairs that need an option, and pairs that are refused with what to do instead."""
     from shared_core.engine.checks.compatibility import matrix
 
-    rows, refused = matrix(), {}
+    rows = matrix()
+    allowed: dict[frozenset[str], str] = {}
+    refused: dict[frozenset[str], str] = {}
     for row in rows:
         for other in (other["technique"] for other in rows):
             pair = frozenset((row["technique"], other))
-            if row[other] not in ("yes", "-") and pair not in refused:
+            if row[other] not in ("yes", "-") and pair not in {**allowed, **refused}:
                 instead = row[other].partition("; ")[2]
-                refused[pair] = f"| `{row['technique']}` + `{other}` | {instead} |"
-    return "\n".join(["| together | instead |", "|---|---|", *refused.values()]) + "\n"
+                rest = instead.removeprefix("pass ")
+                table = refused if rest == instead else allowed
+                table[pair] = f"| `{row['technique']}` + `{other}` | {rest} |"
+    tables = {"works with": allowed, "instead": refused}
+    return "\n".join(
+        "\n".join([f"| together | {title} |", "|---|---|", *lines.values()]) + "\n" for title, lines in tables.items()
+    )
 
 
 def figures_markdown() -> str:

@@ -42,10 +42,9 @@ class LoraConfig(TechniqueConfig):
         "tensor_parallel": "parallel plans split stock layers and do not know layers with adapters; use DDP or FSDP2",
         "prune": "merging the adapters would fill the base's zeros; prune the merged model afterwards",
         "qat": "qat rounds the sum of base and adapters, which neither bitsandbytes' codes nor adapter files can hold; "
-        "allowed with --lora_base none and --lora_save merged: then qat quantizes the frozen weights, "
-        "also to 4 bits",
+        "pass --lora_base none and --lora_save merged, so that qat quantizes the frozen weights, also to 4 bits",
         "fp8": "both replace the same linear layers; drop one",
-        "soup": "an average of merged weights has a higher rank than the adapters; use --lora_save merged "
+        "soup": "an average of merged weights has a higher rank than the adapters; pass --lora_save merged "
         "without --lora_requantize, or average folders of adapters with `eff soup`",
         "zero3": ZERO3,
         "fsdp1": "FSDP1 flattens frozen codes and trained floats into one tensor; use DDP",

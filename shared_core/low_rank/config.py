@@ -88,11 +88,11 @@ class LowRankConfig(TechniqueConfig):
         " with `eff low-rank`",
         "lottery": "a ticket masks whole weights, which factorized layers do not have; factorize the winning ticket "
         "with `eff low-rank`",
-        "prune": "the product of two sparse factors is dense; keep --low_rank_merge false, so that the model "
+        "prune": "the product of two sparse factors is dense; pass --low_rank_merge false, so that the model "
         "stays factorized",
-        "cluster": "the product of two factors does not keep shared values; keep --low_rank_merge false, so "
+        "cluster": "the product of two factors does not keep shared values; pass --low_rank_merge false, so "
         "that the model stays factorized",
-        "qat": "the product of two quantized factors is not on a grid; keep --low_rank_merge false, so that "
+        "qat": "the product of two quantized factors is not on a grid; pass --low_rank_merge false, so that "
         "the model stays factorized",
         "zero3": ZERO3,
         "fsdp1": FSDP1,
