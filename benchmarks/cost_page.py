@@ -27,8 +27,8 @@ prints by how much each technique lengthens a step.
 
 ![Measured growth of time and memory, relative to the smallest size](cost.svg)
 
-The table shows how the cost of a technique grows with one size n, while the others stay fixed. The fit tells the cost
-of a larger run: n^1 doubles when n doubles, and a + b·n has a part that does not grow. Rows "for comparison" show what
+The table shows how the cost of a technique grows with one size n, while the others stay fixed. Use the fit to estimate
+a larger run: n^1 doubles when n doubles, and a + b·n has a part that does not grow. Rows "for comparison" show what
 the technique replaces.
 
 {date}, {device}, one thread, {versions}, by `make cost`.
@@ -52,8 +52,9 @@ PLAN = """\
 
 - With `--model`, parameters are counted on the config's class if transformers has it, otherwise by formula.
 - The peak is an upper bound: activations are freed while gradients appear.
-- a was measured on a Llama, without attention scores. Eager attention (`--attention eager`, or a class without fused
-  attention) adds 3·c·T·L·s·heads. That fits BERT, Llama, Gemma 2 and GPT-2, and is a third of what DeBERTa stores.
+- The constant a was measured on a Llama, without attention scores. Eager attention (`--attention eager`, or a class
+  without fused attention) adds 3·c·T·L·s·heads. That fits BERT, Llama, Gemma 2 and GPT-2, and is a
+  third of what DeBERTa stores.
 - With FSDP2, the plan reduces gradients in every micro-batch. Trainers that wait for the last one send less and keep
   whole gradients.
 

@@ -311,7 +311,7 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         parts = (name for name, part in student.named_modules() if name and not any(unlike(part, weights)))
         if (part := next(parts, None)) is not None:
             remedy = f"they fit its submodule {part}: add student={part!r}"
-        rule = f"hold the weights of a {type(student).__name__} like the student, got {got}"
+        rule = f"have the weights of a {type(student).__name__} of the student's shape, got {got}"
     require(not rule, "distill", f"teacher {source} must {rule}", remedy, CheckpointError)
     check_values(teacher, weights, f"distill: teacher {source}")
     # strict=False: `unlike` has checked the names except ties.

@@ -114,7 +114,7 @@ def run(context: typer.Context, script: _Script) -> None:
                 guard.remove()
         taken = any(front_end.used() for front_end in installed) or (was_taken is not None and was_taken())
         if recipe and not taken and not asks_for_help:
-            raise unseen(script, "no training by any of them was seen")
+            raise unseen(script, "none of them trained anything")
     if ended is not None:
         raise ended
 

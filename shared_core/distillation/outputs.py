@@ -185,7 +185,7 @@ def _misfits(
         )
     elif vocab_size is None and student != teacher:
         yield (
-            f"teacher must have the student's {student} classes, got {teacher}",
+            f"teacher must have as many classes as the student, {student}, got {teacher}",
             "both must share labels or vocabulary. If they share a tokenizer and only padding differs, set "
             "distill.vocab_size to the tokenizer's size. If tokenizers differ, use a teacher with the student's, "
             "distill with distill.hidden pairs, or train on text that the teacher generates",

@@ -63,7 +63,7 @@ def estimates(key: str, elements: int) -> list[dict[str, Any]]:
 
     Example:
         >>> [held["what"] for held in estimates("prune", 1_000_000) if "bytes" in held]
-        ['masks held']
+        ['memory of the masks']
     """
     file = resources.files("shared_core.tools") / "measured.json"
     found = []

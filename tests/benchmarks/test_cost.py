@@ -46,5 +46,5 @@ def test_fits_find_the_law():
 
 
 def test_masks_take_a_byte_a_weight_however_few_there_are():
-    (curve,) = [curve for curve in CURVES if curve.quantity == "masks held"]
+    (curve,) = [curve for curve in CURVES if curve.quantity == "memory of the masks"]
     assert curve.measure(1 << 14) == pytest.approx(2**14 / 2**20, rel=0.02)

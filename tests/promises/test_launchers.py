@@ -214,4 +214,4 @@ def test_a_launcher_that_trains_nothing_is_told_so_though_it_ends_by_sys_exit(ro
     done = run(*EFF, "start.py", "--prune_sparsity", "0.5")
     assert done.returncode == 2
     assert "error: eff run: start.py must train with" in done.stderr
-    assert "no training by any of them was seen" in done.stderr
+    assert "none of them trained anything" in done.stderr

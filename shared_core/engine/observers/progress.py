@@ -39,7 +39,7 @@ class Progress:
         if unreached and self._may_note_best:
             self._may_note_best = False
             so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
-            self._session.note(f"a checkpoint can only be the best once all targets are reached; so far {so_far}")
+            self._session.note(f"a checkpoint is not a candidate for the best before all targets are reached: {so_far}")
         return not unreached
 
     def keep(self) -> dict[str, str]:

@@ -142,14 +142,14 @@ class TestOutputsAndInputs:
 
 class TestRefusals:
     def test_class_counts_at_attach(self):
-        with pytest.raises(ConfigError, match="teacher must have the student's 2 classes, got 5"):
+        with pytest.raises(ConfigError, match="teacher must have as many classes as the student, 2, got 5"):
             attached(bert(), bert(num_labels=5))
-        with pytest.raises(ConfigError, match="teacher must have the student's 17 classes, got 23"):
+        with pytest.raises(ConfigError, match="teacher must have as many classes as the student, 17, got 23"):
             attached(llama(), llama(vocab_size=23))
 
     def test_class_counts_at_the_first_batch(self):
         technique, context = attached(mlp(), mlp(16, classes=4))
-        with pytest.raises(ConfigError, match="teacher must have the student's 3 classes, got 4"):
+        with pytest.raises(ConfigError, match="teacher must have as many classes as the student, 3, got 4"):
             technique.loss(context.model(torch.randn(2, 4)).sum(), context)
 
     def test_regression_needs_logit_mse(self):

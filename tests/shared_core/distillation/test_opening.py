@@ -125,7 +125,7 @@ def test_a_teacher_that_lacks_tokens_of_the_tokenizer_is_refused(make, tmp_path)
 def test_other_sizes_without_tokenizers_are_refused(ours, theirs):
     with pytest.raises(ConfigError, match=rf"the student's {ours} tokens, got .* with {theirs}, and no tokenizers"):
         attached(classifier(ours), classifier(theirs))
-    with pytest.raises(ConfigError, match=rf"the student's {ours} classes, got {theirs}.* set distill.vocab_size"):
+    with pytest.raises(ConfigError, match=rf"as the student, {ours}, got {theirs}.* set distill.vocab_size"):
         attached(language_model(ours), language_model(theirs))
     attached(language_model(ours), language_model(theirs), vocab_size=16)  # the user knows
 
@@ -208,7 +208,7 @@ def test_a_cached_teacher(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "vocab_size", "message"),
     [
-        ((9, 12), None, r"the student's 9 classes, got 12; .* set distill.vocab_size .* tokenizers"),
+        ((9, 12), None, r"as the student, 9, got 12; .* set distill.vocab_size .* tokenizers"),
         ((9, 12), 10, r"vocab_size must be at most 9, the smaller of the student's 9 and the teacher's 12"),
         ((9, 6), 7, r"vocab_size must be at most 6"),
     ],

@@ -167,7 +167,7 @@ class TestScores:
         assert technique.report()["divergence"] == "forward_kl"
 
     def test_another_number_of_them_is_refused(self):
-        with pytest.raises(ConfigError, match=r"teacher must have the student's 1 classes, got 3"):
+        with pytest.raises(ConfigError, match=r"teacher must have as many classes as the student, 1, got 3"):
             soft(Composed(0, "scores", 1), Composed(1, "scores", 3), texts(0))
 
 

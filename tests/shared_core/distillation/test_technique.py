@@ -342,7 +342,7 @@ LATE = {
     "forward without gradients": (calls_without_gradients, {}, "ran without gradients only.*CachedMultipleNegatives"),
     "forward in eval mode": (calls_in_eval_mode, {}, r"ran in eval mode only.*train\(\)"),
     "other inputs of the teacher": (calls, {"teacher": nn.Sequential(nn.Linear(7, 3))}, "teacher must compute from"),
-    "other classes": (calls, {"teacher": Parts(classes=4)}, "the student's 3 classes, got 4"),
+    "other classes": (calls, {"teacher": Parts(classes=4)}, "as many classes as the student, 3, got 4"),
     "another name": (calls, {"logits": "scores"}, "must hold logits under 'scores'"),
     "a hidden layer that does not run": (calls, {"hidden": ["third=first"]}, "module third of the student must run"),
     "hidden layers of other shapes": (calls, {"hidden": ["first=twice"]}, "must have the teacher's shape"),
