@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.files import MappedSafetensors, open_safetensors, read_config, read_json
+from shared_core.checkpoint_formats.packed_layouts import METHODS as PACKED
+from shared_core.checkpoint_formats.packed_layouts import NAMES, PackedLayout
 from shared_core.checkpoint_formats.released_layouts import Fp8Layout, Layout, Stored, layout_of, parsed_groups, spread
 from shared_core.checkpoint_formats.saved_rows import SavedRows, row_count, saved_rows
 from shared_core.errors import CheckpointError, ConfigError
@@ -18,8 +20,8 @@ from shared_core.libraries import installed_version
 from shared_core.modules.weight_views import from_rows, weights_of
 
 _WHERE = "released"
-METHODS = ("mxfp4", "fp8", "compressed-tensors")
-_KNOWN = "MXFP4 of gpt-oss, FP8 of DeepSeek and Qwen, and compressed-tensors"
+METHODS = ("mxfp4", "fp8", "compressed-tensors", *PACKED)
+_KNOWN = "MXFP4 of gpt-oss, FP8 of DeepSeek and Qwen, compressed-tensors, GPTQ or AWQ"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +154,8 @@ def _check_method(config: Mapping[str, Any], folder: object) -> None:
         raise CheckpointError(_WHERE, rule, "use a release in FP8")
     if method == "compressed-tensors" and installed_version("compressed-tensors") is None:
         raise CheckpointError(_WHERE, f"{folder} needs compressed-tensors", "pip install compressed-tensors")
+    if method in PACKED:
+        PackedLayout(str(folder), {}, config)  # refuses other bits and packings
 
 
 def _index(folder: Path) -> dict[str, Path]:
@@ -181,6 +185,7 @@ _PARTS = {
         },
         ".weight",
     ),
+    **dict.fromkeys(PACKED, (".qweight", {part: f".{part}" for part in NAMES}, ".weight")),
 }  # fmt: skip
 """Method → the end of a key that shows a quantized weight, ends of its parts, and of its name in float."""
 
@@ -192,7 +197,12 @@ def _weights(keys: Collection[str], config: Mapping[str, Any]) -> Iterable[tuple
         if key.endswith(sign):
             stem = key.removesuffix(sign)
             found = {part: stem + suffix for part, suffix in parts.items() if stem + suffix in keys}
-            yield stem + end, layout_of(stem + end, found, config)
+            yield stem + end, _layout(stem + end, found, config)
+
+
+def _layout(name: str, keys: Mapping[str, str], config: Mapping[str, Any]) -> Layout:
+    make = PackedLayout if config["quant_method"] in PACKED else layout_of
+    return make(name, keys, config)
 
 
 def released_options(
@@ -221,10 +231,11 @@ def released_options(
     method = quantization_config["quant_method"]
     if method == "mxfp4":
         return {"weights": "mxfp4", "inputs": "none", "include": ("*.experts",)}
-    if method == "fp8":
-        layout = layout_of("", {}, quantization_config)
+    if method == "fp8" or method in PACKED:
+        layout = _layout("", {}, quantization_config)
         left = quantization_config.get("modules_to_not_convert") or quantization_config.get("ignored_layers") or ()
-        return _format(layout) | {"skip": ("Embedding", *left)}
+        head = () if method == "fp8" or quantization_config.get("lm_head") else ("lm_head",)
+        return _format(layout) | {"skip": ("Embedding", *head, *left)}
     groups, ignored = parsed_groups(quantization_config)[1], quantization_config.get("ignore") or ()
     if len(groups) > 1 or any(target.startswith("re:") for group in groups for target in group.targets):
         rule = "layers of quantization_config must be found in a model, because groups name them by patterns"

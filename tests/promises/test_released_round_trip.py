@@ -15,7 +15,7 @@ from shared_core.tools.export import export_released
 
 KINDS = (
     "gpt_oss", "deepseek_v3_fp8", "qwen3_moe_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8", "llama_int8",
-    "llama_int4_asym", "llama_mxfp4", "llama_mxfp8",
+    "llama_int4_asym", "llama_mxfp4", "llama_mxfp8", "llama_gptq", "llama_gptq8", "llama_gptq_asym", "llama_awq",
 )  # fmt: skip
 QAT = {"qat": {"scheme": "released"}}
 QAD = QAT | {"distill": {"teacher": "self", "alpha": 0.5}}

@@ -31,7 +31,8 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 KINDS = (
     "gpt_oss", "qwen3_fp8", "qwen3_moe_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8",
-    "llama_int8", "llama_int4_asym", "llama_mxfp4", "llama_mxfp8",
+    "llama_int8", "llama_int4_asym", "llama_mxfp4", "llama_mxfp8", "llama_gptq", "llama_gptq8", "llama_gptq_asym",
+    "llama_awq",
 )  # fmt: skip
 """What transformers loads on a CPU; it has no right way for ``llama_mixed``."""
 
@@ -68,6 +69,10 @@ def write_released(
 def load_released(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a released folder as users do: dequantized by transformers on a CPU."""
     method = AutoConfig.from_pretrained(folder).quantization_config["quant_method"]
+    if method in ("gptq", "awq"):
+        import hf_eff  # noqa: F401 - its import lets transformers load these
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     how = {
         "mxfp4": lambda: Mxfp4Config(dequantize=True),
         "fp8": lambda: FineGrainedFP8Config(dequantize=True),
@@ -121,7 +126,8 @@ _CONFIGS = {
     "gpt_oss": _gpt_oss, "qwen3_fp8": _qwen3, "qwen3_moe_fp8": _qwen3_moe, "deepseek_v3_fp8": _deepseek_v3,
     "kimi_int4": lambda: _deepseek_v3(64), "nemotron_nvfp4": _llama,
     **dict.fromkeys(
-        ("llama_fp8", "llama_int8", "llama_int4_asym", "llama_mxfp4", "llama_mxfp8", "llama_mixed"), _llama
+        ("llama_fp8", "llama_int8", "llama_int4_asym", "llama_mxfp4", "llama_mxfp8", "llama_mixed", "llama_gptq",
+         "llama_gptq8", "llama_gptq_asym", "llama_awq"), _llama
     ),
 }  # fmt: skip
 
@@ -221,7 +227,56 @@ def _mixed(first: Any, second: Any) -> Any:
     return quantize
 
 
+def _word(codes: list[int], bits: int) -> int:
+    """Return an int32 with the first code in its lowest bits."""
+    word = sum(code << (bits * place) for place, code in enumerate(codes))
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _packed_rows(codes: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
+    """Pack along the last axis; the code at place i of a word is that of column ``order[i]``."""
+    words = codes.unflatten(1, (-1, 32 // bits)).tolist()
+    found = [[_word([word[at] for at in order], bits) for word in row] for row in words]
+    return torch.tensor(found, dtype=torch.int32)
+
+
+def _packed(method: str, bits: int = 4, sym: bool = True, group: int = 32, version: str = "gptq") -> Any:
+    """Quantize into AutoGPTQ's or AutoAWQ's tensors, word by word in Python."""
+
+    def quantize(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        found, last, awq = {}, 2**bits - 1, method == "awq"
+        order = (0, 2, 4, 6, 1, 3, 5, 7) if awq else tuple(range(32 // bits))
+        for key, value in tensors.items():
+            if value.ndim != 2 or not ("self_attn" in key or "mlp" in key):
+                found[key] = value
+                continue
+            groups = value.double().unflatten(1, (-1, group))
+            low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+            span = 2 * torch.maximum(-low, high) if sym else high - low
+            scale = (span / last).half()
+            zeros = torch.full_like(low, 2 ** (bits - 1)) if sym else (-low / scale.double()).round()
+            zeros = zeros.clamp(1, last)
+            codes = (groups / scale.double().unsqueeze(-1)).round() + zeros.unsqueeze(-1)
+            codes = codes.clamp(0, last).flatten(1).long()
+            stem, saved_zeros = key.removesuffix("weight"), zeros.long() - int(not awq and version == "gptq")
+            packs = _packed_rows(codes.t() if awq else codes, bits, order)
+            found[f"{stem}qweight"] = packs if awq else packs.t()
+            found[f"{stem}qzeros"] = _packed_rows(saved_zeros.t(), bits, order)
+            found[f"{stem}scales"] = scale.t()
+            if not awq:
+                found[f"{stem}g_idx"] = (torch.arange(value.shape[1]) // group).int()
+        config = {"quant_method": method, "bits": bits, "group_size": group}
+        own = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None} if awq else {
+            "sym": sym, "desc_act": False, "checkpoint_format": version, "damp_percent": 0.01,
+        }  # fmt: skip
+        return found, config | own
+
+    return quantize
+
+
 _QUANTIZERS = {
+    "llama_gptq": _packed("gptq"), "llama_gptq8": _packed("gptq", bits=8),
+    "llama_gptq_asym": _packed("gptq", sym=False, version="gptq_v2"), "llama_awq": _packed("awq", sym=False),
     "gpt_oss": _mxfp4, "qwen3_fp8": _fp8(False), "qwen3_moe_fp8": _fp8(False), "deepseek_v3_fp8": _fp8(True),
     "kimi_int4": _compressed(
         ["Linear"], ["self_attn", "shared_experts", "mlp.gate.", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"],

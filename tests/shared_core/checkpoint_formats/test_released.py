@@ -25,6 +25,8 @@ FORMATS = {
     "deepseek_v3_fp8": ("fp8_block", "fp8_group"), "kimi_int4": ("int4", "none"), "nemotron_nvfp4": ("nvfp4", "nvfp4"),
     "llama_fp8": ("fp8", "fp8_token"), "llama_int8": ("int8", "int8_token"), "llama_int4_asym": ("int4_asym", "none"),
     "llama_mxfp4": ("mxfp4", "none"), "llama_mxfp8": ("mxfp8", "mxfp8"),
+    "llama_gptq": ("int4", "none"), "llama_gptq8": ("int4", "none"), "llama_gptq_asym": ("int4_asym", "none"),
+    "llama_awq": ("int4_asym", "none"),
 }  # fmt: skip
 CODES = {
     "mxfp4": torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
@@ -100,8 +102,16 @@ def test_groups_become_overrides_and_need_the_model_if_patterns_name_them(releas
     ("config", "told"),
     [
         (None, "no quantization_config"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits of gptq must be one of 2, 4, 8, got 3"),
+        ({"quant_method": "gptq", "bits": "4", "group_size": 32}, "got '4'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "group_size of gptq .* got -1"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": float("nan")}, "group_size of gptq .* got nan"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": "no"}, "sym must be true or false"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:a": {}}}, "dynamic"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 32}, "bits of awq must be one of 4, got 8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False}, "zero_point false"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "fp4"),
     ],
