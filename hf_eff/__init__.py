@@ -1,6 +1,6 @@
 """Efficient-training techniques for the Hugging Face Trainer. Names load on first use, which keeps `eff run` fast."""
 
-from shared_core.checkpoint_formats.packed_loading import load_packed_in_float
+from hf_eff._packed_loading import load_packed_in_float
 from shared_core.front_ends.after_import import after_import
 from shared_core.lazy_exports import export_lazily
 

@@ -134,17 +134,18 @@ class PackedLayout(Layout):
         codes = (rows.unsqueeze(-1) >> shifts) & (2**self.packing.bits - 1)
         if self.packing.method == "awq":
             codes = codes[..., [_AWQ_ORDER.index(place) for place in range(8)]]
-        return codes.flatten(1).t() if along_inputs else codes.flatten(1)
+        flat: Tensor = codes.flatten(1)
+        return flat.t() if along_inputs else flat
 
     def _pack(self, codes: Tensor, along_inputs: bool) -> Tensor:
         """Return int32 words of unsigned codes (inputs, outputs)."""
         rows = codes.t() if along_inputs else codes
-        words = rows.unflatten(1, (-1, 32 // self.packing.bits))
+        words = rows.reshape(len(rows), -1, 32 // self.packing.bits)
         if self.packing.method == "awq":
             words = words[..., [*_AWQ_ORDER]]
         shifts = torch.arange(0, 32, self.packing.bits, device=codes.device)
         # bits of different codes do not overlap; int64 holds the sum, and its low half is the word
-        packed = (words.long() << shifts).sum(-1).to(torch.int32)
+        packed: Tensor = (words.long() << shifts).sum(-1).to(torch.int32)
         return (packed.t() if along_inputs else packed).contiguous()
 
     def fresh(self, low: Tensor, high: Tensor, like: Stored) -> tuple[Tensor, Tensor | None]:

@@ -24,6 +24,7 @@ EXACT = {
         ("qwen3_moe_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8", "llama_int8"),
         (torch.bfloat16,),
     ),
+    **dict.fromkeys(("llama_gptq", "llama_awq"), (torch.float32, torch.bfloat16)),
 }
 
 
@@ -77,7 +78,7 @@ def test_a_student_that_starts_equal_to_its_teacher_is_told(kind, alpha, is_told
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt_oss", "nemotron_nvfp4"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "nemotron_nvfp4", "llama_awq"])
 def test_a_resumed_run_is_bit_for_bit_the_same(kind, tmp_path):
     source = write_released(kind, tmp_path / "released")
     whole, _ = trainer_of(load_released(source), tmp_path / "whole", 1e-3, steps=3)
@@ -112,7 +113,7 @@ def test_weights_in_another_dtype_than_the_model_are_refused(tmp_path):
         Session({"qat": {"scheme": "released"}}).attach(model)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "kimi_int4", "nemotron_nvfp4", "qwen3_moe_fp8"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "kimi_int4", "nemotron_nvfp4", "qwen3_moe_fp8", "llama_gptq_asym"])
 def test_init_takes_a_released_folder(kind, tmp_path):
     source = write_released(kind, tmp_path / "released")
     model = load_released(source, torch.bfloat16)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.checkpoint_formats.packed_loading import load_packed_in_float
 from shared_core.checkpoint_formats.released import Released, released_config, values_in
 from shared_core.checkpoint_formats.released_layouts import Layout, Stored, block_sums, over_blocks
 from shared_core.checkpoint_formats.saved_rows import SavedRows, saved_rows
@@ -415,9 +414,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _check_outputs(folder: Path, model: Any, saved: Mapping[str, SavedRows], inputs: Any) -> float:
     """Return how far the outputs of the folder in transformers are from those of the model on its rounded weights."""
-    from transformers.quantizers import auto
-
-    load_packed_in_float(auto)
     rounded = copy.deepcopy(model).float().cpu().eval()
     _round_(rounded, Released(folder), saved)
     with scratch_folder() as scratch, quiet():

@@ -24,7 +24,9 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.tools.export import export_released
 
 # relative error of rounding to the nearest code: half a step of the largest code, or of a float's mantissa
-ERROR = {"gpt_oss": 0.15, "llama_mxfp4": 0.15, "nemotron_nvfp4": 0.12, "kimi_int4": 0.12, "llama_int4_asym": 0.12}
+ERROR = {"gpt_oss": 0.15, "llama_mxfp4": 0.15} | dict.fromkeys(
+    ("nemotron_nvfp4", "kimi_int4", "llama_int4_asym", "llama_gptq", "llama_gptq_asym", "llama_awq"), 0.12
+)
 SYMMETRIC = ["gpt_oss", "qwen3_fp8", "deepseek_v3_fp8", "kimi_int4", "nemotron_nvfp4", "llama_fp8"]
 EXPERTS = ["gpt_oss", "qwen3_moe_fp8", "kimi_int4"]
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -37,11 +37,14 @@ def _quantizer(quantization_config: Any, **options: Any) -> Any:
         def __init__(self, hf_quantizer: Any) -> None:
             self.hf_quantizer = hf_quantizer
 
-        def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **_: Any) -> dict[str, Any]:
+        def convert(
+            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **about: Any
+        ) -> dict[str, Any]:
             """Return the weight in the model's dtype."""
-            parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            weight = PackedLayout(full_layer_name, {}, _as_dict(quantization_config)).read(parts).values
-            return {full_layer_name: weight.to(model.get_parameter(full_layer_name).dtype)}
+            name, model = about["full_layer_name"], about["model"]
+            parts = {part: value[0] if isinstance(value, list) else value for part, value in input_dict.items()}
+            weight = PackedLayout(name, {}, _as_dict(quantization_config)).read(parts).values
+            return {name: weight.to(model.get_parameter(name).dtype)}
 
     class Quantizer(HfQuantizer):  # type: ignore[misc]
         """Loads a GPTQ or AWQ model in float."""
