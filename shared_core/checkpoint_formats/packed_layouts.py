@@ -65,7 +65,7 @@ class PackedLayout(Layout):
     Raises:
         CheckpointError: If the config has another format.
 
-    Source: AutoGPTQ 0.7; GPTQModel 2.0; AutoAWQ 0.2.
+    Source: the packing loops of AutoGPTQ (`qlinear_cuda_old`) and GPTQModel, and those of AutoAWQ (`gemm`).
     """
 
     def __init__(self, name: str, keys: Mapping[str, str], config: Mapping[str, Any]) -> None:
