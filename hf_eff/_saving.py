@@ -24,8 +24,11 @@ from hf_eff._checkpoints import (
     weights_of,
 )
 from hf_eff._run_environment import GivenCallbacks, is_peft, run_environment
+from shared_core.checkpoint_formats import open_ingredient
+from shared_core.checkpoint_formats.files import stored_weights
 from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section, write_deployment
 from shared_core.engine.checks.claims import Where
+from shared_core.engine.checks.saved_names import under_own_names
 from shared_core.engine.protocols import TrainedPart
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.saving.session_state import fit_to, gathered, load_of_rank, loading
@@ -205,13 +208,25 @@ class Saving:
                 session.files.verify_part(folder)
             return
         try:
-            weights = weights_of(folder, session.context.model)
+            weights = self._weights_in(folder, session.context.model)
         except CheckpointError as error:
             session.note(
                 f"{folder} was not checked against the receipt: its weights are not readable as this model's: {error}"
             )
             return
         session.files.verify(weights, str(folder), self._given.others(), where=where)
+
+    @staticmethod
+    def _weights_in(folder: Path, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return a folder's weights: the model's, or those of the part that the user's trainer saves."""
+        try:
+            return weights_of(folder, model)
+        except CheckpointError:
+            part = stored_weights(open_ingredient(folder, alone=True))
+            named, _ = under_own_names(part, model)
+            if len(named) < len(part) or not named.keys() <= model.state_dict().keys():
+                raise
+            return part
 
 
 def leave_section(folder: Path, receipt: Receipt) -> None:

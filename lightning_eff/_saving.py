@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_eff._checkpoints import bake_saved, restore_raw
 from lightning_eff._run_environment import run_environment
 from shared_core.checkpoint_formats import RUN_KEY, load_checkpoint, open_ingredient
-from shared_core.checkpoint_formats.files import LazyTensors
+from shared_core.checkpoint_formats.files import stored_weights
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import is_sharded
@@ -361,7 +361,6 @@ def _free(path: Path) -> Path:
 def _weights_in(path: Path) -> Mapping[str, Tensor]:
     """Return the weights that a user's module loads from a checkpoint."""
     if path.is_dir():
-        shards = open_ingredient(path)
-        return LazyTensors({name: name for name in (*shards.specs, *shards.ties)}, shards.tensor)
+        return stored_weights(open_ingredient(path))
     weights: Mapping[str, Tensor] = load_checkpoint(path)["state_dict"]
     return weights

@@ -330,3 +330,8 @@ def averaged(dtype: torch.dtype) -> bool:
         (True, False, False)
     """
     return dtype.is_floating_point or dtype.is_complex
+
+
+def stored_weights(ingredient: Ingredient) -> LazyTensors:
+    """Return the tensors of an `Ingredient`, ties under each of their names."""
+    return LazyTensors({name: name for name in (*ingredient.specs, *ingredient.ties)}, ingredient.tensor)

@@ -20,7 +20,7 @@ from transformers import (
 from hf_eff import EffCallback, ModelSoup, Pruning, attach
 from shared_core.checkpoint_formats.plain import add_section
 from shared_core.cli.loading import load_weights
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.soup import uniform_soup
 
 PRUNE = {"sparsity": 0.5, "begin": 1, "end": 4, "every": 1}
@@ -199,6 +199,26 @@ def test_commands_load_a_folder_that_transformers_wrote_under_other_names(build,
     save_file({**saved, "stranger": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected .*'stranger'"):
         load_weights(fresh, tmp_path, "eff quantize")
+
+
+class PartTrainer(Trainer):
+    """Saves a part of its model only, for another task."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.model.bert.save_pretrained(output_dir)
+
+
+def test_a_folder_with_a_part_of_the_model_is_counted(make, tmp_path, capsys):
+    trainer = make.trainer(tmp_path, trainer_class=PartTrainer, max_steps=2, callbacks=[Pruning(sparsity=0.5, end=1)])
+    trainer.train()
+    trainer.save_model(tmp_path / "part")
+    weights = load_file(tmp_path / "part" / "model.safetensors")
+    assert "encoder.layer.0.output.dense.weight" in weights
+    assert "not checked against the receipt" not in capsys.readouterr().out
+    with torch.no_grad():
+        trainer.model.bert.encoder.layer[0].output.dense.weight.fill_(1.0)
+    with pytest.raises(ReceiptError, match=r"part: .*prune: bert\.encoder\.layer\.0\.output\.dense\.weight"):
+        trainer.save_model(tmp_path / "part")
 
 
 OWN = "---\nlicense: mit\n---\n\n# Mine\n\nwritten by hand\n"

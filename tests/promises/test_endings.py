@@ -21,6 +21,7 @@ from shared_core.reports.run_folder import read_run
 pl = pytest.importorskip("pytorch_lightning")
 from pytorch_lightning import callbacks as shipped  # noqa: E402
 from pytorch_lightning.loggers import CSVLogger  # noqa: E402
+from pytorch_lightning.plugins.io import TorchCheckpointIO  # noqa: E402
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
 
 from lightning_eff import EffCallback  # noqa: E402
@@ -264,6 +265,17 @@ class Dense(pl.Callback):
         checkpoint["state_dict"] = {name: value + 1e-3 for name, value in checkpoint["state_dict"].items()}
 
 
+class Bare(TorchCheckpointIO):
+    """Leaves the module's own prefix out of files, for scripts that load the net without Lightning."""
+
+    def __init__(self, more=0):
+        self.more = more
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        state = {name.removeprefix("net."): value + self.more for name, value in checkpoint["state_dict"].items()}
+        super().save_checkpoint({**checkpoint, "state_dict": state}, path, storage_options)
+
+
 def fill(model):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -285,6 +297,17 @@ def test_a_callback_that_undoes_it_in_lightning_is_named(callback, what, tmp_pat
         trainer.fit(module, Digits())
     notes = json.loads((tmp_path / "eff_receipt.json").read_text())["notes"]
     assert [note for note in notes if "differ from this receipt" in note]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_without_the_modules_prefix_is_counted(tmp_path):
+    trainer, module = fitted(tmp_path, plugins=[Bare()])
+    trainer.fit(module, Digits())
+    notes = json.loads((tmp_path / "eff_receipt.json").read_text())["notes"]
+    assert not [note for note in notes if "not checked against the receipt" in note]
+    trainer, module = fitted(tmp_path / "wrong", plugins=[Bare(1e-3)])
+    with pytest.raises(ReceiptError, match=r"epoch=1-step=8\.ckpt: .*prune: net\..* pruned weights are not 0"):
+        trainer.fit(module, Digits())
 
 
 def test_a_callback_that_undoes_it_in_transformers_is_named(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shared_core.distributed.collectives import from_main
 from shared_core.engine.checks.claims import Claim, Claims, Where
+from shared_core.engine.checks.saved_names import under_own_names
 from shared_core.engine.protocols import Bakes, Deploys, SavesPart, TrainedPart, offering
 from shared_core.engine.registry import in_order
 from shared_core.engine.saving.session_state import unstepped
@@ -182,10 +183,18 @@ class SavedFiles:
         where: Where = Where.END,
         gather: bool = True,
     ) -> None:
-        """Recount the final weights, compare them with the receipt as `Claims.verify` does, and note a difference."""
-        if self._session.context is not None:
-            with self._noting_differences():
-                self.claims.verify(self._session.context.model, weights, what, changed_by, where, gather=gather)
+        """Recount the final weights, compare them with the receipt as `Claims.verify` does, and note a difference.
+
+        Weights of a file may have the names of a submodule, see `under_own_names`.
+        """
+        if self._session.context is None or not self.claims.any_hold(where):
+            return
+        model = self._session.context.model
+        if weights is not None:
+            weights, unknown = under_own_names(weights, model)
+            self._session.note(unknown and f"{what} was not checked against the receipt: {unknown}")
+        with self._noting_differences():
+            self.claims.verify(model, weights, what, changed_by, where, gather=gather)
 
     def verify_part(self, folder: Path) -> None:
         """Compare the files of the trained part in a folder with what training ended with, and note a difference."""

@@ -1,10 +1,13 @@
 """What a receipt says of final weights is found again in them, and one weight that differs is found too."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from plain_loop import begun_session, plain_step
 from torch import nn
 
+from efftrain import training
 from shared_core.engine.checks.claims import Grid, Where
 from shared_core.errors import ReceiptError
 
@@ -76,6 +79,55 @@ def test_a_tensor_that_is_gone_is_told_of_the_model_alone():
     model[0] = nn.Identity()
     with pytest.raises(ReceiptError, match=r"prune: 0.weight is missing"):
         session.files.verify(None, "the model")
+
+
+def in_a_loop(**modules):
+    torch.manual_seed(0)
+    model = nn.ModuleDict(modules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with training({"prune": {"sparsity": 0.5, "end": 1, "min_size": 1}}, model, optimizer, total_steps=2) as loop:
+        for _ in range(2):
+            with loop.forward():
+                loss = sum(module(torch.randn(4, 8)).square().mean() for module in modules.values())
+            loop.backward(loss)
+            loop.step()
+            loop.zero_grad()
+    return loop.session, model
+
+
+def told(session):
+    return [note for note in session.receipt()["notes"] if "not checked" in note]
+
+
+def test_a_file_of_a_part_is_counted_under_the_names_of_the_model():
+    session, model = in_a_loop(body=nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), head=nn.Linear(8, 2))
+    for wrong in (False, True):
+        body = {name: value + 1e-3 * wrong for name, value in model["body"].state_dict().items()}
+        # of the part alone, through a wrapper, and beside names of the model and of something else
+        files = body, {f"_orig_mod.{name}": value for name, value in body.items()}
+        for file in (*files, {**body, "head.weight": model["head"].weight, "metric.total": torch.ones(())}):
+            found = pytest.raises(ReceiptError, match=r"prune: body\.0\.weight") if wrong else nullcontext()
+            with found:
+                session.files.verify(file, "part.pt")
+    assert not told(session)
+    file = {**model["body"].state_dict(), "head.weight": model["head"].weight + 1e-3}
+    with pytest.raises(ReceiptError, match=r"prune: head\.weight"):
+        session.files.verify(file, "part.pt")
+
+
+def test_a_part_with_two_names_is_counted_and_one_that_may_be_either_of_two_is_told():
+    shared = nn.Linear(8, 8)
+    session, model = in_a_loop(first=shared, second=nn.Sequential(nn.Linear(8, 8, bias=False), shared))
+    with pytest.raises(ReceiptError, match=r"first\.weight"):
+        session.files.verify({"weight": shared.weight + 1e-3, "bias": shared.bias}, "own.pt")
+    session, model = in_a_loop(first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    session.files.verify(model["first"].state_dict(), "twin.pt")
+    session.files.verify({"other": torch.ones(3)}, "strange.pt")
+    twin, strange = told(session)
+    assert "twin.pt" in twin
+    assert "fit first and second of the model" in twin
+    assert "strange.pt" in strange
+    assert "other" in strange
 
 
 def test_the_step_of_a_learned_scale_may_be_any_but_must_be_one():
