@@ -66,7 +66,7 @@ def test_the_best_is_the_first_that_holds_what_was_asked_for(recipe, first, tmp_
     assert trainer.state.best_global_step == first
     assert trainer.state.best_metric == first
     assert receipt["unreached"] == {}
-    assert sum("can only be the best once" in note for note in receipt["notes"]) == 1
+    assert sum("not a candidate for the best" in note for note in receipt["notes"]) == 1
     assert receipt["steps"]["applied"] == 8
     assert evaluations == 10  # of a batch at the start, of each step, and of what was loaded after the last
     final = receipt["final_evaluation"]["eval_loss"]

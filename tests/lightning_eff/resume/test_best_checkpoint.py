@@ -61,7 +61,7 @@ def test_the_best_is_the_first_that_holds_what_was_asked_for(recipe, first, tmp_
     assert len(list((tmp_path / "last").glob("*.ckpt"))) == 4
     assert (tmp_path / "best" / "last.ckpt").is_file()
     assert result.receipt["unreached"] == {}
-    assert sum("can only be the best once" in note for note in result.receipt["notes"]) == 1
+    assert sum("not a candidate for the best" in note for note in result.receipt["notes"]) == 1
     if "prune" in recipe:
         assert sparsity(saved(best.best_model_path)) == pytest.approx(0.6, abs=0.06)
 
